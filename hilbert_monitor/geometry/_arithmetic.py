@@ -1,0 +1,94 @@
+"""How every function of this package computes: in full precision, without a graph, in bounded memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_BYTES = 256 * 2**20
+"""Default bound on scratch memory, in bytes."""
+
+
+@contextmanager
+def _ieee_matmul() -> Iterator[None]:
+    """Matrix products in true fp32, whatever the process has chosen for its training."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    saved = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, saved, strict=True):
+            backend.fp32_precision = precision
+
+
+def full_precision(function: Callable[P, T]) -> Callable[P, T]:
+    """Run `function` without a graph, outside autocast, and with no TF32 or bf16 inside its fp32 products."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        device = tensors[0].device.type if tensors else "cpu"
+        with torch.no_grad(), torch.autocast(device, enabled=False), _ieee_matmul():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return fp64 when any of `tensors` is fp64, else fp32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def check_real(name: str, A: Tensor) -> None:
+    """Refuse what is not a dense real floating-point tensor."""
+    if not isinstance(A, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(A).__name__}: convert it with torch.as_tensor")
+    if not A.dtype.is_floating_point:
+        raise TypeError(f"{name} must be a real floating-point tensor, got {A.dtype}: convert it with .float()")
+    if A.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {A.layout}: convert it with .to_dense()")
+
+
+def check_rows(name: str, A: Tensor) -> None:
+    """Refuse what is not a non-empty (V, d) matrix of token rows."""
+    check_real(name, A)
+    if A.ndim != 2:
+        raise ValueError(f"{name} must be a (V, d) matrix with one row a token, got shape {tuple(A.shape)}")
+    if A.numel() == 0:
+        raise ValueError(f"{name} must have at least one row and one column, got shape {tuple(A.shape)}")
+
+
+def chunk_length(row_bytes: int, max_bytes: int, *, longest: int = 4096) -> int:
+    """Rows to take at a time so that they fit `max_bytes`; few enough to stay in a processor's cache."""
+    if max_bytes < row_bytes:
+        raise ValueError(
+            f"max_bytes={max_bytes} is less than the {row_bytes} bytes this input needs: raise max_bytes"
+        )
+    return max(1, min(longest, max_bytes // max(row_bytes, 1)))
+
+
+def row_chunks(A: Tensor, dtype: torch.dtype, max_bytes: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the rows of `A` in `dtype`, a cache-sized chunk at a time, with where each chunk stands."""
+    length = chunk_length(2 * A.shape[1] * dtype.itemsize, max_bytes)
+    for start in range(0, A.shape[0], length):
+        at = slice(start, min(start + length, A.shape[0]))
+        yield at, A[at].to(dtype)
+
+
+def row_mean(A: Tensor, max_bytes: int = MAX_BYTES) -> Tensor:
+    """Mean of the rows (d,), in fp32 or better, summed in fp64 across chunks."""
+    dtype = compute_dtype(A)
+    total = torch.zeros(A.shape[1], dtype=torch.float64, device=A.device)
+    for _, chunk in row_chunks(A, dtype, max_bytes):
+        total += chunk.sum(0)
+    return (total / A.shape[0]).to(dtype)

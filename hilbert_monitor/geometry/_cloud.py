@@ -1,0 +1,141 @@
+"""The rows of an update as a cloud of points about a centre, loaded a chunk at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ._arithmetic import chunk_length, compute_dtype
+
+SAMPLE = 2048
+"""Rows from which the centre and the leading directions are estimated."""
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Points x_i = (s_i * pre - centre) * post, in fp32 or fp64.
+
+    Any centre would do: it bounds the rounding, and a good one makes norms small. The scales are powers of two,
+    one but for data whose squares would leave the range of the dtype.
+    """
+
+    S: Tensor
+    centre: Tensor
+    pre: float
+    post: float
+    budget: int
+
+    @classmethod
+    def of(cls, S: Tensor, low: Tensor, high: Tensor, budget: int) -> Cloud:
+        """Centre and scale finite rows S, given their columnwise extremes."""
+        dtype = compute_dtype(S)
+        largest = float(torch.maximum(low.abs(), high.abs()).max())
+        pre = post = 1.0
+        spread = float((high.double() * 0.5 - low.double() * 0.5).max())
+        narrow, wide = (1e-12, 1e12) if dtype == torch.float32 else (1e-100, 1e100)
+        if spread < narrow or largest > wide:
+            dtype = torch.float64
+            pre = 2.0 ** -_exponent(largest)
+            post = 2.0 ** -_exponent(spread * pre)
+        sample = S[:: -(-len(S) // SAMPLE)].to(dtype) * pre
+        centre = sample[0] + (sample - sample[0]).mean(0)
+        return cls(S, centre, pre, post, budget)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the points."""
+        return self.centre.dtype
+
+    def __len__(self) -> int:
+        """Return the number of rows V."""
+        return self.S.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Number of columns d."""
+        return self.S.shape[1]
+
+    def points(self, at: slice | Tensor) -> Tensor:
+        """Load points (n, d)."""
+        rows = self.S[at].to(self.dtype)
+        rows = rows - self.centre if self.pre == 1.0 else rows * self.pre - self.centre
+        return rows if self.post == 1.0 else rows.mul_(self.post)
+
+    def chunks(self, index: Tensor | None = None, *, extra: int = 0) -> Iterator[tuple[slice, Tensor]]:
+        """Yield all points, or those of `index`, chunk by chunk; `extra` is the caller's scratch a row, in bytes."""
+        row_bytes = 3 * self.width * self.dtype.itemsize + extra
+        length = chunk_length(row_bytes, self.budget, longest=max(64, 2**22 // row_bytes))
+        for start in range(0, len(self) if index is None else len(index), length):
+            at = slice(start, start + length)
+            yield at, self.points(at if index is None else index[at])
+
+    def lengths(self, i: Tensor, j: Tensor) -> Tensor:
+        """Return distances |x_i - x_j| (n,) of index pairs, in fp64 from the rows as they were given."""
+        out = torch.empty(len(i), dtype=torch.float64, device=self.S.device)
+        step = chunk_length(6 * self.width * 8, self.budget)
+        for at in range(0, len(i), step):
+            part = slice(at, at + step)
+            gap = self.S[i[part]].double().mul_(self.pre) - self.S[j[part]].double().mul_(self.pre)
+            out[part] = torch.linalg.vector_norm(gap.mul_(self.post), dim=1)
+        return out
+
+    def survey(self, directions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return squared norms (V,) and coordinates (V, k) along orthonormal directions (d, k), in one pass."""
+        norms = torch.empty(len(self), dtype=self.dtype, device=self.S.device)
+        coordinates = torch.empty(len(self), directions.shape[1], dtype=self.dtype, device=self.S.device)
+        for at, x in self.chunks():
+            torch.linalg.vector_norm(x, dim=1, out=norms[at])
+            torch.mm(x, directions, out=coordinates[at])
+        return norms.square_(), coordinates
+
+    def coordinates(self, directions: Tensor, index: Tensor) -> Tensor:
+        """Return coordinates (n, k) of the points of `index` along directions (d, k)."""
+        out = torch.empty(len(index), directions.shape[1], dtype=self.dtype, device=self.S.device)
+        for at, x in self.chunks(index):
+            torch.mm(x, directions, out=out[at])
+        return out
+
+    def squared_distances(self, norms2: Tensor, i: Tensor) -> Tensor:
+        """Return squared distances (V,) of all points to the i-th, given their squared norms."""
+        point = self.points(i[None])  # (1, d)
+        out = torch.empty(len(self), 1, dtype=self.dtype, device=self.S.device)
+        for at, x in self.chunks():
+            torch.mm(x, point.T, out=out[at])
+        return (norms2 + norms2[i]).sub_(out.squeeze(1), alpha=2)
+
+    def double(self) -> Cloud:
+        """Return the same points in fp64."""
+        return replace(self, centre=self.centre.double())
+
+    def leading_directions(self, k: int) -> Tensor:
+        """Estimate the k leading directions (d, k), orthonormal, by subspace iteration on a sample of points.
+
+        Starts from points of the sample, so no random numbers are drawn.
+        """
+        sample = self.points(slice(None, None, -(-len(self) // SAMPLE)))  # (n, d)
+        k = min(k, *sample.shape)
+        start = sample[torch.linspace(0, len(sample) - 1, k, device=sample.device).long()]
+        basis, _ = torch.linalg.qr(start.T)
+        for _ in range(2):
+            basis, _ = torch.linalg.qr(sample.T @ (sample @ basis))
+        seen = sample @ basis
+        _, order = torch.linalg.eigh(seen.T @ seen)
+        return basis @ order.flip(1)
+
+    def raw(self, length: float) -> float:
+        """Convert a length among points to one among the rows of S."""
+        return length / self.post / self.pre
+
+    @property
+    def rounding(self) -> float:
+        """Relative error of a dot product of length d, by u the unit roundoff: |fl(x.y) - x.y| <= d u |x| |y|."""
+        return (self.width + 4) * torch.finfo(self.dtype).eps / 2
+
+
+def _exponent(x: float) -> int:
+    """Binary exponent of x, zero for zero."""
+    return math.frexp(x)[1] if x > 0 else 0

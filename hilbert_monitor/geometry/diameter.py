@@ -1,0 +1,321 @@
+"""The row diameter D(S) = max_{i<j} |s_i - s_j|: an O(Vd) bracket, and the exact value with its proof.
+
+An all-pairs search costs V^2 d / 2 multiplications. The exact search here costs a few passes over S on the
+increments that optimizers make, because almost every pair can be *proved* shorter than one already found:
+
+1. Survey. Centre the rows and keep, for each, its norm r_i and its coordinates z_i along a few leading
+   directions. What the directions leave out has norm rho_i = sqrt(r_i^2 - |z_i|^2), so
+   |s_i - s_j|^2 <= r_i^2 + r_j^2 - 2 z_i.z_j + 2 rho_i rho_j.
+2. A first long pair, found by walking to farthest partners in the survey. Call its length L.
+3. Hubs. A pair of length L has one end with r_i >= L/2, a hub, and the other with r_j >= L - r_max. The mean
+   of an increment's rows sits in the mass of rare tokens, so hubs are few.
+4. Screen. The bound of step 1 is one matrix product of hubs against partners. Hubs and partners that never
+   reach L are dropped; the rest are screened again with more directions.
+5. Prove. Hubs that are left, the most promising first, meet their partners in full; pairs that come within
+   rounding of L are measured in fp64.
+
+Every comparison carries a slack for the rounding of what it compares, so a dropped pair is shorter than L in
+exact arithmetic. Where nothing can be dropped (points on a sphere) a screen is given up after a sample of
+hubs, and step 5 is a tiled all-pairs search. Tried and not needed: tiling rows by median splits and
+discarding pairs of tiles; the hubs are few enough that sorting the tiles cost more than it saved.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._arithmetic import MAX_BYTES, check_rows, full_precision
+from ._cloud import Cloud
+
+
+@dataclass(frozen=True, slots=True)
+class DiameterBracket:
+    """Certified bounds lower <= D(S) <= upper.
+
+    Where S has non-finite entries the bounds are nan if any entry is nan and inf otherwise, and `pair` names
+    the first such row and another one.
+    """
+
+    lower: float
+    upper: float
+    pair: tuple[int, int]
+    """Token ids i < j with |s_i - s_j| = lower; (0, 0) for a single row."""
+    nonfinite_rows: int
+    """How many rows hold an infinity or a nan."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowDiameter(DiameterBracket):
+    """The exact row diameter: `value` is the fp64 length of `pair`, `upper` differs by fp64 rounding alone."""
+
+    pairs_screened: int
+    """Pairs bounded along the leading directions."""
+    pairs_computed: int
+    """Pairs whose distance was computed in all d dimensions."""
+
+    @property
+    def value(self) -> float:
+        """D(S)."""
+        return self.lower
+
+
+_SURVEY_RANK = 16
+_SCREEN_RANKS = (8, 16, 64)
+_ROW_BYTES = 96  # scratch a row of S needs beside its coordinates
+_TILE, _TILE_ROWS = 2**20, 128  # a tile of bounds that stays in cache
+_MANY_HUBS = 2048  # from here on a screen is tried on a sample first
+_SMALL = 512  # up to this many rows, all pairs cost less than a survey
+_FEW = 4096  # up to this many near-longest pairs of a tile are measured one by one
+
+
+@full_precision
+def row_diameter_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> DiameterBracket:
+    """Bracket D(S) in O(Vd): four passes over S.
+
+    Walks from the row farthest from the centre to its farthest partner and on to that one's, which gives the
+    lower bound and its pair. The upper bound is the sum of the two largest distances from the centre, or from
+    the midpoint of the walk's first two rows, whichever is smaller. It never exceeds twice the lower bound (but
+    for rounding) and comes within a percent of it when the rows fill a ball, as RowNorm's do.
+
+    Args:
+        S: (V, d) update rows, any real floating-point dtype.
+        max_bytes: bound on scratch memory.
+
+    Returns:
+        lower and upper bound, and the pair that attains the lower one.
+    """
+    low, high = _extremes(S)
+    if ends := _degenerate(S, low, high):
+        return DiameterBracket(*ends)
+    cloud = Cloud.of(S, low, high, max_bytes // 2)
+    radius2, _ = cloud.survey(cloud.centre.new_empty(cloud.width, 0))
+    slack = 4 * cloud.rounding * radius2.max().double()
+    first = radius2.argmax()
+    from_first = cloud.squared_distances(radius2, first)
+    second = from_first.argmax()
+    from_second = cloud.squared_distances(radius2, second)
+    third = from_second.argmax()
+    lengths = cloud.lengths(torch.stack([first, second]), torch.stack([second, third]))
+    # |x - (a + b)/2|^2 = |x - a|^2 / 2 + |x - b|^2 / 2 - |a - b|^2 / 4
+    midpoint2 = (from_first + from_second).double() / 2 - lengths[0].square() / 4
+    upper = min(_sum_of_two_largest(radius2, slack), _sum_of_two_largest(midpoint2, slack))
+    i, j = (first, second) if lengths[0] >= lengths[1] else (second, third)
+    lower = cloud.raw(float(lengths.max()))
+    return DiameterBracket(lower, max(lower, cloud.raw(upper)), _ordered(int(i), int(j)), 0)
+
+
+@full_precision
+def row_diameter(S: Tensor, *, max_bytes: int = MAX_BYTES) -> RowDiameter:
+    """Compute D(S) = max_{i<j} |s_i - s_j| exactly, with a pair that attains it.
+
+    Costs a few passes over S on optimizer increments and at worst an all-pairs search; the module's docstring
+    says how. Several pairs may tie: any one of them is returned.
+
+    Args:
+        S: (V, d) update rows, any real floating-point dtype.
+        max_bytes: bound on scratch memory.
+
+    Returns:
+        the value (fp64, from the rows as given), the pair, and how many pairs had to be looked at.
+    """
+    low, high = _extremes(S)
+    if ends := _degenerate(S, low, high):
+        return RowDiameter(*ends, 0, 0)
+    search = _Search(Cloud.of(S, low, high, max_bytes // 2))
+    search.run()
+    value = search.cloud.raw(search.length)
+    rounding = (S.shape[1] + 8) * 2.0**-52
+    return RowDiameter(value, value * (1 + rounding), search.pair, 0, search.screened, search.computed)
+
+
+def _extremes(S: Tensor) -> tuple[Tensor, Tensor]:
+    check_rows("S", S)
+    return S.amin(0), S.amax(0)  # ten times faster than torch.aminmax(S, dim=0) on a CPU
+
+
+def _degenerate(S: Tensor, low: Tensor, high: Tensor) -> tuple[float, float, tuple[int, int], int] | None:
+    """Bounds, pair and non-finite rows where there is nothing to search: bad rows, equal rows, a single row."""
+    other = min(1, len(S) - 1)
+    extremes = torch.stack([low, high])
+    if not bool(extremes.isfinite().all()):
+        bad = ~torch.isfinite(S).all(1)
+        value = float("nan") if bool(extremes.isnan().any()) else float("inf")
+        worst = int(bad.int().argmax())
+        return value, value, _ordered(worst, 0 if worst else other), int(bad.sum())
+    if bool((low == high).all()):
+        return 0.0, 0.0, (0, other), 0
+    return None
+
+
+def _ordered(i: int, j: int) -> tuple[int, int]:
+    return (i, j) if i < j else (j, i)
+
+
+def _sum_of_two_largest(squared: Tensor, slack: Tensor) -> float:
+    """Sum of the two largest distances, given squared and rounded up."""
+    return float((squared.double().topk(2).values.clamp_min(0) + slack).sqrt().sum())
+
+
+class _Search:
+    """Branch and bound for the longest pair. Rows are named by rank in decreasing norm once they are sorted."""
+
+    def __init__(self, cloud: Cloud) -> None:
+        self.cloud = cloud
+        self.length = 0.0  # of the longest pair so far, in the cloud's units
+        self.pair = (0, 1)
+        self.screened = 0
+        self.computed = 0
+
+    def run(self) -> None:
+        cloud = self.cloud
+        ranks = self._ranks()
+        rank = max([k for k in ranks if k <= _SURVEY_RANK], default=0)
+        norm2, coordinates = cloud.survey(cloud.leading_directions(rank))
+        self._walk(norm2, coordinates)
+        self._sort(norm2)
+        hubs = (self.radius >= self.length / 2).nonzero().squeeze(1)
+        partners = torch.arange(len(self.order), device=norm2.device)
+        bounds = torch.full_like(self.radius[hubs], torch.inf)
+        for k in ranks:
+            if len(hubs) <= 2 * k:
+                break
+            if k <= rank:
+                z = coordinates[self.order, :k]
+            else:
+                z = cloud.coordinates(cloud.leading_directions(k), self.order)
+            hubs, partners, bounds = self._screen(hubs, partners, bounds, z)
+        self._prove(hubs, partners, bounds)
+
+    def _ranks(self) -> list[int]:
+        """Numbers of directions to screen along: none for a few rows, and tables that fit the memory bound."""
+        V, d = self.cloud.S.shape
+        row_bytes = self.cloud.budget // V
+        if row_bytes < _ROW_BYTES:
+            need = 2 * _ROW_BYTES * V
+            raise ValueError(f"max_bytes={2 * self.cloud.budget} is too little for {V} rows: give at least {need}")
+        affordable = (row_bytes - _ROW_BYTES) // (8 * self.cloud.dtype.itemsize)
+        return [k for k in _SCREEN_RANKS if k <= min(affordable, d // 2)] if V > _SMALL else []
+
+    def _offer(self, i: Tensor, j: Tensor) -> None:
+        """Measure pairs of rows in fp64 and keep the longest."""
+        self.computed += len(i)
+        lengths = self.cloud.lengths(i, j)
+        best = lengths.argmax()
+        if float(lengths[best]) > self.length:
+            self.length = float(lengths[best])
+            self.pair = _ordered(int(i[best]), int(j[best]))
+
+    def _walk(self, norm2: Tensor, z: Tensor) -> None:
+        """Find a long pair: from outlying rows to the partners farthest from them in the survey, twice."""
+        outer = norm2.topk(min(8, len(norm2))).indices
+        seeds = torch.cat([outer, z[:, :8].argmax(0), z[:, :8].argmin(0)])
+        for _ in range(2):
+            estimate = torch.addmm(norm2, z[seeds], z.T, alpha=-2)  # (seeds, V), less a constant in each row
+            partners = estimate.topk(min(4, len(norm2)), dim=1).indices
+            self._offer(seeds.repeat_interleave(partners.shape[1]), partners.flatten())
+            seeds = partners[:, 0]
+
+    def _sort(self, norm2: Tensor) -> None:
+        """Keep the rows that can be an end of a longer pair, by decreasing norm; norms are rounded up."""
+        self.norm2 = norm2
+        radius = norm2.sqrt().mul_(1 + self.cloud.rounding)
+        able = (radius >= self.length - radius.max()).nonzero().squeeze(1)
+        self.radius, order = radius[able].sort(descending=True)
+        self.order = able[order]
+
+    def _ranges(self, hubs: Tensor, partners: Tensor) -> list[list[int]]:
+        """For each hub the range of later partners that it could reach, by norms alone: [starts, ends]."""
+        start = torch.searchsorted(partners, hubs, right=True)
+        reach = self.radius[hubs] - self.length
+        end = torch.searchsorted(-self.radius[partners], reach, right=True)
+        return torch.stack([start, end]).tolist()
+
+    def _screen(self, hubs: Tensor, partners: Tensor, bounds: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Drop hubs and partners whose every pair is too short along the directions of z (n, k).
+
+        With e the relative rounding of a dot product, a row's k coordinates err together by sqrt(k) e of its norm,
+        in computing and through the directions' own rounding. So the squared distance of i and j is at most
+        (1 + 2e)(r_i^2 + r_j^2) - 2 z_i.z_j + 2 rho_i rho_j + 8 sqrt(k) e r_i r_j,
+        with rho_i^2 rounded up by (1 + 4 sqrt(k)) e r_i^2: a product of k + 4 columns.
+        """
+        e = self.cloud.rounding
+        err = math.sqrt(z.shape[1]) * e
+        norm2 = self.radius.square()
+        rest = (norm2 - z.square().sum(1)).clamp_min_(0).add_(norm2, alpha=e + 4 * err).sqrt_()
+        size, one = norm2 * (1 + 2 * e), torch.ones_like(norm2)
+        table = torch.column_stack([z, rest, self.radius, one, size])
+        left = torch.column_stack([-2 * z, 2 * rest, 8 * err * self.radius, size, one])[hubs]
+        right = table[partners]
+        if len(hubs) > _MANY_HUBS:
+            sample = torch.arange(0, len(hubs), len(hubs) // 64, device=hubs.device)
+            sampled, _ = self._bounds(hubs[sample], partners, left[sample], right)
+            if float((sampled >= self.length**2).double().mean()) > 0.5:
+                return hubs, partners, bounds
+        bounds, reached = self._bounds(hubs, partners, left, right)
+        kept = bounds >= self.length**2
+        return hubs[kept], partners[reached >= self.length**2], bounds[kept]
+
+    def _bounds(self, hubs: Tensor, partners: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Largest bound on a squared distance, for each hub over its partners and each partner over its hubs."""
+        by_hub = left.new_full((len(hubs),), -torch.inf)
+        by_partner = right.new_full((len(partners),), -torch.inf)
+        starts, ends = self._ranges(hubs, partners)
+        columns = _TILE // _TILE_ROWS
+        scratch = left.new_empty(_TILE)
+        for a in range(0, len(hubs), _TILE_ROWS):
+            block = slice(a, min(a + _TILE_ROWS, len(hubs)))
+            for start in range(starts[a], ends[a], columns):
+                at = slice(start, min(start + columns, ends[a]))
+                shape = (block.stop - a, at.stop - start)
+                tile = torch.mm(left[block], right[at].T, out=scratch[: shape[0] * shape[1]].view(shape))
+                self.screened += tile.numel()
+                by_hub[block] = torch.maximum(by_hub[block], tile.amax(1))
+                by_partner[at] = torch.maximum(by_partner[at], tile.amax(0))
+        return by_hub, by_partner
+
+    def _prove(self, hubs: Tensor, partners: Tensor, bounds: Tensor) -> None:
+        """Compute what the screens left, the most promising hubs first."""
+        if bool(bounds.isfinite().any()):
+            bounds, order = bounds.sort(descending=True)
+            hubs = hubs[order]
+        size = 32
+        while len(hubs):
+            batch, hubs, bounds = hubs[:size], hubs[size:], bounds[size:]
+            starts, ends = self._ranges(batch, partners)
+            self._meet(batch, partners[min(starts) : max(ends)])
+            kept = bounds >= self.length**2
+            hubs, bounds = hubs[kept], bounds[kept]
+            size = min(2 * size, 1024)
+
+    def _meet(self, hubs: Tensor, partners: Tensor) -> None:
+        """Compute the distances of hubs to partners in full; measure in fp64 those that rounding leaves open."""
+        cloud = self.cloud
+        rows, columns = self.order[hubs], self.order[partners]
+        up = 1 + 3 * cloud.rounding  # makes r_i^2 + r_j^2 - 2 x_i.x_j an upper bound
+        x, x2 = cloud.points(rows), self.norm2[rows, None] * up
+        for at, y in cloud.chunks(columns, extra=3 * len(hubs) * cloud.dtype.itemsize):
+            tile = torch.addmm(self.norm2[columns[at]] * up, x, y.T, alpha=-2).add_(x2)
+            self.computed += tile.numel()
+            if float(tile.max()) >= self.length**2:
+                top = tile.argmax()
+                self._offer(rows[top // len(y), None], columns[at][top % len(y), None])
+                self._settle(tile >= self.length**2, rows, columns[at])
+
+    def _settle(self, near: Tensor, rows: Tensor, columns: Tensor) -> None:
+        """Measure the pairs that rounding cannot tell from the longest; in bulk where they are many (ties)."""
+        if int(near.sum()) <= _FEW:
+            i, j = near.nonzero(as_tuple=True)
+            self._offer(rows[i], columns[j]) if len(i) else None
+            return
+        rows, columns = rows[near.any(1)], columns[near.any(0)]
+        cloud = self.cloud.double()
+        x = cloud.points(rows)
+        x2 = x.square().sum(1, keepdim=True)
+        for at, y in cloud.chunks(columns, extra=16 * len(rows)):
+            tile = torch.addmm(y.square().sum(1), x, y.T, alpha=-2).add_(x2)
+            top = tile.argmax()
+            self._offer(rows[top // len(y), None], columns[at][top % len(y), None])

@@ -1,0 +1,76 @@
+"""Row operations of the LM head: centering, row normalisation, and projected RowNorm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._arithmetic import MAX_BYTES, check_rows, full_precision, row_chunks, row_mean
+
+
+@full_precision
+def center_rows(A: Tensor, *, max_bytes: int = MAX_BYTES) -> Tensor:
+    """Subtract the mean row: P A with P = I - 11'/V.
+
+    Changes neither D(A) nor what softmax makes of A h.
+
+    Args:
+        A: (V, d).
+        max_bytes: bound on scratch memory beyond the result.
+
+    Returns:
+        (V, d) in A's dtype.
+    """
+    check_rows("A", A)
+    mean = row_mean(A, max_bytes)
+    out = torch.empty_like(A, memory_format=torch.contiguous_format)
+    for at, chunk in row_chunks(A, mean.dtype, max_bytes):
+        out[at] = chunk - mean
+    return out
+
+
+@full_precision
+def row_norm(A: Tensor, *, eps: float = 0.0, max_bytes: int = MAX_BYTES) -> Tensor:
+    """Divide each row by its Euclidean norm: RN(A), or its stabilised form a_i / (|a_i| + eps).
+
+    With ``eps=0`` every nonzero row comes out with norm one, however small, and a zero row stays zero.
+
+    Args:
+        A: (V, d).
+        eps: stabiliser added to each norm; zero for the exact map.
+        max_bytes: bound on scratch memory beyond the result.
+
+    Returns:
+        (V, d) in A's dtype.
+    """
+    check_rows("A", A)
+    if not eps >= 0:
+        raise ValueError(f"eps must be zero or positive, got {eps}")
+    out = torch.empty_like(A, memory_format=torch.contiguous_format)
+    dtype = torch.promote_types(A.dtype, torch.float32)
+    for at, chunk in row_chunks(A, dtype, max_bytes // 2):
+        largest = chunk.abs().amax(1, keepdim=True)  # scaling by it keeps squares in range
+        unit = chunk / largest.where(largest > 0, 1.0)
+        norm = torch.linalg.vector_norm(unit, dim=1, keepdim=True)
+        out[at] = unit / (norm + eps / largest).where(largest > 0, 1.0)
+    return out
+
+
+@full_precision
+def projected_row_norm(A: Tensor, *, eps: float = 0.0, max_bytes: int = MAX_BYTES) -> Tensor:
+    """Projected RowNorm PRN(A) = P RN(P A), the O(Vd) steepest descent of the paper.
+
+    ``-eta/2 * projected_row_norm(G)`` minimises <G, S> over all centred S whose rows fit in one ball of
+    radius eta/2; its row diameter is at most eta.
+
+    Args:
+        A: (V, d).
+        eps: stabiliser of the row norms; zero for the exact map.
+        max_bytes: bound on scratch memory beyond the results of its three steps.
+
+    Returns:
+        (V, d) in A's dtype.
+    """
+    check_rows("A", A)
+    unit = row_norm(center_rows(A, max_bytes=max_bytes), eps=eps, max_bytes=max_bytes)
+    return center_rows(unit, max_bytes=max_bytes)
