@@ -14,6 +14,8 @@ from ._arithmetic import chunk_length, compute_dtype
 SAMPLE = 2048
 """Rows from which the centre and the leading directions are estimated."""
 
+_CHUNK_BYTES = 2**22
+
 
 @dataclass(frozen=True)
 class Cloud:
@@ -65,10 +67,18 @@ class Cloud:
         rows = rows - self.centre if self.pre == 1.0 else rows * self.pre - self.centre
         return rows if self.post == 1.0 else rows.mul_(self.post)
 
-    def chunks(self, index: Tensor | None = None, *, extra: int = 0) -> Iterator[tuple[slice, Tensor]]:
-        """Yield all points, or those of `index`, chunk by chunk; `extra` is the caller's scratch a row, in bytes."""
+    def chunks(
+        self, index: Tensor | None = None, *, extra: int = 0, longest: int | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield all points, or those of `index`, a chunk at a time.
+
+        Args:
+            index: (n,) which points.
+            extra: the caller's own scratch for each of them, in bytes.
+            longest: most points in a chunk; by default as many as stay in cache.
+        """
         row_bytes = 3 * self.width * self.dtype.itemsize + extra
-        length = chunk_length(row_bytes, self.budget, longest=max(64, 2**22 // row_bytes))
+        length = chunk_length(row_bytes, self.budget, longest=longest or max(64, _CHUNK_BYTES // row_bytes))
         for start in range(0, len(self) if index is None else len(index), length):
             at = slice(start, start + length)
             yield at, self.points(at if index is None else index[at])

@@ -67,6 +67,7 @@ _SURVEY_RANK = 16
 _SCREEN_RANKS = (8, 16, 64)
 _ROW_BYTES = 96  # scratch a row of S needs beside its coordinates
 _TILE, _TILE_ROWS = 2**20, 128  # a tile of bounds that stays in cache
+_MEET_ROWS, _MEET_COLUMNS = 2048, 1024  # the largest tile of full distances
 _MANY_HUBS = 2048  # from here on a screen is tried on a sample first
 _SMALL = 512  # up to this many rows, all pairs cost less than a survey
 _FEW = 4096  # up to this many near-longest pairs of a tile are measured one by one
@@ -289,19 +290,22 @@ class _Search:
             self._meet(batch, partners[min(starts) : max(ends)])
             kept = bounds >= self.length**2
             hubs, bounds = hubs[kept], bounds[kept]
-            size = min(2 * size, 1024)
+            size = min(2 * size, _MEET_ROWS)
 
     def _meet(self, hubs: Tensor, partners: Tensor) -> None:
         """Compute the distances of hubs to partners in full; measure in fp64 those that rounding leaves open."""
         cloud = self.cloud
         rows, columns = self.order[hubs], self.order[partners]
         up = 1 + 3 * cloud.rounding  # makes r_i^2 + r_j^2 - 2 x_i.x_j an upper bound
-        x, x2 = cloud.points(rows), self.norm2[rows, None] * up
-        for at, y in cloud.chunks(columns, extra=3 * len(hubs) * cloud.dtype.itemsize):
-            tile = torch.addmm(self.norm2[columns[at]] * up, x, y.T, alpha=-2).add_(x2)
+        x, x2 = cloud.points(rows).mul_(-2), self.norm2[rows] * up
+        scratch = x.new_empty(0)
+        for at, y in cloud.chunks(columns, extra=2 * len(hubs) * cloud.dtype.itemsize, longest=_MEET_COLUMNS):
+            scratch = scratch if scratch.numel() else x.new_empty(len(x) * len(y))
+            tile = scratch[: len(x) * len(y)].view(len(x), len(y))
+            torch.addmm(self.norm2[columns[at]] * up, x, y.T, out=tile)
             self.computed += tile.numel()
-            if float(tile.max()) >= self.length**2:
-                top = tile.argmax()
+            if float((tile.amax(1) + x2).max()) >= self.length**2:
+                top = tile.add_(x2[:, None]).argmax()
                 self._offer(rows[top // len(y), None], columns[at][top % len(y), None])
                 self._settle(tile >= self.length**2, rows, columns[at])
 
