@@ -1,0 +1,34 @@
+"""Exact step geometry of the language-model head, measured while it trains.
+
+Names that need torch load on first use: ``import hilbert_monitor`` by itself loads none of it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .geometry import hilbert_perturbation as hilbert_perturbation
+    from .geometry import row_diameter as row_diameter
+    from .geometry import row_diameter_bracket as row_diameter_bracket
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "hilbert_perturbation": "geometry",
+    "row_diameter": "geometry",
+    "row_diameter_bracket": "geometry",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,31 @@
+"""The mathematics of an LM-head update: pure functions of tensors, after the paper's equations.
+
+Every function takes fp64, fp32, bf16 or fp16 on any device, computes in fp32 or better whatever the process has
+set for its matrix products, builds no graph, and leaves its input as it was.
+"""
+
+from .backward import BackwardBound, backward_bound, fixed_cotangent_bound, uniform_backward_bound
+from .diameter import DiameterBracket, RowDiameter, row_diameter, row_diameter_bracket
+from .perturbation import HilbertPerturbation, hilbert_perturbation
+from .rows import center_rows, projected_row_norm, row_norm
+from .simplex import cross_entropy_change_bound, hilbert_distance, tv_bound, variation_seminorm
+
+__all__ = [
+    "BackwardBound",
+    "DiameterBracket",
+    "HilbertPerturbation",
+    "RowDiameter",
+    "backward_bound",
+    "center_rows",
+    "cross_entropy_change_bound",
+    "fixed_cotangent_bound",
+    "hilbert_distance",
+    "hilbert_perturbation",
+    "projected_row_norm",
+    "row_diameter",
+    "row_diameter_bracket",
+    "row_norm",
+    "tv_bound",
+    "uniform_backward_bound",
+    "variation_seminorm",
+]

@@ -92,3 +92,11 @@ def row_mean(A: Tensor, max_bytes: int = MAX_BYTES) -> Tensor:
     for _, chunk in row_chunks(A, dtype, max_bytes):
         total += chunk.sum(0)
     return (total / A.shape[0]).to(dtype)
+
+
+def nonfinite(A: Tensor, max_bytes: int = MAX_BYTES) -> Tensor:
+    """Return which rows (V,) hold an infinity or a nan."""
+    bad = torch.empty(A.shape[0], dtype=torch.bool, device=A.device)
+    for at, chunk in row_chunks(A, A.dtype, max_bytes):
+        bad[at] = ~torch.isfinite(chunk).all(1)
+    return bad

@@ -63,7 +63,8 @@ class Cloud:
 
     def points(self, at: slice | Tensor) -> Tensor:
         """Load points (n, d)."""
-        rows = self.S[at].to(self.dtype)
+        rows = self.S[at] if isinstance(at, slice) else self.S.index_select(0, at)  # much faster than S[at]
+        rows = rows.to(self.dtype)
         rows = rows - self.centre if self.pre == 1.0 else rows * self.pre - self.centre
         return rows if self.post == 1.0 else rows.mul_(self.post)
 
@@ -89,8 +90,8 @@ class Cloud:
         step = chunk_length(6 * self.width * 8, self.budget)
         for at in range(0, len(i), step):
             part = slice(at, at + step)
-            gap = self.S[i[part]].double().mul_(self.pre) - self.S[j[part]].double().mul_(self.pre)
-            out[part] = torch.linalg.vector_norm(gap.mul_(self.post), dim=1)
+            a, b = (self.S.index_select(0, k[part]).double().mul_(self.pre) for k in (i, j))
+            out[part] = torch.linalg.vector_norm(a.sub_(b).mul_(self.post), dim=1)
         return out
 
     def survey(self, directions: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,19 +123,8 @@ class Cloud:
         return replace(self, centre=self.centre.double())
 
     def leading_directions(self, k: int) -> Tensor:
-        """Estimate the k leading directions (d, k), orthonormal, by subspace iteration on a sample of points.
-
-        Starts from points of the sample, so no random numbers are drawn.
-        """
-        sample = self.points(slice(None, None, -(-len(self) // SAMPLE)))  # (n, d)
-        k = min(k, *sample.shape)
-        start = sample[torch.linspace(0, len(sample) - 1, k, device=sample.device).long()]
-        basis, _ = torch.linalg.qr(start.T)
-        for _ in range(2):
-            basis, _ = torch.linalg.qr(sample.T @ (sample @ basis))
-        seen = sample @ basis
-        _, order = torch.linalg.eigh(seen.T @ seen)
-        return basis @ order.flip(1)
+        """Estimate the k leading directions (d, k) of the points, orthonormal."""
+        return leading_directions(self.points(slice(None, None, -(-len(self) // SAMPLE))), k)
 
     def raw(self, length: float) -> float:
         """Convert a length among points to one among the rows of S."""
@@ -144,6 +134,21 @@ class Cloud:
     def rounding(self) -> float:
         """Relative error of a dot product of length d, by u the unit roundoff: |fl(x.y) - x.y| <= d u |x| |y|."""
         return (self.width + 4) * torch.finfo(self.dtype).eps / 2
+
+
+def leading_directions(sample: Tensor, k: int) -> Tensor:
+    """Estimate the k leading directions (d, k) of rows (n, d), orthonormal, by subspace iteration.
+
+    Starts from rows of the sample, so no random numbers are drawn.
+    """
+    k = min(k, *sample.shape)
+    start = sample[torch.linspace(0, len(sample) - 1, k, device=sample.device).long()]
+    basis, _ = torch.linalg.qr(start.T)
+    for _ in range(2):
+        basis, _ = torch.linalg.qr(sample.T @ (sample @ basis))
+    seen = sample @ basis
+    _, order = torch.linalg.eigh(seen.T @ seen)
+    return basis @ order.flip(1)
 
 
 def _exponent(x: float) -> int:

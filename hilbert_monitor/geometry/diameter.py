@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._arithmetic import MAX_BYTES, check_rows, full_precision
+from ._arithmetic import MAX_BYTES, check_rows, full_precision, nonfinite
 from ._cloud import Cloud
 
 
@@ -90,7 +90,7 @@ def row_diameter_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> DiameterBr
         lower and upper bound, and the pair that attains the lower one.
     """
     low, high = _extremes(S)
-    if ends := _degenerate(S, low, high):
+    if ends := _degenerate(S, low, high, max_bytes):
         return DiameterBracket(*ends)
     cloud = Cloud.of(S, low, high, max_bytes // 2)
     radius2, _ = cloud.survey(cloud.centre.new_empty(cloud.width, 0))
@@ -124,7 +124,7 @@ def row_diameter(S: Tensor, *, max_bytes: int = MAX_BYTES) -> RowDiameter:
         the value (fp64, from the rows as given), the pair, and how many pairs had to be looked at.
     """
     low, high = _extremes(S)
-    if ends := _degenerate(S, low, high):
+    if ends := _degenerate(S, low, high, max_bytes):
         return RowDiameter(*ends, 0, 0)
     search = _Search(Cloud.of(S, low, high, max_bytes // 2))
     search.run()
@@ -138,12 +138,12 @@ def _extremes(S: Tensor) -> tuple[Tensor, Tensor]:
     return S.amin(0), S.amax(0)  # ten times faster than torch.aminmax(S, dim=0) on a CPU
 
 
-def _degenerate(S: Tensor, low: Tensor, high: Tensor) -> tuple[float, float, tuple[int, int], int] | None:
+def _degenerate(S: Tensor, low: Tensor, high: Tensor, max_bytes: int) -> tuple[float, float, tuple[int, int], int] | None:
     """Bounds, pair and non-finite rows where there is nothing to search: bad rows, equal rows, a single row."""
     other = min(1, len(S) - 1)
     extremes = torch.stack([low, high])
     if not bool(extremes.isfinite().all()):
-        bad = ~torch.isfinite(S).all(1)
+        bad = nonfinite(S, max_bytes)
         value = float("nan") if bool(extremes.isnan().any()) else float("inf")
         worst = int(bad.int().argmax())
         return value, value, _ordered(worst, 0 if worst else other), int(bad.sum())

@@ -1,0 +1,50 @@
+"""Slow references in fp64, written from the definitions and sharing no code with the package."""
+
+import math
+
+import torch
+
+
+def all_pairs_diameter(S):
+    """Longest |s_i - s_j| over all pairs, from differences taken in fp64."""
+    S = S.detach().double().cpu()
+    best = 0.0
+    for i in range(len(S) - 1):
+        gap = S[i + 1 :] - S[i]
+        scale = float(gap.abs().max())
+        if scale > 0:
+            best = max(best, scale * float(((gap / scale) ** 2).sum(1).max()) ** 0.5)
+    return best
+
+
+def length(S, pair):
+    """|s_i - s_j| with correctly rounded sums."""
+    i, j = pair
+    return math.sqrt(math.fsum((a - b) ** 2 for a, b in zip(S[i].tolist(), S[j].tolist(), strict=True)))
+
+
+def deltas(S, H):
+    """max_i (S h)_i - min_i (S h)_i for each position, in fp64, rows centred first."""
+    S, H = S.double(), H.double()
+    logits = (S - S.mean(0)) @ H.T
+    return logits.max(0).values - logits.min(0).values
+
+
+def total_variation(p, q):
+    """Half the l1 distance."""
+    return (p - q).abs().sum(-1) / 2
+
+
+def head_gradient(U, h, target):
+    """Gradient of the cross entropy at h, by autograd."""
+    h = h.clone().requires_grad_()
+    loss = torch.nn.functional.cross_entropy((U @ h)[None], torch.tensor([target]))
+    return torch.autograd.grad(loss, h)[0]
+
+
+def regular_simplex(k, dtype=torch.float64):
+    """Return k + 1 points in k dimensions, centred, at unit distance from each other."""
+    points = torch.eye(k + 1, dtype=dtype) / math.sqrt(2)
+    points = points - points.mean(0)
+    basis, _ = torch.linalg.qr(points[:-1].T)
+    return points @ basis[:, :k]
