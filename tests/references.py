@@ -48,3 +48,17 @@ def regular_simplex(k, dtype=torch.float64):
     points = points - points.mean(0)
     basis, _ = torch.linalg.qr(points[:-1].T)
     return points @ basis[:, :k]
+
+
+def blocked_diameter(S, block=1024):
+    """Longest pair by fp64 Gram blocks, each block's longest measured again from differences."""
+    X = S.double() - S.double().mean(0)
+    square = (X * X).sum(1)
+    best = 0.0
+    for i in range(0, len(X), block):
+        for j in range(i, len(X), block):
+            gap2 = torch.addmm(square[j : j + block], X[i : i + block], X[j : j + block].T, alpha=-2)
+            gap2 += square[i : i + block, None]
+            a, b = divmod(int(gap2.argmax()), gap2.shape[1])
+            best = max(best, float((S[i + a].double() - S[j + b].double()).norm()))
+    return best

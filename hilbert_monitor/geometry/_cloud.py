@@ -30,10 +30,14 @@ class Cloud:
     pre: float
     post: float
     budget: int
+    """Bytes for one chunk of points and what is made of it."""
 
     @classmethod
-    def of(cls, S: Tensor, low: Tensor, high: Tensor, budget: int) -> Cloud:
-        """Centre and scale finite rows S, given their columnwise extremes."""
+    def of(cls, S: Tensor, low: Tensor, high: Tensor, max_bytes: int) -> Cloud:
+        """Centre and scale finite rows S, given their columnwise extremes.
+
+        A quarter of `max_bytes` is for one chunk of points at a time; the rest is the caller's.
+        """
         dtype = compute_dtype(S)
         largest = float(torch.maximum(low.abs(), high.abs()).max())
         pre = post = 1.0
@@ -41,9 +45,10 @@ class Cloud:
         narrow, wide = (1e-12, 1e12) if dtype == torch.float32 else (1e-100, 1e100)
         if spread < narrow or largest > wide:
             dtype = torch.float64
-            pre = 2.0 ** -_exponent(largest)
-            post = 2.0 ** -_exponent(spread * pre)
-        sample = S[:: -(-len(S) // SAMPLE)].to(dtype) * pre
+            pre = _towards_one(largest)
+            post = _towards_one(spread * pre)
+        budget = max_bytes // 4
+        sample = S[_thinning(S, dtype, budget)].to(dtype) * pre
         centre = sample[0] + (sample - sample[0]).mean(0)
         return cls(S, centre, pre, post, budget)
 
@@ -124,7 +129,7 @@ class Cloud:
 
     def leading_directions(self, k: int) -> Tensor:
         """Estimate the k leading directions (d, k) of the points, orthonormal."""
-        return leading_directions(self.points(slice(None, None, -(-len(self) // SAMPLE))), k)
+        return leading_directions(self.points(_thinning(self.S, self.dtype, self.budget)), k)
 
     def raw(self, length: float) -> float:
         """Convert a length among points to one among the rows of S."""
@@ -134,6 +139,12 @@ class Cloud:
     def rounding(self) -> float:
         """Relative error of a dot product of length d, by u the unit roundoff: |fl(x.y) - x.y| <= d u |x| |y|."""
         return (self.width + 4) * torch.finfo(self.dtype).eps / 2
+
+
+def _thinning(S: Tensor, dtype: torch.dtype, budget: int) -> slice:
+    """Rows of an even sample that fits the budget with room to work on it."""
+    size = min(SAMPLE, max(1, budget // (4 * S.shape[1] * dtype.itemsize)))
+    return slice(None, None, -(-len(S) // size))
 
 
 def leading_directions(sample: Tensor, k: int) -> Tensor:
@@ -151,6 +162,6 @@ def leading_directions(sample: Tensor, k: int) -> Tensor:
     return basis @ order.flip(1)
 
 
-def _exponent(x: float) -> int:
-    """Binary exponent of x, zero for zero."""
-    return math.frexp(x)[1] if x > 0 else 0
+def _towards_one(x: float) -> float:
+    """Power of two that brings x near one, as far as fp64 holds it."""
+    return 2.0 ** max(-1000, min(1000, -math.frexp(x)[1]))

@@ -92,7 +92,7 @@ def row_diameter_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> DiameterBr
     low, high = _extremes(S)
     if ends := _degenerate(S, low, high, max_bytes):
         return DiameterBracket(*ends)
-    cloud = Cloud.of(S, low, high, max_bytes // 2)
+    cloud = Cloud.of(S, low, high, max_bytes)
     radius2, _ = cloud.survey(cloud.centre.new_empty(cloud.width, 0))
     slack = 4 * cloud.rounding * radius2.max().double()
     first = radius2.argmax()
@@ -126,7 +126,7 @@ def row_diameter(S: Tensor, *, max_bytes: int = MAX_BYTES) -> RowDiameter:
     low, high = _extremes(S)
     if ends := _degenerate(S, low, high, max_bytes):
         return RowDiameter(*ends, 0, 0)
-    search = _Search(Cloud.of(S, low, high, max_bytes // 2))
+    search = _Search(Cloud.of(S, low, high, max_bytes))
     search.run()
     value = search.cloud.raw(search.length)
     rounding = (S.shape[1] + 8) * 2.0**-52
@@ -194,10 +194,10 @@ class _Search:
     def _ranks(self) -> list[int]:
         """Numbers of directions to screen along: none for a few rows, and tables that fit the memory bound."""
         V, d = self.cloud.S.shape
-        row_bytes = self.cloud.budget // V
+        row_bytes = 2 * self.cloud.budget // V
         if row_bytes < _ROW_BYTES:
             need = 2 * _ROW_BYTES * V
-            raise ValueError(f"max_bytes={2 * self.cloud.budget} is too little for {V} rows: give at least {need}")
+            raise ValueError(f"max_bytes={4 * self.cloud.budget} is too little for {V} rows: give at least {need}")
         affordable = (row_bytes - _ROW_BYTES) // (8 * self.cloud.dtype.itemsize)
         return [k for k in _SCREEN_RANKS if k <= min(affordable, d // 2)] if V > _SMALL else []
 
@@ -265,8 +265,8 @@ class _Search:
         by_hub = left.new_full((len(hubs),), -torch.inf)
         by_partner = right.new_full((len(partners),), -torch.inf)
         starts, ends = self._ranges(hubs, partners)
-        columns = _TILE // _TILE_ROWS
-        scratch = left.new_empty(_TILE)
+        columns = min(_TILE, self.cloud.budget // left.element_size()) // _TILE_ROWS
+        scratch = left.new_empty(columns * _TILE_ROWS)
         for a in range(0, len(hubs), _TILE_ROWS):
             block = slice(a, min(a + _TILE_ROWS, len(hubs)))
             for start in range(starts[a], ends[a], columns):
@@ -283,14 +283,14 @@ class _Search:
         if bool(bounds.isfinite().any()):
             bounds, order = bounds.sort(descending=True)
             hubs = hubs[order]
-        size = 32
+        size, most = 32, self.cloud.budget // (4 * self.cloud.width * self.cloud.dtype.itemsize)
         while len(hubs):
             batch, hubs, bounds = hubs[:size], hubs[size:], bounds[size:]
             starts, ends = self._ranges(batch, partners)
             self._meet(batch, partners[min(starts) : max(ends)])
             kept = bounds >= self.length**2
             hubs, bounds = hubs[kept], bounds[kept]
-            size = min(2 * size, _MEET_ROWS)
+            size = max(1, min(2 * size, most, _MEET_ROWS))
 
     def _meet(self, hubs: Tensor, partners: Tensor) -> None:
         """Compute the distances of hubs to partners in full; measure in fp64 those that rounding leaves open."""

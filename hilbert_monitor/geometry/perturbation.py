@@ -29,6 +29,7 @@ from ._cloud import SAMPLE, Cloud, leading_directions
 
 _RANK = 32
 _TILE = 64  # positions
+_GUESSES = 64  # tiles whose outermost rows every position meets first
 _MANY_ROWS, _MANY_POSITIONS = 16384, 512  # fewer are not worth the bookkeeping
 _ROWS, _BLOCK = 512, 2048  # rows and positions of a product that stays in cache
 _HOPELESS, _SPARSE = 0.8, 0.25  # shares of rows left by the two bounds above which the plain way is faster
@@ -85,7 +86,7 @@ def hilbert_perturbation(S: Tensor, H: Tensor, *, max_bytes: int = MAX_BYTES) ->
     else:
         if bool(bad_positions.any()):
             H = H.masked_fill(bad_positions[:, None], 0.0)
-        panel = _Panel(Cloud.of(S, low, high, max_bytes // 2), H)
+        panel = _Panel(Cloud.of(S, low, high, max_bytes), H)
         panel.run()
         delta, products = panel.delta(), panel.products
     delta.masked_fill_(bad_positions, torch.nan)
@@ -124,9 +125,10 @@ class _Panel:
 
     def run(self) -> None:
         (V, d), N = self.cloud.S.shape, len(self.H)
-        tables = 4 * (_RANK + 8) * self.cloud.dtype.itemsize * (V + N) + V * (N // _TILE + 1)
+        numbers = V * (2 * _RANK + _GUESSES + 16) + N * (d + 3 * _RANK + 16)
+        tables = numbers * self.cloud.dtype.itemsize + V * (2 * N // _TILE)
         worthwhile = V >= _MANY_ROWS and N >= _MANY_POSITIONS and d >= 4 * _RANK
-        if not (self.H.device.type == "cpu" and worthwhile and tables <= self.cloud.budget and self._prune()):
+        if not (self.H.device.type == "cpu" and worthwhile and tables <= 2 * self.cloud.budget and self._prune()):
             self._stream()
 
     def _stream(self) -> None:
@@ -195,7 +197,7 @@ class _Panel:
 
     def _guess(self, norm2: Tensor, z: Tensor, centre: Tensor) -> None:
         """Give every position its first extremes: from the longest rows and those farthest along tile centres."""
-        along = z @ centre[:: -(-len(centre) // 64)].T  # (V, 64)
+        along = z @ centre[:: -(-len(centre) // _GUESSES)].T  # (V, _GUESSES)
         outer = torch.cat([norm2.topk(128).indices, along.argmax(0), along.argmin(0)]).unique()
         self._meet(outer, torch.arange(len(self.H)))
 

@@ -1,0 +1,69 @@
+"""Matrices of update rows, of the kinds that optimizers make and of the kinds that break searches."""
+
+import math
+
+import torch
+from torch.nn.functional import normalize
+
+
+def gaussian(V, d, seed):
+    return torch.randn(V, d, generator=_g(seed))
+
+
+def sphere(V, d, seed):
+    return normalize(gaussian(V, d, seed), dim=1)
+
+
+def heavy_tailed(V, d, seed):
+    """AdamW early on: a few long rows, many short ones, all leaning one way."""
+    size = torch.rand(V, 1, generator=_g(seed + 1)).clamp_min(1e-3).pow(-0.5)
+    return size * sphere(V, d, seed) + gaussian(1, d, seed + 2)
+
+
+def row_normalised(V, d, seed):
+    """RowNorm: unit rows, most of them in one cluster, the others opposite to it."""
+    seen = torch.rand(V, 1, generator=_g(seed + 1)) < 0.05
+    lean = sphere(1, d, seed + 2)
+    return normalize(torch.where(seen, -lean + sphere(V, d, seed), lean + 0.1 * sphere(V, d, seed)), dim=1)
+
+
+def low_rank(V, d, seed):
+    """Unit rows near a few-dimensional subspace, with many almost antipodal pairs."""
+    k = min(d, 5)
+    return normalize(gaussian(V, k, seed) @ gaussian(k, d, seed + 1) + 0.01 * gaussian(V, d, seed + 2), dim=1)
+
+
+def two_clusters(V, d, seed):
+    S = 1e-4 * gaussian(V, d, seed)
+    S[V // 2 :] += sphere(1, d, seed + 1)
+    return S
+
+
+def one_outlier(V, d, seed):
+    """A hub that is far from everything, so that every other row is a partner."""
+    S = 1e-3 * gaussian(V, d, seed)
+    S[seed % V] += 5 * sphere(1, d, seed + 1)[0]
+    return S
+
+
+def mostly_zero(V, d, seed):
+    S = torch.zeros(V, d)
+    rows = torch.randperm(V, generator=_g(seed))[: max(2, V // 50)]
+    S[rows] = gaussian(len(rows), d, seed + 1)
+    return S
+
+
+def repeated(V, d, seed):
+    return gaussian(max(2, V // 20), d, seed)[torch.randint(max(2, V // 20), (V,), generator=_g(seed + 1))]
+
+
+KINDS = [gaussian, sphere, heavy_tailed, row_normalised, low_rank, two_clusters, one_outlier, mostly_zero, repeated]
+
+
+def simplex_vertices(V, d, seed):
+    """Every pair of distinct rows ties: V rows at the d coordinate points."""
+    return torch.eye(d)[torch.randint(d, (V,), generator=_g(seed))] / math.sqrt(2)
+
+
+def _g(seed):
+    return torch.Generator().manual_seed(seed)
