@@ -21,7 +21,7 @@ _HOMES = {
     "row_diameter_bracket": "geometry",
 }
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

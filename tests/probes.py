@@ -1,20 +1,7 @@
-"""What a call does beside returning: the memory it takes, the precision it multiplies in."""
+"""What a call does beside returning: the precision it multiplies in."""
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-def peak_bytes(call):
-    """Most memory held at once through torch's allocator while `call` runs."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        call()
-    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 class MatmulPrecision(TorchDispatchMode):

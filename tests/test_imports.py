@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import hilbert_monitor
+
 PACKAGE = Path(__file__).parents[1] / "hilbert_monitor"
 
 
@@ -23,8 +25,6 @@ def test_importing_the_package_loads_no_torch_until_a_torch_name_is_used():
 
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'row_diametre'"):
-        import hilbert_monitor
-
         _ = hilbert_monitor.row_diametre
 
 

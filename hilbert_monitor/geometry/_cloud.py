@@ -159,7 +159,8 @@ def leading_directions(sample: Tensor, k: int) -> Tensor:
         basis, _ = torch.linalg.qr(sample.T @ (sample @ basis))
     seen = sample @ basis
     _, order = torch.linalg.eigh(seen.T @ seen)
-    return basis @ order.flip(1)
+    directions: Tensor = basis @ order.flip(1)
+    return directions
 
 
 def _towards_one(x: float) -> float:

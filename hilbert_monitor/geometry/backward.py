@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._arithmetic import check_real, compute_dtype, full_precision
+from ._arithmetic import check_nonnegative, check_real, check_vectors, compute_dtype, full_precision
 from .simplex import tv_bound
 
 
@@ -30,11 +30,6 @@ class BackwardBound:
     """D(S)(1 - p_c) + D(U+S) tanh(delta/4)."""
 
 
-def _nonnegative(name: str, x: float | Tensor) -> None:
-    if not bool((torch.as_tensor(x) >= 0).all()):
-        raise ValueError(f"{name} must be zero or positive, got {x}")
-
-
 @full_precision
 def fixed_cotangent_bound(diameter: float | Tensor, r: Tensor) -> Tensor:
     """Bound |S'r| <= D(S) |r|_1 / 2 for a logit gradient r held fixed.
@@ -46,12 +41,12 @@ def fixed_cotangent_bound(diameter: float | Tensor, r: Tensor) -> Tensor:
     Returns:
         (...), fp32 or better.
     """
-    check_real("r", r)
-    _nonnegative("diameter", diameter)
+    check_vectors("r", r)
+    check_nonnegative("diameter", diameter)
+    rounding = 64 * torch.finfo(torch.float32).eps + 2 * torch.finfo(r.dtype).eps  # of the softmax, and of r itself
     r = r.to(compute_dtype(r))
     mass = r.abs().sum(-1)
-    drift = (r.sum(-1).abs() > 1e-4 * mass).any()
-    if bool(drift):
+    if bool((r.sum(-1).abs() > rounding * (1 + mass)).any()):
         raise ValueError("r must sum to zero over its last dimension: the bound holds for softmax gradients only")
     return diameter * mass / 2
 
@@ -81,13 +76,13 @@ def backward_bound(
     """
     for name, x in (("p_target", p_target), ("q_target", q_target), ("delta", delta)):
         check_real(name, x)
-        _nonnegative(name, x)
+        check_nonnegative(name, x)
     for name, d in (
         ("diameter_step", diameter_step),
         ("diameter_head", diameter_head),
         ("diameter_updated", diameter_updated),
     ):
-        _nonnegative(name, d)
+        check_nonnegative(name, d)
     dtype = compute_dtype(p_target, q_target, delta)
     variation = tv_bound(delta.to(dtype))
     after = diameter_step * (1 - q_target.to(dtype)) + diameter_head * variation
@@ -117,7 +112,13 @@ def uniform_backward_bound(
         (...), fp32 or better.
     """
     check_real("h_norm", h_norm)
-    _nonnegative("h_norm", h_norm)
+    for name, x in (
+        ("h_norm", h_norm),
+        ("diameter_step", diameter_step),
+        ("diameter_head", diameter_head),
+        ("diameter_updated", diameter_updated),
+    ):
+        check_nonnegative(name, x)
     h_norm = h_norm.to(compute_dtype(h_norm))
     zero = torch.zeros((), dtype=h_norm.dtype, device=h_norm.device)
     smaller = torch.minimum(zero + diameter_head, zero + diameter_updated)

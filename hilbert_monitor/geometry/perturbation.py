@@ -186,10 +186,10 @@ class _Panel:
         trial = range(0, len(tiles), -(-len(tiles) // 4))
         kept = 0
         for t in (*trial, *(t for t in range(len(tiles)) if t not in trial)):
-            at, rows = tiles[t], needed[t].nonzero().squeeze(1)
-            sides = _sides(g[at], of_state[at], self.high[at], self.low[at])
+            tile, rows = tiles[t], needed[t].nonzero().squeeze(1)
+            sides = _sides(g[tile], of_state[tile], self.high[tile], self.low[tile])
             rows = rows[(left.index_select(0, rows) @ sides.T).amax(1) >= 0]
-            self._meet(rows, at)
+            self._meet(rows, tile)
             kept += len(rows)
             if t == trial[-1] and kept > _SPARSE * len(left) * len(trial):
                 return False
@@ -198,8 +198,9 @@ class _Panel:
     def _guess(self, norm2: Tensor, z: Tensor, centre: Tensor) -> None:
         """Give every position its first extremes: from the longest rows and those farthest along tile centres."""
         along = z @ centre[:: -(-len(centre) // _GUESSES)].T  # (V, _GUESSES)
-        outer = torch.cat([norm2.topk(128).indices, along.argmax(0), along.argmin(0)]).unique()
-        self._meet(outer, torch.arange(len(self.H)))
+        outer = torch.zeros(len(z), dtype=torch.bool)
+        outer[torch.cat([norm2.topk(128).indices, along.argmax(0), along.argmin(0)])] = True
+        self._meet(outer.nonzero().squeeze(1), torch.arange(len(self.H)))
 
 
 def _remainder_and_norm(norm2: Tensor, z: Tensor, err: float) -> Tensor:

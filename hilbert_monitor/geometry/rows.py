@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arithmetic import MAX_BYTES, check_rows, full_precision, row_chunks, row_mean
+from ._arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, row_chunks, row_mean
 
 
 @full_precision
@@ -47,12 +47,14 @@ def row_norm(A: Tensor, *, eps: float = 0.0, max_bytes: int = MAX_BYTES) -> Tens
     if not eps >= 0:
         raise ValueError(f"eps must be zero or positive, got {eps}")
     out = torch.empty_like(A, memory_format=torch.contiguous_format)
-    dtype = torch.promote_types(A.dtype, torch.float32)
-    for at, chunk in row_chunks(A, dtype, max_bytes // 2):
+    for at, chunk in row_chunks(A, compute_dtype(A), max_bytes, copies=4):
         largest = chunk.abs().amax(1, keepdim=True)  # scaling by it keeps squares in range
-        unit = chunk / largest.where(largest > 0, 1.0)
+        unit = chunk / largest.where(largest != 0, 1.0)
         norm = torch.linalg.vector_norm(unit, dim=1, keepdim=True)
-        out[at] = unit / (norm + eps / largest).where(largest > 0, 1.0)
+        if eps > 0:  # of the two equal forms, the one that stays in range
+            out[at] = torch.where(largest > 1, unit / (norm + eps / largest), chunk / (norm * largest + eps))
+        else:
+            out[at] = unit / norm.where(norm != 0, 1.0)
     return out
 
 
@@ -72,5 +74,6 @@ def projected_row_norm(A: Tensor, *, eps: float = 0.0, max_bytes: int = MAX_BYTE
         (V, d) in A's dtype.
     """
     check_rows("A", A)
-    unit = row_norm(center_rows(A, max_bytes=max_bytes), eps=eps, max_bytes=max_bytes)
-    return center_rows(unit, max_bytes=max_bytes)
+    centred = center_rows(A.to(compute_dtype(A)), max_bytes=max_bytes)
+    unit = row_norm(centred, eps=eps, max_bytes=max_bytes)
+    return center_rows(unit, max_bytes=max_bytes).to(A.dtype)

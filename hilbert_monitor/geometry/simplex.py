@@ -10,18 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arithmetic import check_real, compute_dtype, full_precision
-
-
-def _check_vectors(name: str, x: Tensor) -> None:
-    check_real(name, x)
-    if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"{name} must have at least one entry in its last dimension, got shape {tuple(x.shape)}")
+from ._arithmetic import check_nonnegative, check_real, check_vectors, compute_dtype, full_precision
 
 
 def _same_length(p_name: str, p: Tensor, q_name: str, q: Tensor) -> None:
-    _check_vectors(p_name, p)
-    _check_vectors(q_name, q)
+    check_vectors(p_name, p)
+    check_vectors(q_name, q)
     if p.shape[-1] != q.shape[-1]:
         raise ValueError(
             f"{p_name} and {q_name} must be over one vocabulary, got {p.shape[-1]} and {q.shape[-1]} entries"
@@ -40,7 +34,7 @@ def variation_seminorm(x: Tensor) -> Tensor:
     Returns:
         (...), fp32 or better.
     """
-    _check_vectors("x", x)
+    check_vectors("x", x)
     low, high = torch.aminmax(x.to(compute_dtype(x)), dim=-1)
     return high - low
 
@@ -49,8 +43,9 @@ def variation_seminorm(x: Tensor) -> Tensor:
 def hilbert_distance(p: Tensor, q: Tensor, *, logits: bool = False) -> Tensor:
     """Hilbert distance max_i log(p_i/q_i) - min_i log(p_i/q_i) over the last dimension.
 
-    Zero probabilities are allowed: distributions with one support compare on it, any others are infinitely
-    far apart. Only the direction of p and q matters, so neither needs to sum to one.
+    Zero probabilities are allowed: distributions with one support compare on it, any others are infinitely far
+    apart, and two without any mass are nowhere (nan). Only the direction of p and q matters, so neither needs to
+    sum to one.
 
     Args:
         p: (..., V) probabilities, or logits with ``logits=True``.
@@ -67,12 +62,11 @@ def hilbert_distance(p: Tensor, q: Tensor, *, logits: bool = False) -> Tensor:
         return variation_seminorm(p - q)
     if bool((p < 0).any()) or bool((q < 0).any()):
         raise ValueError("p and q must be probabilities, got a negative entry: pass logits=True for logits")
-    p, q = torch.broadcast_tensors(p, q)
     ratio = p.log() - q.log()
     outside = (p == 0) & (q == 0)
     high = ratio.masked_fill(outside, -torch.inf).amax(-1)
     low = ratio.masked_fill(outside, torch.inf).amin(-1)
-    return high - low
+    return (high - low).masked_fill(outside.all(-1), torch.nan)
 
 
 @full_precision
@@ -82,6 +76,7 @@ def tv_bound(delta: Tensor) -> Tensor:
     Sharp: two-point distributions with likelihood ratios exp(-delta/2) and exp(delta/2) attain it.
     """
     check_real("delta", delta)
+    check_nonnegative("delta", delta)
     return torch.tanh(delta.to(compute_dtype(delta)) / 4)
 
 

@@ -1,0 +1,1 @@
+"""What ``hilbert-monitor bench`` measures: a subject a file, every figure beside its opponent in the same run."""

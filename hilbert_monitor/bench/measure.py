@@ -1,0 +1,85 @@
+"""Clocks, memory, and the record of one comparison."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hilbert_monitor import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One figure: ours against an opponent, both timed in this run."""
+
+    subject: str
+    case: str
+    ours: str
+    seconds: float
+    opponent: str
+    opponent_seconds: float
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster than the opponent."""
+        return self.opponent_seconds / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, for JSON."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return {**fields, "ratio": self.ratio}
+
+
+def seconds(call: Callable[[], object], *, repeat: int = 5) -> float:
+    """Median time of `repeat` calls, after one that is not counted where there are several."""
+    times = []
+    for _ in range(repeat if repeat == 1 else repeat + 1):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:] or times)
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Most memory that torch's CPU allocator holds at once for what `call` allocates."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces itself on stderr
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        call()
+    results = trace.profiler.kineto_results
+    held = peak = 0
+    for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    return {
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "hilbert-monitor": __version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"

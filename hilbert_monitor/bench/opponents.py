@@ -1,0 +1,45 @@
+"""What the geometry is measured against: the obvious ways, done well."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def all_pairs_cdist(S: Tensor, *, block: int = 4096) -> float:
+    """Row diameter by blocked `torch.cdist`, each unordered pair of blocks once, as the paper's code has it."""
+    return max(
+        float(torch.cdist(S[i : i + block], S[j : j + block]).max())
+        for i in range(0, len(S), block)
+        for j in range(i, len(S), block)
+    )
+
+
+def all_pairs_matmul(S: Tensor, *, block: int = 2048) -> float:
+    """Row diameter by tiled products of centred rows, each unordered pair of tiles once."""
+    X = S - S.mean(0)
+    norm2 = X.square().sum(1)
+    longest = 0.0
+    for i in range(0, len(X), block):
+        for j in range(i, len(X), block):
+            gap2 = torch.addmm(norm2[j : j + block], X[i : i + block], X[j : j + block].T, alpha=-2)
+            longest = max(longest, float(gap2.add_(norm2[i : i + block, None]).max()))
+    return math.sqrt(longest)
+
+
+def one_pass(S: Tensor) -> Tensor:
+    """The norm of every row: S read once."""
+    norms: Tensor = torch.linalg.vector_norm(S, dim=1)
+    return norms
+
+
+def bare_product(S: Tensor, H: Tensor, *, rows: int = 512, positions: int = 2048) -> None:
+    """H S' in chunks of the given size, written to one buffer and not looked at."""
+    buffer = S.new_empty(rows * positions)
+    for i in range(0, len(S), rows):
+        x = S[i : i + rows]
+        for j in range(0, len(H), positions):
+            h = H[j : j + positions]
+            torch.mm(h, x.T, out=buffer[: len(h) * len(x)].view(len(h), len(x)))
