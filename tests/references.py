@@ -5,6 +5,11 @@ import math
 import torch
 
 
+def normal(seed, *shape, scale=1.0):
+    """Gaussian fp64 tensor, a function of its seed."""
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def all_pairs_diameter(S):
     """Longest |s_i - s_j| over all pairs, from differences taken in fp64."""
     S = S.detach().double().cpu()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hilbert_monitor.geometry import backward_bound, fixed_cotangent_bound, uniform_backward_bound
-from tests.references import all_pairs_diameter, deltas, head_gradient
+from tests.references import all_pairs_diameter, deltas, head_gradient, normal
 
 examples = settings(max_examples=30, deadline=None)
 seeds = st.integers(0, 2**32 - 1)
@@ -18,11 +18,6 @@ steps = st.sampled_from([1e-3, 0.1, 1.0, 10.0])
 lengths = st.sampled_from([0.0, 1e-2, 1.0, 10.0])
 
 ROUNDING = 1e-12
-
-
-def normal(seed, *shape, scale=1.0):
-    """Gaussian fp64 tensor, a function of its seed."""
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def diameters(U, S):
@@ -110,6 +105,17 @@ def test_gradients_of_the_cross_entropy_are_accepted_in_every_dtype(dtype, margi
     info = torch.finfo(dtype)
     given = float(z.detach().abs().max()) * torch.finfo(torch.float32).eps  # by which r itself errs, through log p
     close(fixed_cotangent_bound(1.0, r), missing, rtol=info.eps, atol=given + 1000 * info.eps * info.smallest_normal)
+
+
+@pytest.mark.parametrize(("V", "loss_scale"), [(50_000, 1.0), (1000, 2.0**16)])
+def test_gradients_of_confident_targets_are_accepted_over_a_full_vocabulary_and_under_a_loss_scale(V, loss_scale):
+    z = normal(2, 16, V).float()
+    z[:, 0] += 18
+    z.requires_grad_()
+    target = torch.zeros(16, dtype=torch.long)
+    loss = loss_scale * torch.nn.functional.cross_entropy(z, target, reduction="sum")
+    (r,) = torch.autograd.grad(loss, z)
+    close(fixed_cotangent_bound(1.0, r), r.double().abs().sum(-1) / 2, rtol=1e-5)
 
 
 # The complete change
@@ -287,10 +293,11 @@ def uniform(h_norm=HALF, step=1.0, head=1.0, updated=1.0):
         (
             ValueError,
             "sum to zero",
-            lambda: fixed_cotangent_bound(1.0, torch.tensor([[1.0, -1.0], [1.0, -0.9]])),
+            lambda: fixed_cotangent_bound(1.0, torch.tensor([[1.0, -1.0], [1.0, -0.01]])),
         ),
         (ValueError, "diameter must be zero or positive", lambda: fixed_cotangent_bound(-1.0, HALF - 0.5)),
         (ValueError, "p_target must be zero or positive", lambda: full(p=-HALF)),
+        (ValueError, "q_target must be a probability, got 3", lambda: full(q=6 * HALF)),
         (ValueError, "q_target must be zero or positive", lambda: full(q=-HALF)),
         (ValueError, "delta must be zero or positive", lambda: full(delta=-HALF)),
         (ValueError, "diameter_step must be zero or positive", lambda: full(step=-1.0)),

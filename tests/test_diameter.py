@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -275,3 +277,17 @@ def test_memory_bound_too_small_for_the_rows_is_refused():
 def test_memory_bound_changes_no_result():
     S = clouds.row_normalised(9000, 48, 2)
     assert row_diameter(S, max_bytes=2**21).value == row_diameter(S).value
+
+
+def test_a_matmul_setting_that_is_inherited_stays_inherited():
+    code = """if True:
+        import torch
+        from hilbert_monitor import row_diameter
+        torch.backends.fp32_precision = "tf32"
+        row_diameter(torch.randn(600, 8))
+        print(torch.backends.cuda.matmul.fp32_precision)
+        torch.backends.fp32_precision = "ieee"
+        print(torch.backends.cuda.matmul.fp32_precision)
+    """
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["tf32", "ieee"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hilbert_monitor.geometry import center_rows, projected_row_norm, row_norm
-from tests.references import all_pairs_diameter, regular_simplex
+from tests.references import all_pairs_diameter, normal, regular_simplex
 
 examples = settings(max_examples=30, deadline=None)
 seeds = st.integers(0, 2**32 - 1)
@@ -21,11 +21,6 @@ OPERATIONS = [center_rows, row_norm, projected_row_norm]
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda f: f.__name__)
-
-
-def normal(seed, *shape, scale=1.0):
-    """Gaussian fp64 tensor, a function of its seed."""
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def projector(V):

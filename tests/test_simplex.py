@@ -13,7 +13,7 @@ from hilbert_monitor.geometry import (
     tv_bound,
     variation_seminorm,
 )
-from tests.references import all_pairs_diameter, total_variation
+from tests.references import all_pairs_diameter, normal, total_variation
 
 examples = settings(max_examples=30, deadline=None)
 seeds = st.integers(0, 2**32 - 1)
@@ -21,11 +21,6 @@ vocabularies = st.integers(1, 40)
 scales = st.sampled_from([1e-6, 1e-2, 1.0, 5.0, 30.0])
 
 LOW_AND_FULL = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def normal(seed, *shape, scale=1.0):
-    """Gaussian fp64 tensor, a function of its seed."""
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def rounding(scale):
@@ -158,6 +153,8 @@ def test_distributions_with_different_supports_are_infinitely_far_apart(seed, V)
         ([0.0, 0.5, 0.5], [0.5, 0.0, 0.5], math.inf),
         ([0.0, 1.0], [0.0, 1.0], 0.0),
         ([0.0, 0.5, 0.5], [0.0, 0.8, 0.2], math.log(4)),
+        ([0.0, 8.0, 2.0], [0.0, 0.5, 0.5], math.log(4)),  # every ratio above one
+        ([0.0, 0.5, 0.5], [0.0, 8.0, 2.0], math.log(4)),  # every ratio below one
     ],
 )
 def test_zero_rule_on_small_distributions(p, q, distance):
@@ -344,3 +341,9 @@ def test_measuring_builds_no_graph_leaves_its_input_and_ignores_autocast():
 def test_misuse_is_refused_in_one_sentence(error, phrase, call):
     with pytest.raises(error, match=rf"\A.*{phrase}.*\Z"):
         call()
+
+
+def test_logits_of_minus_infinity_are_zero_probabilities():
+    z, w = torch.tensor([1.0, 3.0, -torch.inf]), torch.tensor([2.0, 2.0, -torch.inf])
+    assert hilbert_distance(z, w, logits=True) == 2
+    assert hilbert_distance(z, torch.zeros(3), logits=True) == torch.inf

@@ -21,14 +21,15 @@ MAX_BYTES = 256 * 2**20
 def _ieee_matmul() -> Iterator[None]:
     """Matrix products in true fp32, whatever the process has chosen for its training."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    saved = [backend.fp32_precision for backend in backends]
+    reduced = [(b, b.fp32_precision) for b in backends if b.fp32_precision not in ("none", "ieee")]
+    inherited = torch.backends.fp32_precision  # type: ignore[attr-defined]  # what a backend without its own reads as
     try:
-        for backend in backends:
+        for backend, _ in reduced:
             backend.fp32_precision = "ieee"
         yield
     finally:
-        for backend, precision in zip(backends, saved, strict=True):
-            backend.fp32_precision = precision
+        for backend, precision in reduced:
+            backend.fp32_precision = "none" if precision == inherited else precision
 
 
 def full_precision(function: Callable[P, T]) -> Callable[P, T]:

@@ -58,12 +58,12 @@ def hilbert_distance(p: Tensor, q: Tensor, *, logits: bool = False) -> Tensor:
     _same_length("p", p, "q", q)
     dtype = compute_dtype(p, q)
     p, q = p.to(dtype), q.to(dtype)
-    if logits:
-        return variation_seminorm(p - q)
-    if bool((p < 0).any()) or bool((q < 0).any()):
-        raise ValueError("p and q must be probabilities, got a negative entry: pass logits=True for logits")
-    ratio = p.log() - q.log()
-    outside = (p == 0) & (q == 0)
+    if not logits:
+        if bool((p < 0).any()) or bool((q < 0).any()):
+            raise ValueError("p and q must be probabilities, got a negative entry: pass logits=True for logits")
+        p, q = p.log(), q.log()
+    ratio = p - q
+    outside = (p == -torch.inf) & (q == -torch.inf)
     high = ratio.masked_fill(outside, -torch.inf).amax(-1)
     low = ratio.masked_fill(outside, torch.inf).amin(-1)
     return (high - low).masked_fill(outside.all(-1), torch.nan)
