@@ -21,10 +21,13 @@ def all_pairs_matmul(S: Tensor, *, block: int = 2048) -> float:
     """Row diameter by tiled products of centred rows, each unordered pair of tiles once."""
     X = S - S.mean(0)
     norm2 = X.square().sum(1)
+    buffer = X.new_empty(min(block, len(X)) ** 2)
     longest = 0.0
     for i in range(0, len(X), block):
         for j in range(i, len(X), block):
-            gap2 = torch.addmm(norm2[j : j + block], X[i : i + block], X[j : j + block].T, alpha=-2)
+            x, y = X[i : i + block], X[j : j + block]
+            gap2 = buffer[: len(x) * len(y)].view(len(x), len(y))
+            torch.addmm(norm2[j : j + block], x, y.T, alpha=-2, out=gap2)
             longest = max(longest, float(gap2.add_(norm2[i : i + block, None]).max()))
     return math.sqrt(longest)
 
