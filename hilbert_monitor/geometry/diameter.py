@@ -188,11 +188,14 @@ class _Search:
         partners = torch.arange(len(self.order), device=norm2.device)
         bounds = torch.full_like(self.radius[hubs], torch.inf)
         for k in ranks:
-            if len(hubs) <= 2 * k:
-                break
-            wider = k > rank
-            z = cloud.coordinates(cloud.leading_directions(k), self.order) if wider else coordinates[self.order, :k]
-            hubs, partners, bounds = self._screen(hubs, partners, bounds, z)
+            if k <= rank:
+                z = [coordinates.index_select(0, self.order[side])[:, :k] for side in (hubs, partners)]
+            elif len(hubs) * len(partners) <= k * (len(hubs) + len(partners)):
+                break  # computing what is left costs less than projecting it
+            else:
+                directions = cloud.leading_directions(k)
+                z = [cloud.coordinates(directions, self.order[side]) for side in (hubs, partners)]
+            hubs, partners, bounds = self._screen(hubs, partners, bounds, *z)
         self._prove(hubs, partners, bounds)
 
     def _ranks(self) -> list[int]:
@@ -239,22 +242,22 @@ class _Search:
         end = torch.searchsorted(-self.radius[partners], reach, right=True)
         return torch.stack([start, end]).tolist()
 
-    def _screen(self, hubs: Tensor, partners: Tensor, bounds: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Drop hubs and partners whose every pair is too short along the directions of z (n, k).
+    def _screen(
+        self, hubs: Tensor, partners: Tensor, bounds: Tensor, z_hubs: Tensor, z_partners: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Drop hubs and partners whose every pair is too short along k directions, given their coordinates.
 
-        With e the relative rounding of a dot product, a row's k coordinates err together by sqrt(k) e of its norm,
-        in computing and through the directions' own rounding. So the squared distance of i and j is at most
+        With e the relative rounding of a dot product, a row's k coordinates err together by sqrt(k) e of its norm, in
+        computing and through the directions' own rounding. So the squared distance of i and j is at most
         (1 + 2e)(r_i^2 + r_j^2) - 2 z_i.z_j + 2 rho_i rho_j + 8 sqrt(k) e r_i r_j,
         with rho_i^2 rounded up by (1 + 4 sqrt(k)) e r_i^2: a product of k + 4 columns.
         """
         e = self.cloud.rounding
-        err = math.sqrt(z.shape[1]) * e
-        norm2 = self.radius.square()
-        rest = (norm2 - z.square().sum(1)).clamp_min_(0).add_(norm2, alpha=e + 4 * err).sqrt_()
-        size, one = norm2 * (1 + 2 * e), torch.ones_like(norm2)
-        table = torch.column_stack([z, rest, self.radius, one, size])
-        left = torch.column_stack([-2 * z, 2 * rest, 8 * err * self.radius, size, one])[hubs]
-        right = table[partners]
+        err = math.sqrt(z_hubs.shape[1]) * e
+        radius, rest, size = self._parts(hubs, z_hubs)
+        left = torch.column_stack([-2 * z_hubs, 2 * rest, 8 * err * radius, size, torch.ones_like(size)])
+        radius, rest, size = self._parts(partners, z_partners)
+        right = torch.column_stack([z_partners, rest, radius, torch.ones_like(size), size])
         if len(hubs) > _MANY_HUBS:
             sample = torch.arange(0, len(hubs), len(hubs) // 64, device=hubs.device)
             sampled, _ = self._bounds(hubs[sample], partners, left[sample], right)
@@ -263,6 +266,14 @@ class _Search:
         bounds, reached = self._bounds(hubs, partners, left, right)
         kept = bounds >= self.length**2
         return hubs[kept], partners[reached >= self.length**2], bounds[kept]
+
+    def _parts(self, ranks: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Norms of rows, norms of what coordinates z leave of them, and squared norms; all rounded up."""
+        e = self.cloud.rounding
+        radius = self.radius[ranks]
+        norm2 = radius.square()
+        rest2 = (norm2 - z.square().sum(1)).clamp_min_(0).add_(norm2, alpha=(1 + 4 * math.sqrt(z.shape[1])) * e)
+        return radius, rest2.sqrt_(), norm2.mul_(1 + 2 * e)
 
     def _bounds(self, hubs: Tensor, partners: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Largest bound on a squared distance, for each hub over its partners and each partner over its hubs."""
