@@ -115,13 +115,17 @@ class Cloud:
             torch.mm(x, directions, out=out[at])
         return out
 
-    def squared_distances(self, norms2: Tensor, i: Tensor) -> Tensor:
-        """Return squared distances (V,) of all points to the i-th, given their squared norms."""
-        point = self.points(i[None])  # (1, d)
-        out = torch.empty(len(self), 1, dtype=self.dtype, device=self.S.device)
+    def norms(self) -> Tensor:
+        """Return the distances (V,) of all points from the centre."""
+        out = torch.empty(len(self), dtype=self.dtype, device=self.S.device)
         for at, x in self.chunks():
-            torch.mm(x, point.T, out=out[at])
-        return (norms2 + norms2[i]).sub_(out.squeeze(1), alpha=2)
+            torch.linalg.vector_norm(x, dim=1, out=out[at])
+        return out
+
+    def about(self, *rows: Tensor) -> Cloud:
+        """Return the same points about the mean of some rows, given by their indices."""
+        chosen = self.S[torch.stack(rows)].to(self.dtype) * self.pre
+        return replace(self, centre=chosen.mean(0))
 
     def double(self) -> Cloud:
         """Return the same points in fp64."""

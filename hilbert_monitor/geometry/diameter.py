@@ -79,12 +79,12 @@ _FEW = 4096  # up to this many near-longest pairs of a tile are measured one by 
 
 @full_precision
 def row_diameter_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> DiameterBracket:
-    """Bracket D(S) in O(Vd): four passes over S.
+    """Bracket D(S) in O(Vd): five passes over S.
 
-    Walks from the row farthest from the centre to its farthest partner and on to that one's, which gives the
-    lower bound and its pair. The upper bound is the sum of the two largest distances from the centre, or from
-    the midpoint of the walk's first two rows, whichever is smaller. It never exceeds twice the lower bound (but
-    for rounding) and comes within a percent of it when the rows fill a ball, as RowNorm's do.
+    Walks from the row farthest from the centre to its farthest partner, and on to the row farthest from the midpoint
+    of the two: the longest pair of the three is the lower bound. The upper bound is the sum of the two largest
+    distances from the centre, or from that midpoint, whichever is smaller. It never exceeds twice the lower bound (but
+    for rounding), and comes within a few percent of it when the rows fill a ball, as RowNorm's do.
 
     Args:
         S: (V, d) update rows, any real floating-point dtype.
@@ -97,20 +97,19 @@ def row_diameter_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> DiameterBr
     if ends := _degenerate(S, low, high, max_bytes):
         return DiameterBracket(*ends)
     cloud = Cloud.of(S, low, high, max_bytes)
-    radius2, _ = cloud.survey(cloud.centre.new_empty(cloud.width, 0))
-    slack = 4 * cloud.rounding * radius2.max().double()
-    first = radius2.argmax()
-    from_first = cloud.squared_distances(radius2, first)
-    second = from_first.argmax()
-    from_second = cloud.squared_distances(radius2, second)
-    third = from_second.argmax()
-    lengths = cloud.lengths(torch.stack([first, second]), torch.stack([second, third]))
-    # |x - (a + b)/2|^2 = |x - a|^2 / 2 + |x - b|^2 / 2 - |a - b|^2 / 4
-    midpoint2 = (from_first + from_second).double() / 2 - lengths[0].square() / 4
-    upper = min(_sum_of_two_largest(radius2, slack), _sum_of_two_largest(midpoint2, slack))
-    i, j = (first, second) if lengths[0] >= lengths[1] else (second, third)
-    lower = cloud.raw(float(lengths.max()))
-    return DiameterBracket(lower, max(lower, cloud.raw(upper)), _ordered(int(i), int(j)), 0)
+    from_centre = cloud.norms()
+    first = from_centre.argmax()
+    second = cloud.about(first).norms().argmax()
+    from_midpoint = cloud.about(first, second).norms()
+    third = from_midpoint.argmax()
+    walk = torch.stack([first, second, third])
+    lengths = cloud.lengths(walk, walk.roll(-1))
+    longest = int(lengths.argmax())
+    i, j = int(walk[longest]), int(walk.roll(-1)[longest])
+    upper = min(float(norms.double().topk(2).values.sum()) for norms in (from_centre, from_midpoint))
+    lower = float(lengths[longest])
+    upper = max(lower, upper * (1 + cloud.rounding))
+    return DiameterBracket(cloud.raw(lower), cloud.raw(upper), _ordered(i, j), 0)
 
 
 @full_precision
@@ -160,11 +159,6 @@ def _degenerate(
 
 def _ordered(i: int, j: int) -> tuple[int, int]:
     return (i, j) if i < j else (j, i)
-
-
-def _sum_of_two_largest(squared: Tensor, slack: Tensor) -> float:
-    """Sum of the two largest distances, given squared and rounded up."""
-    return float((squared.double().topk(2).values.clamp_min(0) + slack).sqrt().sum())
 
 
 class _Search:
