@@ -33,6 +33,13 @@ def low_rank(V, d, seed):
     return normalize(gaussian(V, k, seed) @ gaussian(k, d, seed + 1) + 0.01 * gaussian(V, d, seed + 2), dim=1)
 
 
+def flat(V, d, seed):
+    """Unit rows of a small subspace, where bounds along its directions are as sharp as rounding lets them be."""
+    k = min(d, 4)
+    basis, _ = torch.linalg.qr(gaussian(d, k, seed + 1).double())
+    return (sphere(V, k, seed).double() @ basis.T).float()
+
+
 def two_clusters(V, d, seed):
     S = 1e-4 * gaussian(V, d, seed)
     S[V // 2 :] += sphere(1, d, seed + 1)
@@ -57,7 +64,18 @@ def repeated(V, d, seed):
     return gaussian(max(2, V // 20), d, seed)[torch.randint(max(2, V // 20), (V,), generator=_g(seed + 1))]
 
 
-KINDS = [gaussian, sphere, heavy_tailed, row_normalised, low_rank, two_clusters, one_outlier, mostly_zero, repeated]
+KINDS = [
+    gaussian,
+    sphere,
+    heavy_tailed,
+    row_normalised,
+    low_rank,
+    flat,
+    two_clusters,
+    one_outlier,
+    mostly_zero,
+    repeated,
+]
 
 
 def simplex_vertices(V, d, seed):

@@ -101,6 +101,12 @@ def test_exact_over_the_range_of_fp64(scale):
     assert d.value == pytest.approx(all_pairs_diameter(S), rel=1e-6, abs=0)
 
 
+def test_the_upper_bound_holds_between_two_denormals():
+    S = torch.tensor([[5e-324, 0.0], [0.0, 5e-324]], dtype=torch.float64)
+    assert row_diameter(S).upper >= 2 * 5e-324
+    assert row_diameter_bracket(S).upper >= 2 * 5e-324
+
+
 def test_rows_at_both_ends_of_fp32_are_apart_by_more_than_fp32_holds():
     S = torch.full((5, 2), 3e38)
     S[3] = -3e38
@@ -216,10 +222,11 @@ def test_non_finite_rows_are_counted_and_named(V, bad, value):
         (torch.zeros(2, 3, 4), ValueError, r"\(V, d\) matrix"),
         (torch.zeros(3, 4, dtype=torch.int64), TypeError, "floating-point"),
         (torch.zeros(3, 4, dtype=torch.complex64), TypeError, "real"),
+        (torch.zeros(3, 4).to(torch.float8_e5m2), TypeError, "float8_e5m2"),
         (torch.zeros(3, 4).to_sparse(), TypeError, "dense"),
         ([[1.0, 2.0]], TypeError, "torch.Tensor"),
     ],
-    ids=["no rows", "no columns", "vector", "three dimensions", "integers", "complex", "sparse", "list"],
+    ids=["no rows", "no columns", "vector", "three dimensions", "integers", "complex", "float8", "sparse", "list"],
 )
 def test_bad_input_gets_one_sentence(function, S, error, words):
     with pytest.raises(error, match=words) as caught:

@@ -56,6 +56,15 @@ def test_rows_that_are_dropped_would_have_changed_nothing(kind):
     assert p.products <= 1.2 * 17_000 * 700
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rows_that_matter_to_a_single_position_are_not_dropped_with_its_neighbours(sign):
+    H = panel(600, 128, 0)
+    S = 0.01 * clouds.sphere(17_000, 128, 1)
+    S[2000:2600] += sign * (H - H.mean(0)) / H.norm(dim=1, keepdim=True)
+    p = assert_exact(S, H)
+    assert p.products < 0.5 * 17_000 * 600
+
+
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])
 def test_increments_of_optimizers_need_few_products(head):
     made = make_increment(head, 20_000, 128, panel=2048)
@@ -91,7 +100,7 @@ def test_supremum_over_a_ball_is_radius_times_diameter_and_is_attained(seed, V, 
     S = clouds.heavy_tailed(V, d, seed).double()
     D = row_diameter(S)
     i, j = D.pair
-    inside = radius * clouds.sphere(64, d, seed + 1).double()
+    inside = radius * torch.nn.functional.normalize(clouds.gaussian(64, d, seed + 1).double(), dim=1)
     along = radius * (S[i] - S[j]) / D.value
     p = hilbert_perturbation(S, torch.cat([inside, along[None]]))
     assert p.delta.max() <= radius * D.value * (1 + 1e-9)
@@ -115,6 +124,32 @@ def test_equal_rows_move_nothing():
 def test_tiny_and_huge_updates(scale):
     S = clouds.heavy_tailed(800, 16, 0).double().mul(scale).float()
     assert_exact(S, panel(50, 16, 1), rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-40, 1e-25, 1e17, 1e30])
+def test_tiny_and_huge_states(scale):
+    S, H = make_increment("adamw", 17_000, 128, panel=600).S, panel(600, 128, 1)
+    expected = deltas(S, H) * scale
+    p = hilbert_perturbation(S, H.double().mul(scale).float())
+    torch.testing.assert_close(p.delta.double(), expected, rtol=1e-2 if scale == 1e-40 else 1e-5, atol=0)
+
+
+def test_one_exploding_position_spoils_no_other():
+    S, H = make_increment("adamw", 17_000, 128, panel=600).S, panel(600, 128, 1)
+    H[7] *= 1e18
+    torch.testing.assert_close(hilbert_perturbation(S, H).delta.double(), deltas(S, H), rtol=1e-5, atol=0)
+
+
+def test_the_pair_is_right_under_a_large_common_shift():
+    S = clouds.gaussian(2000, 64, 0) + 1e6 * clouds.gaussian(1, 64, 1)
+    assert_exact(S, clouds.gaussian(8, 64, 2))
+
+
+@pytest.mark.parametrize("scale", [1e-50, 1e50])
+def test_states_in_fp64_keep_their_range(scale):
+    S, H = clouds.gaussian(300, 8, 0), panel(20, 8, 1).double()
+    p = hilbert_perturbation(S, H * scale)
+    torch.testing.assert_close(p.delta, deltas(S, H) * scale, rtol=1e-12, atol=0)
 
 
 def test_views_give_what_their_copies_give():

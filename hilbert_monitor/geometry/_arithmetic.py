@@ -54,7 +54,7 @@ def check_real(name: str, A: Tensor) -> None:
     """Refuse what is not a dense real floating-point tensor."""
     if not isinstance(A, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(A).__name__}: convert it with torch.as_tensor")
-    if not A.dtype.is_floating_point:
+    if A.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"{name} must be a real floating-point tensor, got {A.dtype}: convert it with .float()")
     if A.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {A.layout}: convert it with .to_dense()")
@@ -83,11 +83,12 @@ def check_rows(name: str, A: Tensor) -> None:
         raise ValueError(f"{name} must have at least one row and one column, got shape {tuple(A.shape)}")
 
 
-def chunk_length(row_bytes: int, max_bytes: int, *, longest: int = 4096) -> int:
-    """Rows to take at a time so that they fit `max_bytes`; few enough to stay in a processor's cache."""
-    if max_bytes < row_bytes:
-        raise ValueError(f"max_bytes={max_bytes} is less than the {row_bytes} bytes this input needs: raise max_bytes")
-    return max(1, min(longest, max_bytes // max(row_bytes, 1)))
+def chunk_length(row_bytes: int, max_bytes: int, *, share: int = 1, longest: int = 4096) -> int:
+    """Rows to take at a time so that they fit one part in `share` of `max_bytes`, and stay in a processor's cache."""
+    need = share * row_bytes
+    if max_bytes < need:
+        raise ValueError(f"max_bytes={max_bytes} is less than the {need} bytes this input needs: raise max_bytes")
+    return min(longest, max_bytes // max(need, 1))
 
 
 def row_chunks(A: Tensor, dtype: torch.dtype, max_bytes: int, *, copies: int = 2) -> Iterator[tuple[slice, Tensor]]:

@@ -29,16 +29,13 @@ class Cloud:
     centre: Tensor
     pre: float
     post: float
-    budget: int
-    """Bytes for one chunk of points and what is made of it."""
+    max_bytes: int
+    """A quarter is for one chunk of points and what is made of it; the rest is the caller's."""
 
     @classmethod
-    def of(cls, S: Tensor, low: Tensor, high: Tensor, max_bytes: int) -> Cloud:
-        """Centre and scale finite rows S, given their columnwise extremes.
-
-        A quarter of `max_bytes` is for one chunk of points at a time; the rest is the caller's.
-        """
-        dtype = compute_dtype(S)
+    def of(cls, S: Tensor, low: Tensor, high: Tensor, max_bytes: int, dtype: torch.dtype | None = None) -> Cloud:
+        """Centre and scale finite rows S, given their columnwise extremes."""
+        dtype = dtype or compute_dtype(S)
         largest = float(torch.maximum(low.abs(), high.abs()).max())
         pre = post = 1.0
         spread = float((high.double() * 0.5 - low.double() * 0.5).max())
@@ -47,10 +44,14 @@ class Cloud:
             dtype = torch.float64
             pre = _towards_one(largest)
             post = _towards_one(spread * pre)
-        budget = max_bytes // 4
-        sample = S[_thinning(S, dtype, budget)].to(dtype) * pre
+        sample = S[_thinning(S, dtype, max_bytes // 4)].to(dtype) * pre
         centre = sample[0] + (sample - sample[0]).mean(0)
-        return cls(S, centre, pre, post, budget)
+        return cls(S, centre, pre, post, max_bytes)
+
+    @property
+    def budget(self) -> int:
+        """Bytes for one chunk of points and what is made of it."""
+        return self.max_bytes // 4
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,7 +85,7 @@ class Cloud:
             longest: most points in a chunk; by default as many as stay in cache.
         """
         row_bytes = 3 * self.width * self.dtype.itemsize + extra
-        length = chunk_length(row_bytes, self.budget, longest=longest or max(64, _CHUNK_BYTES // row_bytes))
+        length = chunk_length(row_bytes, self.max_bytes, share=4, longest=longest or max(64, _CHUNK_BYTES // row_bytes))
         for start in range(0, len(self) if index is None else len(index), length):
             at = slice(start, start + length)
             yield at, self.points(at if index is None else index[at])
@@ -92,35 +93,26 @@ class Cloud:
     def lengths(self, i: Tensor, j: Tensor) -> Tensor:
         """Return distances |x_i - x_j| (n,) of index pairs, in fp64 from the rows as they were given."""
         out = torch.empty(len(i), dtype=torch.float64, device=self.S.device)
-        step = chunk_length(6 * self.width * 8, self.budget)
+        step = chunk_length(6 * self.width * 8, self.max_bytes, share=4)
         for at in range(0, len(i), step):
             part = slice(at, at + step)
             a, b = (self.S.index_select(0, k[part]).double().mul_(self.pre) for k in (i, j))
             out[part] = torch.linalg.vector_norm(a.sub_(b).mul_(self.post), dim=1)
         return out
 
-    def survey(self, directions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return squared norms (V,) and coordinates (V, k) along orthonormal directions (d, k), in one pass."""
-        norms = torch.empty(len(self), dtype=self.dtype, device=self.S.device)
-        coordinates = torch.empty(len(self), directions.shape[1], dtype=self.dtype, device=self.S.device)
-        for at, x in self.chunks():
+    def survey(self, directions: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return norms (n,) and coordinates (n, k) along orthonormal directions (d, k), of all points or of some."""
+        n = len(self) if index is None else len(index)
+        norms = torch.empty(n, dtype=self.dtype, device=self.S.device)
+        coordinates = torch.empty(n, directions.shape[1], dtype=self.dtype, device=self.S.device)
+        for at, x in self.chunks(index):
             torch.linalg.vector_norm(x, dim=1, out=norms[at])
             torch.mm(x, directions, out=coordinates[at])
-        return norms.square_(), coordinates
-
-    def coordinates(self, directions: Tensor, index: Tensor) -> Tensor:
-        """Return coordinates (n, k) of the points of `index` along directions (d, k)."""
-        out = torch.empty(len(index), directions.shape[1], dtype=self.dtype, device=self.S.device)
-        for at, x in self.chunks(index):
-            torch.mm(x, directions, out=out[at])
-        return out
+        return norms, coordinates
 
     def norms(self) -> Tensor:
         """Return the distances (V,) of all points from the centre."""
-        out = torch.empty(len(self), dtype=self.dtype, device=self.S.device)
-        for at, x in self.chunks():
-            torch.linalg.vector_norm(x, dim=1, out=out[at])
-        return out
+        return self.survey(self.centre.new_empty(self.width, 0))[0]
 
     def about(self, *rows: Tensor) -> Cloud:
         """Return the same points about the mean of some rows, given by their indices."""
@@ -141,8 +133,11 @@ class Cloud:
 
     @property
     def rounding(self) -> float:
-        """Relative error of a dot product of length d, by u the unit roundoff: |fl(x.y) - x.y| <= d u |x| |y|."""
-        return (self.width + 4) * torch.finfo(self.dtype).eps / 2
+        """Relative error of a dot product of length d, with u the unit roundoff: d u |x| |y|.
+
+        Eight units more are for the rounding of the points themselves, of square roots, and of numbers cast to fp32.
+        """
+        return (self.width + 8) * torch.finfo(self.dtype).eps / 2
 
 
 def _thinning(S: Tensor, dtype: torch.dtype, budget: int) -> slice:

@@ -57,9 +57,9 @@ class RowDiameter(DiameterBracket):
     """The exact row diameter: `value` is the fp64 length of `pair`, `upper` differs by fp64 rounding alone."""
 
     pairs_screened: int
-    """Pairs bounded along the leading directions."""
+    """Bounds computed along leading directions; a pair that is screened again counts again."""
     pairs_computed: int
-    """Pairs whose distance was computed in all d dimensions."""
+    """Distances computed in all d dimensions; a pair that is met twice counts twice."""
 
     @property
     def value(self) -> float:
@@ -70,7 +70,7 @@ class RowDiameter(DiameterBracket):
 _SURVEY_RANK = 16
 _SCREEN_RANKS = (8, 16, 64)
 _ROW_BYTES = 96  # scratch a row of S needs beside its coordinates
-_TILE, _TILE_ROWS = 2**20, 128  # a tile of bounds that stays in cache
+_SCREEN_TILE, _SCREEN_ROWS = 2**20, 128  # a tile of bounds that stays in cache
 _MEET_ROWS, _MEET_COLUMNS = 2048, 1024  # the largest tile of full distances
 _MANY_HUBS = 2048  # from here on a screen is tried on a sample first
 _SMALL = 512  # up to this many rows, all pairs cost less than a survey
@@ -108,8 +108,8 @@ def row_diameter_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> DiameterBr
     i, j = int(walk[longest]), int(walk.roll(-1)[longest])
     upper = min(float(norms.double().topk(2).values.sum()) for norms in (from_centre, from_midpoint))
     lower = float(lengths[longest])
-    upper = max(lower, upper * (1 + cloud.rounding))
-    return DiameterBracket(cloud.raw(lower), cloud.raw(upper), _ordered(i, j), 0)
+    upper = max(lower * _fp64_rounding(S), upper * (1 + cloud.rounding))
+    return DiameterBracket(cloud.raw(lower), _up(cloud.raw(upper)), _ordered(i, j), 0)
 
 
 @full_precision
@@ -132,8 +132,16 @@ def row_diameter(S: Tensor, *, max_bytes: int = MAX_BYTES) -> RowDiameter:
     search = _Search(Cloud.of(S, low, high, max_bytes))
     search.run()
     value = search.cloud.raw(search.length)
-    rounding = (S.shape[1] + 8) * 2.0**-52
-    return RowDiameter(value, value * (1 + rounding), search.pair, 0, search.screened, search.computed)
+    return RowDiameter(value, _up(value * _fp64_rounding(S)), search.pair, 0, search.screened, search.computed)
+
+
+def _fp64_rounding(S: Tensor) -> float:
+    """Factor by which a length may exceed what fp64 made of it, by differences or by a Gram product."""
+    return 1 + (S.shape[1] + 8) * 2.0**-51
+
+
+def _up(x: float) -> float:
+    return math.nextafter(x, math.inf)
 
 
 def _extremes(S: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,7 +183,8 @@ class _Search:
         cloud = self.cloud
         ranks = self._ranks()
         rank = max([k for k in ranks if k <= _SURVEY_RANK], default=0)
-        norm2, coordinates = cloud.survey(cloud.leading_directions(rank))
+        norms, coordinates = cloud.survey(cloud.leading_directions(rank))
+        norm2 = norms.square_()
         self._walk(norm2, coordinates)
         self._sort(norm2)
         hubs = (self.radius >= self.length / 2).nonzero().squeeze(1)
@@ -188,7 +197,7 @@ class _Search:
                 break  # computing what is left costs less than projecting it
             else:
                 directions = cloud.leading_directions(k)
-                z = [cloud.coordinates(directions, self.order[side]) for side in (hubs, partners)]
+                z = [cloud.survey(directions, self.order[side])[1] for side in (hubs, partners)]
             hubs, partners, bounds = self._screen(hubs, partners, bounds, *z)
         self._prove(hubs, partners, bounds)
 
@@ -198,7 +207,7 @@ class _Search:
         row_bytes = 2 * self.cloud.budget // V
         if row_bytes < _ROW_BYTES:
             need = 2 * _ROW_BYTES * V
-            raise ValueError(f"max_bytes={4 * self.cloud.budget} is too little for {V} rows: give at least {need}")
+            raise ValueError(f"max_bytes={self.cloud.max_bytes} is too little for {V} rows: give at least {need}")
         affordable = (row_bytes - _ROW_BYTES) // (8 * self.cloud.dtype.itemsize)
         return [k for k in _SCREEN_RANKS if k <= min(affordable, d // 2)] if V > _SMALL else []
 
@@ -258,8 +267,8 @@ class _Search:
             if float((sampled >= self.length**2).double().mean()) > 0.5:
                 return hubs, partners, bounds
         bounds, reached = self._bounds(hubs, partners, left, right)
-        kept = bounds >= self.length**2
-        return hubs[kept], partners[reached >= self.length**2], bounds[kept]
+        kept = ~(bounds < self.length**2)
+        return hubs[kept], partners[~(reached < self.length**2)], bounds[kept]
 
     def _parts(self, ranks: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Norms of rows, norms of what coordinates z leave of them, and squared norms; all rounded up."""
@@ -274,10 +283,10 @@ class _Search:
         by_hub = left.new_full((len(hubs),), -torch.inf)
         by_partner = right.new_full((len(partners),), -torch.inf)
         starts, ends = self._ranges(hubs, partners)
-        columns = min(_TILE, self.cloud.budget // left.element_size()) // _TILE_ROWS
-        scratch = left.new_empty(columns * _TILE_ROWS)
-        for a in range(0, len(hubs), _TILE_ROWS):
-            block = slice(a, min(a + _TILE_ROWS, len(hubs)))
+        columns = min(_SCREEN_TILE, self.cloud.budget // left.element_size()) // _SCREEN_ROWS
+        scratch = left.new_empty(columns * _SCREEN_ROWS)
+        for a in range(0, len(hubs), _SCREEN_ROWS):
+            block = slice(a, min(a + _SCREEN_ROWS, len(hubs)))
             for start in range(starts[a], ends[a], columns):
                 at = slice(start, min(start + columns, ends[a]))
                 shape = (block.stop - a, at.stop - start)
@@ -289,17 +298,18 @@ class _Search:
 
     def _prove(self, hubs: Tensor, partners: Tensor, bounds: Tensor) -> None:
         """Compute what the screens left, the most promising hubs first."""
-        if bool(bounds.isfinite().any()):
+        if 2 * len(hubs) < len(self.order):  # else keep their order, in which each pair is met once
             bounds, order = bounds.sort(descending=True)
             hubs = hubs[order]
-        size, most = 32, self.cloud.budget // (4 * self.cloud.width * self.cloud.dtype.itemsize)
+        most = max(1, min(_MEET_ROWS, self.cloud.budget // (4 * self.cloud.width * self.cloud.dtype.itemsize)))
+        size = min(32, most)
         while len(hubs):
             batch, hubs, bounds = hubs[:size], hubs[size:], bounds[size:]
             starts, ends = self._ranges(batch, partners)
             self._meet(batch, partners[min(starts) : max(ends)])
-            kept = bounds >= self.length**2
+            kept = ~(bounds < self.length**2)
             hubs, bounds = hubs[kept], bounds[kept]
-            size = max(1, min(2 * size, most, _MEET_ROWS))
+            size = min(2 * size, most)
 
     def _meet(self, hubs: Tensor, partners: Tensor) -> None:
         """Compute the distances of hubs to partners in full; measure in fp64 those that rounding leaves open."""
@@ -322,7 +332,8 @@ class _Search:
         """Measure the pairs that rounding cannot tell from the longest; in bulk where they are many (ties)."""
         if int(near.sum()) <= _FEW:
             i, j = near.nonzero(as_tuple=True)
-            self._offer(rows[i], columns[j]) if len(i) else None
+            if len(i):
+                self._offer(rows[i], columns[j])
             return
         rows, columns = rows[near.any(1)], columns[near.any(0)]
         cloud = self.cloud.double()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, nonfinite, row_chunks
+from ._arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, nonfinite
 from ._cloud import SAMPLE, Cloud, leading_directions
 
 _RANK = 32
@@ -53,7 +53,7 @@ class HilbertPerturbation:
     nonfinite_rows: int
     nonfinite_positions: int
     products: int
-    """Row-position products that were computed in full, of V N."""
+    """Row-position products computed in full: few of V N; or all, and a few twice, where pruning was given up."""
 
 
 @full_precision
@@ -75,28 +75,24 @@ def hilbert_perturbation(S: Tensor, H: Tensor, *, max_bytes: int = MAX_BYTES) ->
     if S.device != H.device:
         raise ValueError(f"S and H must be on one device, got {S.device} and {H.device}: move H with .to(S.device)")
     low, high = S.amin(0), S.amax(0)
-    bad_positions = nonfinite(H, max_bytes // 2)
-    bad_row, bad_rows = 0, 0
-    if not bool((low.isfinite() & high.isfinite()).all()):
+    dtype = compute_dtype(S, H)
+    largest_entry = torch.maximum(H.amax(1), -H.amin(1)).to(dtype)  # (N,), a nan where there is one
+    bad_positions = ~largest_entry.isfinite()
+    bad_row = bad_rows = products = 0
+    panel = None
+    if bool((low.isfinite() & high.isfinite()).all()):
+        panel = _Panel(Cloud.of(S, low, high, max_bytes, dtype), H, largest_entry)
+        panel.run()
+        delta, products = panel.delta(), panel.products
+    else:
         bad = nonfinite(S, max_bytes // 2)
         bad_row, bad_rows = int(bad.int().argmax()), int(bad.sum())
         value = torch.nan if bool((low.isnan() | high.isnan()).any()) else torch.inf
-        delta = torch.full((len(H),), value, dtype=compute_dtype(S, H), device=S.device)
-        products = 0
-    else:
-        if bool(bad_positions.any()):
-            H = H.masked_fill(bad_positions[:, None], 0.0)
-        panel = _Panel(Cloud.of(S, low, high, max_bytes), H)
-        panel.run()
-        delta, products = panel.delta(), panel.products
+        delta = torch.full((len(H),), value, dtype=dtype, device=S.device)
     delta.masked_fill_(bad_positions, torch.nan)
     position = int(delta.argmax())
     largest = float(delta[position])
-    pair = (bad_row, bad_row)
-    if math.isfinite(largest):
-        h = H[position].to(delta.dtype)
-        logits = torch.cat([chunk @ h for _, chunk in row_chunks(S, delta.dtype, max_bytes // 2)])
-        pair = int(logits.argmax()), int(logits.argmin())
+    pair = panel.extreme_tokens(position) if panel and math.isfinite(largest) else (bad_row, bad_row)
     return HilbertPerturbation(
         delta=delta,
         rms=float(delta.double().square().mean().sqrt()),
@@ -112,16 +108,34 @@ def hilbert_perturbation(S: Tensor, H: Tensor, *, max_bytes: int = MAX_BYTES) ->
 class _Panel:
     """Running extremes of x_i.h_l over the rows, for every position."""
 
-    def __init__(self, cloud: Cloud, H: Tensor) -> None:
+    def __init__(self, cloud: Cloud, H: Tensor, largest_entry: Tensor) -> None:
         self.cloud = cloud
         self.H = H
         self.high = torch.full((len(H),), -torch.inf, dtype=cloud.dtype, device=H.device)
         self.low = -self.high
         self.products = 0
+        # delta scales with its position: states whose squares would leave the range are brought near one
+        tame = (largest_entry > 1e-9) & (largest_entry < 1e9)
+        exponents = torch.frexp(largest_entry.where(~tame & largest_entry.isfinite(), 0.0)).exponent
+        self.exponents = None if bool(tame.all()) else exponents
+
+    def states(self, at: slice | Tensor) -> Tensor:
+        """Load states (n, d), scaled by powers of two where they need it; zero for one that is not finite."""
+        h = self.H[at].to(self.cloud.dtype)
+        if self.exponents is None:
+            return h
+        return torch.ldexp(h, -self.exponents[at, None]).nan_to_num_(0.0, 0.0, 0.0)
 
     def delta(self) -> Tensor:
-        """Return high - low in the units of S."""
-        return (self.high - self.low) / self.cloud.post / self.cloud.pre
+        """Return high - low in the units of S and H."""
+        delta = (self.high - self.low) / self.cloud.post / self.cloud.pre
+        return delta if self.exponents is None else torch.ldexp(delta, self.exponents)
+
+    def extreme_tokens(self, position: int) -> tuple[int, int]:
+        """Return the rows with the largest and the smallest product at a position."""
+        h = self.states(slice(position, position + 1))[0]
+        logits = torch.cat([x @ h for _, x in self.cloud.chunks()])
+        return int(logits.argmax()), int(logits.argmin())
 
     def run(self) -> None:
         (V, d), N = self.cloud.S.shape, len(self.H)
@@ -139,7 +153,7 @@ class _Panel:
             scratch = scratch if scratch.numel() else x.new_empty(len(x) * block)
             for start in range(0, len(self.H), block):
                 at = slice(start, start + block)
-                h = self.H[at].to(x.dtype)
+                h = self.states(at)
                 product = torch.mm(h, x.T, out=scratch[: len(h) * len(x)].view(len(h), len(x)))
                 self.high[at] = torch.maximum(self.high[at], product.amax(1))
                 self.low[at] = torch.minimum(self.low[at], product.amin(1))
@@ -147,7 +161,7 @@ class _Panel:
 
     def _meet(self, rows: Tensor, positions: Tensor) -> None:
         """Multiply some rows with a few positions."""
-        h = self.H[positions].to(self.cloud.dtype)
+        h = self.states(positions)
         for _, x in self.cloud.chunks(rows, extra=2 * len(h) * h.element_size()):
             product = x @ h.T
             self.high[positions] = torch.maximum(self.high[positions], product.amax(0))
@@ -157,11 +171,12 @@ class _Panel:
     def _prune(self) -> bool:
         """Find the extremes from few products; give up, with False, where few can be dropped."""
         cloud = self.cloud
-        H = self.H.to(cloud.dtype)
+        H = self.states(slice(None))
         directions = leading_directions(H[:: -(-len(H) // SAMPLE)], _RANK)
         e = cloud.rounding
         err = math.sqrt(_RANK) * e  # of coordinates, relative to the norm
-        norm2, z = cloud.survey(directions)
+        norms, z = cloud.survey(directions)
+        norm2 = norms.square_()
         g = H @ directions
         rests = _remainder_and_norm(norm2, z, err)  # (V, 2)
         states = _remainder_and_norm(H.square().sum(1), g, err)  # (N, 2)
@@ -179,7 +194,7 @@ class _Panel:
         needed = torch.empty(len(tiles), len(left), dtype=torch.bool)
         for start in range(0, len(left), _BLOCK):
             at = slice(start, start + _BLOCK)
-            needed[:, at] = (sides @ left[at].T).view(2, len(tiles), -1).amax(0) >= 0
+            needed[:, at] = ~((sides @ left[at].T).view(2, len(tiles), -1).amax(0) < 0)
         if float(needed.double().mean()) > _HOPELESS:
             return False
 
@@ -188,7 +203,7 @@ class _Panel:
         for t in (*trial, *(t for t in range(len(tiles)) if t not in trial)):
             tile, rows = tiles[t], needed[t].nonzero().squeeze(1)
             sides = _sides(g[tile], of_state[tile], self.high[tile], self.low[tile])
-            rows = rows[(left.index_select(0, rows) @ sides.T).amax(1) >= 0]
+            rows = rows[~((left.index_select(0, rows) @ sides.T).amax(1) < 0)]
             self._meet(rows, tile)
             kept += len(rows)
             if t == trial[-1] and kept > _SPARSE * len(left) * len(trial):
