@@ -1,6 +1,6 @@
 """The row diameter D(S) = max_{i<j} |s_i - s_j|: an O(Vd) bracket, and the exact value with its proof.
 
-An all-pairs search costs V^2 d / 2 multiplications. The exact search here costs a few passes over S on the
+An all-pairs search costs V^2 d / 2 multiplications. The exact search here grows about as V d on the
 increments that optimizers make, because almost every pair can be *proved* shorter than one already found:
 
 1. Survey. Centre the rows and keep, for each, its norm r_i and its coordinates z_i along a few leading
@@ -15,12 +15,13 @@ increments that optimizers make, because almost every pair can be *proved* short
    rounding of L are measured in fp64.
 
 Every comparison carries a slack for the rounding of what it compares, so a dropped pair is shorter than L in
-exact arithmetic. Where nothing can be dropped (points on a sphere) a screen is given up after a sample of
+exact arithmetic. One part of it is measured, not proved: how far the directions are from orthonormal (at most half of
+what is allowed). Where nothing can be dropped (points on a sphere) a screen is given up after a sample of
 hubs, and step 5 is a tiled all-pairs search.
 
-Tried and dropped: eliminating rows without telling hubs from partners, which leaves nearly all rows where one
-outlier faces everything; and one slack for all pairs, scaled by the largest norm, which kept ten times the hubs
-that a slack by the pair's own norms keeps. Not built: a tiling of the rows, which could drop blocks of pairs where
+Tried and dropped: eliminating rows without telling hubs from partners, which leaves most rows where one
+outlier faces everything; and one slack for all pairs, scaled by the largest norm, which kept two to nine times the
+hubs that a slack by the pair's own norms keeps. Not built: a tiling of the rows, which could drop blocks of pairs where
 hubs are many, as late in training with a small vocabulary.
 """
 
@@ -116,7 +117,7 @@ def row_diameter_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> DiameterBr
 def row_diameter(S: Tensor, *, max_bytes: int = MAX_BYTES) -> RowDiameter:
     """Compute D(S) = max_{i<j} |s_i - s_j| exactly, with a pair that attains it.
 
-    Costs a few passes over S on optimizer increments and at worst an all-pairs search; the module's docstring
+    Grows about as V d on optimizer increments, and costs at worst an all-pairs search; the module's docstring
     says how. Several pairs may tie: any one of them is returned.
 
     Args:

@@ -10,10 +10,10 @@ A few outlying rows give first extremes M_l and m_l for every position. A row th
 need not meet that position. Positions are tiled by median splits, so that one bound can drop a row for a whole
 tile (centre and radius), a second one, position by position, drops most of what is left, and only what remains is
 multiplied in full. If a few tiles show that little can be dropped, the plain way is taken; on other devices it
-always is, since there the product takes less time than its bookkeeping.
+always is, since every tile would cost a synchronisation there.
 
-Rows are centred throughout: a common shift changes no delta. Guessing outlying rows by norm alone was tried and
-dropped: where all rows have one norm, as RowNorm's have, it leaves nine tenths of the product.
+Rows are centred throughout: a common shift changes no delta. Outlying rows are guessed along the tiles' centres as
+well as by norm, since RowNorm's rows all have one norm.
 """
 
 from __future__ import annotations
