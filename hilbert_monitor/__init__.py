@@ -12,13 +12,23 @@ if TYPE_CHECKING:
     from .geometry import hilbert_perturbation as hilbert_perturbation
     from .geometry import row_diameter as row_diameter
     from .geometry import row_diameter_bracket as row_diameter_bracket
+    from .optim import ChainedOptimizer as ChainedOptimizer
+    from .optim import Muon as Muon
+    from .optim import RowNorm as RowNorm
+    from .optim import pretraining_optimizer as pretraining_optimizer
+    from .optim import warmup_cosine as warmup_cosine
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ChainedOptimizer": "optim",
+    "Muon": "optim",
+    "RowNorm": "optim",
     "hilbert_perturbation": "geometry",
+    "pretraining_optimizer": "optim",
     "row_diameter": "geometry",
     "row_diameter_bracket": "geometry",
+    "warmup_cosine": "optim",
 }
 
 __all__ = ["__version__", *_HOMES]

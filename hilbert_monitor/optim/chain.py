@@ -1,0 +1,210 @@
+"""One optimizer over several, for whatever takes only one: automatic optimization, a scheduler, a scaler."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import IO, Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ._matrix import Group, MatrixOptimizer, label, outside_autocast, state_precision_kept
+
+
+class ChainedOptimizer(Optimizer):
+    """Several optimizers that step together and look like one.
+
+    ``ChainedOptimizer(Muon(matrices), AdamW(embedding, fused=True), RowNorm(head, lr=3e-3))``
+
+    The chain has one list of parameter groups and one state; the optimizers in it hold the same dictionaries, so a
+    scheduler, clipping, a GradScaler, `state_dict`, pickle and deepcopy see one ordinary optimizer, and the optimizers
+    see what was done to it. Every group carries the name of its owner under the key "owner". Hooks on the optimizers
+    inside fire too, when the new gradients are there.
+
+    Args:
+        *optimizers: any torch optimizers that need no closure of their own, each with parameters of its own.
+        model: given, every trainable parameter of it must be in one of the optimizers.
+    """
+
+    optimizers: tuple[Optimizer, ...]
+
+    def __init__(self, *optimizers: Optimizer, model: Module | None = None) -> None:
+        if not optimizers:
+            raise ValueError("ChainedOptimizer needs at least one optimizer, got none")
+        for o in optimizers:
+            if not isinstance(o, Optimizer) or isinstance(o, ChainedOptimizer):
+                raise TypeError(
+                    f"ChainedOptimizer takes plain torch optimizers, got {type(o).__name__}: give its parts"
+                )
+        self.optimizers = optimizers
+        names = _names(optimizers)
+        groups = []
+        for o, name in zip(optimizers, names, strict=True):
+            for group in o.param_groups:
+                group["owner"] = name
+                groups.append(group)
+        _check_owned_once(groups, model)
+        super().__init__(groups, {})
+        for o in optimizers:
+            self.state.update(o.state)
+        self._share()
+
+    def _share(self) -> None:
+        """Give the optimizers the chain's groups and state, through their own `__setstate__`."""
+        for o, name in zip(self.optimizers, _names(self.optimizers), strict=True):
+            groups = [group for group in self.param_groups if group["owner"] == name]
+            own: defaultdict[Tensor, Any] = defaultdict(dict)  # theirs alone: some optimizers go through all they see
+            own.update((p, self.state[p]) for group in groups for p in group["params"] if p in self.state)
+            o.__setstate__({"state": own, "param_groups": groups})
+            o.state = self.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "optimizers": self.optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group whose "owner" names the optimizer that takes it: ``{"params": [...], "owner": "RowNorm"}``."""
+        owners = dict(zip(_names(self.optimizers), self.optimizers, strict=True))
+        owner = owners.get(param_group.get("owner", ""))
+        if owner is None:
+            raise ValueError(
+                f'a group of a ChainedOptimizer needs the key "owner" with one of {", ".join(map(repr, owners))},'
+                f" got {param_group.get('owner')!r}"
+            )
+        if not any(param_group is group for group in owner.param_groups):
+            held = {p for group in self.param_groups for p in group["params"]}
+            owner.add_param_group(param_group)
+            for index, p in enumerate(param_group["params"]):
+                if p in held:
+                    owner.param_groups.pop()
+                    raise ValueError(f"parameter {label(param_group, index)} has an owner already")
+        self.param_groups.append(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Call the closure once, then step every optimizer; return what the closure returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for o in self.optimizers:
+            if isinstance(o, MatrixOptimizer):
+                o.check_gradients()
+        with outside_autocast(p for group in self.param_groups for p in group["params"]):
+            for o in self.optimizers:
+                o.step()
+        return loss
+
+    def owner(self, param: Tensor) -> Optimizer:
+        """Return the optimizer that moves `param`."""
+        for o in self.optimizers:
+            if any(param is p for group in o.param_groups for p in group["params"]):
+                return o
+        raise ValueError(f"the parameter of shape {tuple(param.shape)} is in none of the chained optimizers")
+
+    def increment(self, param: Tensor) -> Tensor:
+        """Return what the last step added to `param`, weight decay left out, as its owner says it."""
+        owner = self.owner(param)
+        if not isinstance(owner, MatrixOptimizer):
+            raise TypeError(f"{type(owner).__name__} cannot say what its last step was: RowNorm and Muon can")
+        return owner.increment(param)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what a chain of the same optimizers over the same parameters saved; refuse anything else."""
+        _check_fits(self.param_groups, state_dict)
+        with state_precision_kept(self, *self.optimizers):
+            super().load_state_dict(state_dict)
+
+    def describe(self, file: IO[str] | None = None) -> None:
+        """Print who owns what as a table."""
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for column in ("optimizer", "group", "parameters"):
+            table.add_column(column, overflow="fold")
+        for column in ("tensors", "numbers", "lr", "decay"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for group in self.param_groups:
+            table.add_row(
+                group["owner"],
+                group.get("name", ""),
+                _summary(group),
+                str(len(group["params"])),
+                f"{sum(p.numel() for p in group['params']):,}",
+                f"{float(group.get('initial_lr', group['lr'])):g}",
+                f"{group.get('weight_decay', 0):g}",
+            )
+        Console(file=file).print(table)
+
+
+def _names(optimizers: tuple[Optimizer, ...]) -> list[str]:
+    """Class names, numbered from the second of a class on."""
+    names: list[str] = []
+    for o in optimizers:
+        name = type(o).__name__
+        count = sum(type(other) is type(o) for other in optimizers[: len(names)])
+        names.append(f"{name} {count + 1}" if count else name)
+    return names
+
+
+def _check_owned_once(groups: list[Group], model: Module | None) -> None:
+    names = {} if model is None else {p: f"'{name}'" for name, p in model.named_parameters()}
+    owners: dict[Tensor, str] = {}
+    for group in groups:
+        for index, p in enumerate(group["params"]):
+            if p in owners:
+                name = names.get(p, label(group, index))
+                both = f"{owners[p]} and {group['owner']}" if owners[p] != group["owner"] else f"{owners[p]} twice"
+                raise ValueError(f"parameter {name} is in {both}: give it to one of them")
+            owners[p] = group["owner"]
+    left = [name for p, name in names.items() if p.requires_grad and p not in owners]
+    if left:
+        raise ValueError(f"no optimizer owns {', '.join(left)}: add them to one, or freeze them")
+
+
+def _check_fits(groups: list[Group], state_dict: dict[str, Any]) -> None:
+    """Refuse a state that was saved by another chain, before anything is changed."""
+    saved = state_dict["param_groups"]
+    if any("owner" not in group for group in saved):
+        raise ValueError("this state was not saved by a ChainedOptimizer: load it into the optimizer that saved it")
+    ours, theirs = ([(g["owner"], len(g["params"])) for g in some] for some in (groups, saved))
+    if ours != theirs:
+        ours_text, theirs_text = (", ".join(f"{owner}: {n} parameters" for owner, n in some) for some in (ours, theirs))
+        raise ValueError(f"this state belongs to another chain: it was saved by ({theirs_text}), this is ({ours_text})")
+    for group, other in zip(groups, saved, strict=True):
+        names, other_names = (_stripped(g.get("param_names", [])) for g in (group, other))
+        for index, p in enumerate(group["params"]):
+            if names and other_names and names[index] != other_names[index]:
+                raise ValueError(
+                    f"this state belongs to another chain: it has '{other_names[index]}' of {group['owner']} where"
+                    f" this has '{names[index]}'"
+                )
+            for key, value in state_dict["state"].get(other["params"][index], {}).items():
+                if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
+                    raise ValueError(
+                        f"this state belongs to another chain: {key} of parameter {label(group, index)} of"
+                        f" {group['owner']} was saved with shape {tuple(value.shape)}"
+                    )
+
+
+def _stripped(names: list[str]) -> list[str]:
+    """Names without what compiling or wrapping a model puts into them."""
+    return [".".join(part for part in name.split(".") if part not in ("_orig_mod", "module")) for name in names]
+
+
+def _summary(group: Group) -> str:
+    """Names of a group's parameters, numbered blocks as one, or their shapes."""
+    if "param_names" not in group:
+        shapes = dict.fromkeys("x".join(map(str, p.shape)) for p in group["params"])
+        return ", ".join(shapes)
+    patterns = dict.fromkeys(
+        ".".join("*" if part.isdigit() else part for part in name.split(".")) for name in group["param_names"]
+    )
+    return "\n".join(patterns)

@@ -1,0 +1,206 @@
+"""Muon: momentum made orthogonal, for the matrices of the blocks."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from hilbert_monitor.geometry._arithmetic import compute_dtype
+
+from ._matrix import Group, LastStep, MatrixOptimizer, choice, move, number
+from .newton_schulz import orthogonalize
+
+STACK_BYTES = {"cpu": 16 * 2**20}
+"""Matrices that go through Newton-Schulz at once, in bytes: on a CPU small ones gain from company, and big ones from
+staying in the cache. Elsewhere 256 MiB."""
+
+
+class Muon(MatrixOptimizer):
+    """Muon with Nesterov momentum, as the paper ran it.
+
+    With the gradient G_t of an (m, n) matrix::
+
+        M_t = momentum M_{t-1} + G_t
+        N_t = G_t + momentum M_t                                       or M_t without nesterov
+        S_t = -lr sqrt(max(1, m / n)) NS(N_t / (|N_t|_F + eps))
+        W_{t+1} = (1 - lr weight_decay) W_t + S_t
+
+    where NS is `ns_steps` of the Newton-Schulz iteration with (3.4445, -4.7750, 2.0315). torch.optim.Muon makes the
+    same step but for its arithmetic: it iterates in bf16, and takes the larger of norm and eps where this adds them.
+
+    Matrices of one shape are orthogonalised in stacks. Under torch.distributed each rank takes its share of every
+    shape and the results are gathered, one collective a shape, in the order of the parameters; the gradients are
+    expected to agree on all ranks, as DDP leaves them. Momentum is kept on every rank, so that the state of any one
+    is whole. A parameter stays where it is, on all ranks, if the rank that it falls to has no gradient for it.
+
+    Args:
+        params: matrices, or groups of them. A vector is refused.
+        lr: learning rate; a float or a tensor with one element.
+        momentum: decay of the sum of gradients, in [0, 1).
+        weight_decay: decoupled: W shrinks by the factor 1 - lr weight_decay before S is added.
+        nesterov: look ahead by one gradient.
+        ns_steps: Newton-Schulz steps, 1 to 99.
+        eps: added to the Frobenius norm.
+        ns_dtype: precision of Newton-Schulz. fp32 means fp32: TF32 is kept out. torch.bfloat16 is for accelerators.
+        maximize: climb.
+        distributed: share the work over the ranks of `process_group` when torch.distributed is initialised.
+        process_group: the ranks that hold the same parameters; all of them by default.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 8e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        eps: float = 1e-5,
+        *,
+        ns_dtype: torch.dtype = torch.float32,
+        maximize: bool = False,
+        distributed: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "eps": eps,
+            "ns_dtype": ns_dtype,
+            "maximize": maximize,
+        }
+        self.distributed, self.process_group = distributed, process_group
+        self._agreed: str | None = None
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"distributed": self.distributed, "process_group": self.process_group, "_agreed": None}
+        return {**super().__getstate__(), **own}
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        number(group, "momentum", below=1)
+        number(group, "eps")
+        number(group, "ns_steps", least=1, below=100)
+        if not isinstance(group["ns_steps"], int):
+            raise TypeError(f"ns_steps must be an integer, got {group['ns_steps']!r}")
+        choice(group, "nesterov", (True, False))
+        choice(group, "ns_dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64))
+
+    def _step_group(self, params: list[Tensor], options: Group) -> None:
+        for p in params:
+            if p.grad is not None:
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=compute_dtype(p))
+                self.state[p]["momentum_buffer"].mul_(options["momentum"]).add_(p.grad)
+        shared = self.distributed and dist.is_available() and dist.is_initialized()
+        world = dist.get_world_size(self.process_group) if shared else 1
+        if world > 1:
+            self._agree_on_parameters(world)
+        for alike in _by_shape(params):
+            if world > 1:
+                self._step_shared(alike, options, world)
+            else:
+                self._step_alone(alike, options)
+
+    def _step_alone(self, alike: list[Tensor], options: Group) -> None:
+        shrink = 1 - options["lr"] * options["weight_decay"]
+        for stack in _stacks([p for p in alike if p.grad is not None], options["ns_dtype"]):
+            for p, x in zip(stack, self._orthogonal(stack, options), strict=True):
+                move(p, _scaled(x, p, options), shrink=shrink)
+
+    def _step_shared(self, alike: list[Tensor], options: Group, world: int) -> None:
+        """One shape under torch.distributed: each rank sends its share of the results, and a flag for each."""
+        size, share = alike[0].numel(), math.ceil(len(alike) / world)
+        first = share * dist.get_rank(self.process_group)
+        mine = torch.zeros(share * (size + 1), dtype=options["ns_dtype"], device=alike[0].device)
+        results, present = mine[: share * size].view(share, size), mine[share * size :]
+        slots = {p: slot for slot, p in enumerate(alike[first : first + share]) if p.grad is not None}
+        for stack in _stacks(list(slots), options["ns_dtype"]):
+            for p, x in zip(stack, self._orthogonal(stack, options), strict=True):
+                results[slots[p]] = x.flatten()
+                present[slots[p]] = 1
+        gathered = mine.new_empty(world, len(mine))
+        dist.all_gather_into_tensor(gathered.view(-1), mine, group=self.process_group)
+        for index, p in enumerate(alike):
+            sent, slot = gathered[index // share], index % share
+            x = sent[slot * size : (slot + 1) * size].view(_wide(p))
+            shrink = 1 - options["lr"] * options["weight_decay"] * sent[share * size + slot].to(compute_dtype(p))
+            move(p, _scaled(x, p, options), shrink=shrink)
+
+    def _orthogonal(self, stack: list[Tensor], options: Group) -> Tensor:
+        """Newton-Schulz (k, min(m, n), max(m, n)) of the directions of `stack`."""
+        X = torch.empty(len(stack), *_wide(stack[0]), dtype=options["ns_dtype"], device=stack[0].device)
+        for x, p in zip(X, stack, strict=True):
+            slot, M = x if x.shape == p.shape else x.mT, self.state[p]["momentum_buffer"]
+            if options["nesterov"]:
+                assert p.grad is not None
+                torch.add(p.grad, M, alpha=options["momentum"], out=slot)
+            else:
+                slot.copy_(M)
+        return orthogonalize(X, steps=options["ns_steps"], eps=options["eps"])
+
+    def _form_increment(self, param: Tensor, last: LastStep) -> Tensor:
+        if last.options["nesterov"] and last.gradient_of(param) is None:
+            raise RuntimeError(
+                "the gradient of the last step is gone or changed, and Muon's increment needs it: ask before zero_grad,"
+                " for instance in a step post-hook"
+            )
+        return _scaled(self._orthogonal([param], last.options)[0], param, last.options)
+
+    def _agree_on_parameters(self, world: int) -> None:
+        """Once for each set of parameters: refuse, on all ranks, to share work over ranks that hold different ones."""
+        held = repr([(tuple(p.shape), p.dtype) for group in self.param_groups for p in group["params"]])
+        if held == self._agreed:
+            return
+        mine = torch.tensor([zlib.crc32(held.encode())], device=self.param_groups[0]["params"][0].device)
+        all_of_them = mine.new_empty(world)
+        dist.all_gather_into_tensor(all_of_them, mine, group=self.process_group)
+        if (all_of_them != mine).any():
+            raise ValueError(
+                "the ranks hold different parameters, and Muon shares its work among ranks that hold the same: pass"
+                " the process_group of those, or distributed=False"
+            )
+        self._agreed = held
+
+
+def _by_shape(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters of one shape, dtype and device, in their order; those that cannot move are left out."""
+    alike: dict[Any, list[Tensor]] = {}
+    for p in params:
+        if p.requires_grad or p.grad is not None:
+            alike.setdefault((p.shape, p.dtype, p.device), []).append(p)
+    yield from alike.values()
+
+
+def _stacks(params: list[Tensor], dtype: torch.dtype) -> Iterator[list[Tensor]]:
+    """Cut parameters of one shape into stacks of a size that suits their device."""
+    if not params:
+        return
+    budget = STACK_BYTES.get(params[0].device.type, 256 * 2**20)
+    length = max(1, budget // max(1, params[0].numel() * dtype.itemsize))
+    for start in range(0, len(params), length):
+        yield params[start : start + length]
+
+
+def _wide(p: Tensor) -> tuple[int, int]:
+    """Shape of `p`, transposed if it is taller than wide."""
+    return min(p.shape), max(p.shape)
+
+
+def _scaled(x: Tensor, p: Tensor, options: Group) -> Tensor:
+    """The increment of `p` from its orthogonal matrix, which is scaled in place where it has the state's dtype."""
+    m, n = p.shape
+    S = (x if x.shape == p.shape else x.mT).to(compute_dtype(p))
+    lr = options["lr"] if options["maximize"] else -options["lr"]
+    return S.mul_(lr * math.sqrt(max(1, m / n)))

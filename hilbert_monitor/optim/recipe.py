@@ -1,0 +1,87 @@
+"""The paper's optimizers on any decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import AdamW, Optimizer
+
+from .chain import ChainedOptimizer
+from .muon import Muon
+from .roles import Role, parameter_roles
+from .rownorm import RowNorm
+
+HEAD_LR = {"rownorm": 1.6384, "adamw": 2.048}
+"""Peak learning rate of the head times its width d: at d = 512, 768 and 1024 the paper's rates to the printed digit."""
+
+
+def pretraining_optimizer(
+    model: Module,
+    head: Literal["rownorm", "adamw"] = "rownorm",
+    *,
+    head_lr: float | None = None,
+    matrix_lr: float = 8e-3,
+    embedding_lr: float = 4e-3,
+    weight_decay: float = 0.1,
+    head_module: str | None = None,
+    roles: Mapping[str, Role] | None = None,
+    tied: Literal["head", "embedding"] | None = None,
+    muon: Mapping[str, Any] | None = None,
+) -> ChainedOptimizer:
+    """Muon on the blocks' matrices, AdamW on embeddings and vectors, and RowNorm or AdamW on the LM head.
+
+    The paper's recipe: Muon with momentum 0.95; AdamW with betas (0.9, 0.999) and eps 1e-10; weight decay 0.1 on all
+    but a RowNorm head, and, where the paper's model has none, on vectors (norms and biases). ``describe()`` of what is
+    returned prints who owns what.
+
+    Args:
+        model: a decoder; roles are found from its module tree (see `parameter_roles`).
+        head: optimizer of the LM head.
+        head_lr: peak learning rate of the head; by default the paper's, which goes as 1/d.
+        matrix_lr: peak learning rate of Muon.
+        embedding_lr: peak learning rate of AdamW on embeddings and vectors.
+        weight_decay: decoupled weight decay.
+        head_module: name of the LM head, if it is not to be found by itself.
+        roles: exceptions, from parameter names (with wildcards) to "matrix", "embedding", "head" or "vector".
+        tied: "head" or "embedding": whose optimizer moves a weight that is both. Without it such a model is refused.
+        muon: further arguments of `Muon`, such as ns_dtype.
+    """
+    if head not in HEAD_LR:
+        raise ValueError(f'head must be "rownorm" or "adamw", got {head!r}')
+    parameters = dict(model.named_parameters())
+    members: dict[Role, list[tuple[str, Tensor]]] = {"matrix": [], "embedding": [], "vector": [], "head": []}
+    for name, role in parameter_roles(model, head_module=head_module, roles=roles, tied=tied).items():
+        members[role].append((name, parameters[name]))
+    if not members["head"]:
+        raise ValueError("the model has no trainable LM head: unfreeze it, or use torch's optimizers")
+
+    optimizers: list[Optimizer] = []
+    if members["matrix"]:
+        group = {"params": members["matrix"], "name": "matrix"}
+        optimizers.append(Muon([group], lr=matrix_lr, weight_decay=weight_decay, **(muon or {})))
+    decays: dict[Role, float] = {"embedding": weight_decay, "vector": 0.0}
+    adamw = [
+        {"params": members[role], "name": role, "weight_decay": decay}
+        for role, decay in decays.items()
+        if members[role]
+    ]
+    if adamw:
+        optimizers.append(_adamw(adamw, lr=embedding_lr))
+    lr = HEAD_LR[head] / members["head"][0][1].shape[1] if head_lr is None else head_lr
+    group = {"params": members["head"], "name": "head"}
+    if head == "rownorm":
+        optimizers.append(RowNorm([group], lr=lr))
+    else:
+        optimizers.append(_adamw([{**group, "weight_decay": weight_decay}], lr=lr))
+    return ChainedOptimizer(*optimizers, model=model)
+
+
+def _adamw(groups: list[dict[str, Any]], lr: float) -> AdamW:
+    options: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-10}
+    try:
+        return AdamW([dict(group) for group in groups], **options, fused=True)
+    except RuntimeError:  # torch has no fused kernel for this device
+        return AdamW(groups, **options)

@@ -1,0 +1,102 @@
+"""Which parameter of a decoder plays which role: found from the module tree, overridable by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+from torch.nn import Embedding, EmbeddingBag, Module, ModuleDict, ModuleList, Parameter, Sequential
+
+Role = Literal["matrix", "embedding", "head", "vector"]
+
+HEAD_NAMES = ("lm_head", "head", "unembed", "unembedding", "output", "output_projection", "embed_out", "to_logits")
+
+
+def find_head(model: Module) -> str:
+    """Return the name of the module that turns hidden states into logits.
+
+    In this order: what `get_output_embeddings` returns (Hugging Face); the module with as many rows as the largest
+    embedding has tokens; of several such, or if there is none, the one with a head's name; the one outside the blocks.
+    """
+    names: dict[Module, str] = {module: name for name, module in model.named_modules()}
+    for module in model.modules():
+        ask = getattr(module, "get_output_embeddings", None)
+        found = ask() if callable(ask) else None
+        if isinstance(found, Module) and found in names and isinstance(found.weight, Parameter):
+            return names[found]
+    embeddings = [m for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)]
+    tokens = max((m.num_embeddings for m in embeddings), default=0)
+    weights = {name: m.weight for m, name in names.items() if hasattr(m, "weight") and m not in embeddings}
+    rows = {name: len(w) for name, w in weights.items() if isinstance(w, Parameter) and w.ndim == 2}
+    fitting = [name for name in rows if rows[name] == tokens]
+    named = [name for name in fitting or rows if name.rpartition(".")[2] in HEAD_NAMES]
+    outside = [name for name in fitting if not _in_a_list(model, name)]
+    for candidates in (fitting, named, outside):
+        if len(candidates) == 1:
+            return candidates[0]
+    seen = ", ".join(fitting or rows) or "no module with a matrix"
+    raise ValueError(f"could not tell which module is the LM head (found {seen}): pass its name, head_module=...")
+
+
+def parameter_roles(
+    model: Module,
+    *,
+    head_module: str | None = None,
+    roles: Mapping[str, Role] | None = None,
+    tied: Literal["head", "embedding"] | None = None,
+) -> dict[str, Role]:
+    """Give every trainable parameter of a decoder its role.
+
+    - "head": the weight of the LM head;
+    - "embedding": the weights of nn.Embedding modules;
+    - "matrix": other weights with two dimensions, and every parameter with two inside a list of blocks;
+    - "vector": everything else, norms and biases, and matrices with one row or column.
+
+    Args:
+        model: a decoder.
+        head_module: name of the LM head, if it is not to be found by itself.
+        roles: exceptions, from parameter names to roles; a name may have the wildcards of fnmatch.
+        tied: whose role a weight takes that is embedding and head at once. Without it such a model is refused.
+
+    Returns:
+        Roles by name, in the model's order.
+    """
+    head_module = find_head(model) if head_module is None else head_module
+    modules = dict(model.named_modules())
+    if not isinstance(getattr(modules.get(head_module), "weight", None), Parameter):
+        raise ValueError(f"head_module must name a module with a weight, got {head_module!r}")
+    head = modules[head_module].weight
+    embeddings = {m.weight for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)}
+    if head in embeddings and tied not in ("head", "embedding"):
+        raise ValueError(
+            f"'{head_module}' and an embedding share one weight, which cannot have two optimizers: untie them, or pass"
+            ' tied="head" or tied="embedding" to say whose it takes'
+        )
+    found: dict[str, Role] = {}
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if p is head and not (p in embeddings and tied == "embedding"):
+            found[name] = "head"
+        elif p in embeddings:
+            found[name] = "embedding"
+        elif p.ndim == 2 and min(p.shape) > 1 and (name.endswith("weight") or _in_a_list(model, name)):
+            found[name] = "matrix"
+        else:
+            found[name] = "vector"
+    for pattern, role in (roles or {}).items():
+        matched = [name for name in found if fnmatchcase(name, pattern)]
+        if role not in get_args(Role):
+            raise ValueError(f"a role is one of {', '.join(get_args(Role))}, got {role!r} for {pattern!r}")
+        if not matched:
+            raise ValueError(f"roles names {pattern!r}, and the model has no such trainable parameter")
+        found.update(dict.fromkeys(matched, role))
+    return found
+
+
+def _in_a_list(model: Module, name: str) -> bool:
+    """Whether a module or parameter stands inside a list of modules, as blocks do."""
+    parts = name.split(".")
+    above = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts)))
+    return any(isinstance(m, ModuleList | ModuleDict | Sequential) for m in above)

@@ -1,0 +1,151 @@
+"""RowNorm: every token's row of the LM head moves by at most the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+from torch.optim.optimizer import ParamsT
+
+from hilbert_monitor.geometry._arithmetic import compute_dtype
+
+from ._matrix import Group, LastStep, MatrixOptimizer, choice, move, number
+
+CACHE_BYTES = 4 * 2**20
+"""Rows that a CPU takes at a time, in bytes of one matrix: what one operation wrote, the next finds in the cache."""
+
+ACCELERATOR_BYTES = 256 * 2**20
+"""The same elsewhere, where a launch costs more than a second read; it bounds the scratch of bf16 parameters."""
+
+
+class RowNorm(MatrixOptimizer):
+    """Practical projected RowNorm, the paper's optimizer of the LM head.
+
+    With the gradient G_t of a (V, d) matrix, one row a token::
+
+        B_t = momentum B_{t-1} + (1 - momentum) G_t                    the only buffer
+        C_t = B_t / (1 - momentum^(t+1))                               bias correction
+        S_t = -lr RN(C_t),    RN(C)_i = c_i / (|c_i| + eps)
+        U_{t+1} = (1 - lr weight_decay) U_t + S_t
+
+    Every row of S_t has norm at most lr, hence D(S_t) <= 2 lr: the next step changes no pairwise log-odds at a hidden
+    state h by more than 2 lr |h|.
+
+    The step is made in place and needs no scratch of the matrix's size; it reads and writes the matrix, its gradient
+    and its buffer once from memory on a CPU (rows go through the cache in chunks), in three kernels elsewhere.
+
+    Args:
+        params: matrices, or groups of them. A vector is refused.
+        lr: largest norm of a row's step; a float or a tensor with one element.
+        momentum: decay of the gradient's average, in [0, 1).
+        eps: stabiliser of the row norms. Below 1e-15 the square of a row that it should tame is lost in fp32.
+        weight_decay: decoupled: U shrinks by the factor 1 - lr weight_decay before S is added.
+        center: "both" for the projected map P RN(P C) of the theory, where P subtracts the mean row. On a softmax
+            head it gives the same function as "none", which the paper ran, since such a gradient's rows sum to zero
+            and softmax does not see a common shift.
+        maximize: climb.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        momentum: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        center: str = "none",
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "center": center,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        number(group, "momentum", below=1)
+        number(group, "eps", least=1e-15)
+        choice(group, "center", ("none", "both"))
+
+    def _step_group(self, params: list[Tensor], options: Group) -> None:
+        weight = 1 - options["momentum"]
+        shrink = 1 - options["lr"] * options["weight_decay"]
+        for p in params:
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if not state:
+                state["step"] = 0
+                state["momentum_buffer"] = torch.zeros_like(p, dtype=compute_dtype(p))
+            state["step"] += 1
+            B = state["momentum_buffer"]
+            if options["center"] == "none":  # the row norms of a chunk are known as soon as its buffer is
+                for b, g, u in zip(_chunks(B), _chunks(p.grad, B), _chunks(p, B), strict=True):
+                    b.lerp_(g.to(b.dtype), weight)
+                    move(u, b, scale=_scale(b, state["step"], options), shrink=shrink)
+            else:
+                for b, g in zip(_chunks(B), _chunks(p.grad, B), strict=True):
+                    b.lerp_(g.to(b.dtype), weight)
+                for s, u in zip(_projected(B, state["step"], options), _chunks(p, B), strict=True):
+                    move(u, s, shrink=shrink)
+
+    def _form_increment(self, param: Tensor, last: LastStep) -> Tensor:
+        B, step, options = self.state[param]["momentum_buffer"], self.state[param]["step"], last.options
+        out = torch.empty_like(B)
+        if options["center"] == "none":
+            for b, s in zip(_chunks(B), _chunks(out), strict=True):
+                torch.mul(b, _scale(b, step, options), out=s)
+        else:
+            for chunk, s in zip(_projected(B, step, options), _chunks(out), strict=True):
+                s.copy_(chunk)
+        return out
+
+
+def _chunks(A: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Rows of `A` in chunks, of the length that suits a matrix of `like`'s dtype."""
+    like = A if like is None else like
+    budget = CACHE_BYTES if A.device.type == "cpu" else ACCELERATOR_BYTES
+    return torch.split(A, max(1, budget // max(1, like.shape[1] * like.element_size())))
+
+
+def _scale(b: Tensor, step: int, options: Group) -> Tensor:
+    """Factors (rows, 1) that make the step of the rows `b` of the buffer: -lr / (|b| + eps (1 - momentum^step)).
+
+    Which is -lr / (|c| + eps) for the bias-corrected rows c = b / (1 - momentum^step), without forming them.
+    """
+    lr = options["lr"] if options["maximize"] else -options["lr"]
+    eps = options["eps"] * (1 - options["momentum"] ** step)
+    norm: Tensor = vector_norm(b, dim=1, keepdim=True)
+    return norm.add_(eps).reciprocal_().mul_(lr)
+
+
+def _projected(B: Tensor, step: int, options: Group) -> Iterator[Tensor]:
+    """Chunks of -lr P RN(P C)."""
+    mean = _mean(_chunks(B), len(B))
+
+    def steps() -> Iterator[Tensor]:
+        for b in _chunks(B):
+            c = b - mean
+            yield c.mul_(_scale(c, step, options))
+
+    shift = _mean(steps(), len(B))
+    for s in steps():
+        yield s.sub_(shift)
+
+
+def _mean(chunks: Iterator[Tensor] | tuple[Tensor, ...], rows: int) -> Tensor:
+    """Mean row, chunk sums added in fp64."""
+    total, dtype = None, torch.float32
+    for chunk in chunks:
+        part, dtype = chunk.sum(0).double(), chunk.dtype
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return (total / rows).to(dtype)

@@ -1,0 +1,38 @@
+"""The paper's learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def warmup_cosine(optimizer: Optimizer, total_steps: int, *, warmup: float = 0.1, floor: float = 0.1) -> LambdaLR:
+    """Schedule of the paper for every group of `optimizer`, to be stepped after each update.
+
+    Update t of T, from 0, has the scale t/w for t < w = floor(warmup T), so zero at the first, then a cosine from one
+    at t = w to exactly `floor` at the last, t = T - 1, where it stays.
+
+    Args:
+        optimizer: its current learning rates are the peaks.
+        total_steps: T, the optimizer updates of the whole run.
+        warmup: share of T to warm up over.
+        floor: scale at the last update.
+    """
+    if total_steps < 1:
+        raise ValueError(f"total_steps must be at least 1, got {total_steps}")
+    for name, value in (("warmup", warmup), ("floor", floor)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} must be between 0 and 1, got {value}")
+    return LambdaLR(optimizer, partial(warmup_cosine_scale, total_steps=total_steps, warmup=warmup, floor=floor))
+
+
+def warmup_cosine_scale(step: int, *, total_steps: int, warmup: float = 0.1, floor: float = 0.1) -> float:
+    """Scale of the learning rate at update `step` (from 0) of `total_steps`."""
+    w = math.floor(warmup * total_steps)
+    if step < w:
+        return step / w
+    progress = (step - w) / (total_steps - w - 1) if step < total_steps - 1 else 1.0
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
