@@ -37,8 +37,12 @@ def bench(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the results to this file, as JSON.")] = None,
     quick: Annotated[bool, typer.Option(help="Small sizes, a few seconds: to see that it runs.")] = False,
+    optim: Annotated[bool, typer.Option("--optim", help="Measure the optimizers instead of the geometry.")] = False,
 ) -> None:
-    """Time the geometry against its opponents: all pairs, a bare matmul, one pass over the matrix.
+    """Measure against opponents in the same run.
+
+    The geometry against all pairs, a bare matmul and one pass over the matrix; the optimizers against torch's own and
+    a plain loop.
 
     Example: hilbert-monitor bench --increment step50.pt --json bench.json
     """
@@ -49,8 +53,12 @@ def bench(
     console = Console()
     if json is not None and not json.absolute().parent.is_dir():
         raise typer.BadParameter(f"the folder of {json} does not exist: create it first", param_hint="--json")
+    if optim and increment:
+        raise typer.BadParameter(
+            "the optimizers are not measured on an increment: drop one of the two", param_hint="--optim"
+        )
     try:
-        jobs = list(suite.geometry_jobs(increment or [], quick=quick))
+        jobs = list(suite.optimizer_jobs(quick=quick) if optim else suite.geometry_jobs(increment or [], quick=quick))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--increment") from None
     results = suite.run(jobs, console)

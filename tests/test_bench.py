@@ -5,12 +5,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hilbert_monitor.bench import optimizers
 from hilbert_monitor.bench.diameter import exponent
 from hilbert_monitor.bench.increments import load_increment, make_increment
 from hilbert_monitor.bench.measure import Comparison, peak_bytes
-from hilbert_monitor.bench.opponents import all_pairs_cdist, all_pairs_matmul
+from hilbert_monitor.bench.opponents import all_pairs_cdist, all_pairs_matmul, muon_loop
 from hilbert_monitor.cli import app
 from hilbert_monitor.geometry import row_diameter
+from hilbert_monitor.optim import Muon
 from tests.references import all_pairs_diameter
 
 
@@ -30,9 +32,36 @@ def test_bench_prints_every_subject_with_its_opponent_and_writes_json(tmp_path):
     assert subjects == {"diameter", "bracket", "perturbation", "growth"}
     for r in document["results"]:
         assert r["opponent"] in text
-        assert r["ratio"] == pytest.approx(r["opponent_seconds"] / r["seconds"])
+        assert r["ratio"] == pytest.approx(r["opponent_amount"] / r["amount"])
     assert "step7" in text
     assert "exponent" in text
+
+
+def test_bench_of_the_optimizers_has_time_and_memory(tmp_path):
+    result, text = run("bench", "--optim", "--quick", "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, text
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert {(r["subject"], r["unit"]) for r in results} == {("optimizer step", "s"), ("optimizer memory", "B")}
+    assert {r["opponent"] for r in results} == {"AdamW(fused=True)", "one by one, fp32", "torch.optim.Muon"}
+    (memory,) = (r for r in results if r["unit"] == "B")
+    assert memory["ratio"] > 1.9, "RowNorm holds one buffer and no scratch of the head's size, AdamW two buffers"
+
+
+def test_the_optimizers_take_no_increment(tmp_path):
+    result, text = run("bench", "--optim", "--increment", tmp_path / "x.pt")
+    assert result.exit_code == 2
+    assert "drop one of the two" in text
+
+
+def test_the_loop_that_muon_is_measured_against_makes_its_step():
+    ours, theirs = ([optimizers._with_gradient(*s) for s in [(8, 8), (16, 4), (4, 16)]] for _ in range(2))
+    buffers = [torch.zeros_like(p) for p in theirs]
+    muon = Muon(ours)
+    for _ in range(3):
+        muon.step()
+        muon_loop(theirs, buffers)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

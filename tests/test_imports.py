@@ -44,6 +44,13 @@ def test_a_room_at_the_start_of_the_arrow_imports_nothing_of_ours(room):
     assert {name.split(".")[1] for name in ours} == {room}
 
 
+def test_the_optimizers_see_the_geometry_and_nothing_else_of_ours():
+    modules = loaded("import hilbert_monitor.optim")
+    ours = {name for name in modules if name.startswith("hilbert_monitor.")}
+    assert {name.split(".")[1] for name in ours} == {"geometry", "optim"}
+    assert "lightning" not in modules
+
+
 def test_geometry_imports_torch_and_the_standard_library_only():
     for path in (PACKAGE / "geometry").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

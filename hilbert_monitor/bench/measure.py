@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -19,20 +19,21 @@ from hilbert_monitor import __version__
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One figure: ours against an opponent, both timed in this run."""
+    """One figure: ours against an opponent, both measured in this run, in seconds or bytes."""
 
     subject: str
     case: str
     ours: str
-    seconds: float
+    amount: float
     opponent: str
-    opponent_seconds: float
+    opponent_amount: float
     note: str = ""
+    unit: Literal["s", "B"] = "s"
 
     @property
     def ratio(self) -> float:
-        """How many times faster than the opponent."""
-        return self.opponent_seconds / self.seconds
+        """How many times faster, or smaller, than the opponent."""
+        return self.opponent_amount / self.amount
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, for JSON."""
@@ -48,6 +49,17 @@ def seconds(call: Callable[[], object], *, repeat: int = 5) -> float:
         call()
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:] or times)
+
+
+def paired_seconds(*calls: Callable[[], object], repeat: int = 15) -> list[float]:
+    """Median time of each call, taken in turns: what the machine does meanwhile falls on all of them."""
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    for _ in range(repeat):
+        for taken, call in zip(times, calls, strict=True):
+            taken.append(seconds(call, repeat=1))
+    return [statistics.median(taken) for taken in times]
 
 
 def peak_bytes(call: Callable[[], object]) -> int:

@@ -1,8 +1,9 @@
-"""What the geometry is measured against: the obvious ways, done well."""
+"""What we are measured against: the obvious ways, done well."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,3 +47,21 @@ def bare_product(S: Tensor, H: Tensor, *, rows: int = 512, positions: int = 2048
         for j in range(0, len(H), positions):
             h = H[j : j + positions]
             torch.mm(h, x.T, out=buffer[: len(h) * len(x)].view(len(h), len(x)))
+
+
+def muon_loop(params: Sequence[Tensor], buffers: Sequence[Tensor], *, lr: float = 8e-3, decay: float = 0.1) -> None:
+    """One Muon step, matrix by matrix, with the plain Newton-Schulz loop in fp32."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    with torch.no_grad():
+        for p, M in zip(params, buffers, strict=True):
+            assert p.grad is not None
+            M.mul_(0.95).add_(p.grad)
+            X = p.grad + 0.95 * M
+            tall = p.shape[0] > p.shape[1]
+            X = X.T if tall else X
+            X = X / (X.norm() + 1e-5)
+            for _ in range(5):
+                A = X @ X.T
+                X = a * X + (b * A + c * A @ A) @ X
+            p.mul_(1 - lr * decay)
+            p.add_(X.T if tall else X, alpha=-lr * max(1, p.shape[0] / p.shape[1]) ** 0.5)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import diameter, perturbation
+from . import diameter, optimizers, perturbation
 from .increments import Increment, load_increment, make_increment
 from .measure import Comparison, machine
 
@@ -42,6 +42,14 @@ def geometry_jobs(paths: Sequence[Path], *, quick: bool) -> Iterator[Job]:
     )
 
 
+def optimizer_jobs(*, quick: bool) -> Iterator[Job]:
+    """Jobs on the optimizers' steps: RowNorm on a head, Muon on the matrices of some blocks."""
+    V, d = (4096, 64) if quick else (50_257, 512)
+    yield "RowNorm", lambda: optimizers.rownorm(V, d)
+    for width, blocks in [(32, 2)] if quick else [(64, 16), (256, 4), (512, 2)]:
+        yield f"Muon, width {width}", lambda width=width, blocks=blocks: optimizers.muon(width, blocks)  # type: ignore[misc]
+
+
 def _measure(increment: Increment) -> Iterator[Comparison]:
     yield from diameter.exact_search(increment)
     yield from perturbation.panel(increment)
@@ -63,7 +71,9 @@ def run(jobs: Sequence[Job], console: Console) -> list[Comparison]:
 def show(results: Sequence[Comparison], console: Console) -> None:
     """Print the machine and the results."""
     console.print(" | ".join(f"{name} {value}" for name, value in machine().items()), style="dim")
-    table = Table(title="Times of this run; a ratio above 1 means faster than the opponent", title_justify="left")
+    table = Table(
+        title="Measured in this run; a ratio above 1 means faster, or smaller, than the opponent", title_justify="left"
+    )
     table.add_column("case")
     for name in ("ours", "opponent", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -72,7 +82,8 @@ def show(results: Sequence[Comparison], console: Console) -> None:
         table.add_row(f"[bold]{subject}")
         for r in (r for r in results if r.subject == subject):
             case = f"{r.case}\n[dim]{r.note}" if r.note else r.case
-            table.add_row(case, _time(r.seconds), f"{r.opponent} {_time(r.opponent_seconds)}", f"{r.ratio:.3g}x")
+            ours, theirs = _amount(r.amount, r.unit), _amount(r.opponent_amount, r.unit)
+            table.add_row(case, ours, f"{r.opponent} {theirs}", f"{r.ratio:.3g}x")
     console.print(table)
 
 
@@ -82,5 +93,7 @@ def write_json(results: Sequence[Comparison], path: Path) -> None:
     path.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+def _amount(amount: float, unit: str) -> str:
+    if unit == "B":
+        return f"{amount / 2**20:.0f} MiB"
+    return f"{amount * 1e3:.1f} ms" if amount < 1 else f"{amount:.2f} s"
