@@ -41,13 +41,14 @@ def outside_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
         yield
 
 
-def number(group: Group, name: str, *, least: float = 0.0, below: float = math.inf) -> None:
-    """Refuse a hyperparameter that is not a finite number in [least, below)."""
+def number(group: Group, name: str, *, least: float = 0.0, below: float = math.inf, tensor: bool = False) -> None:
+    """Refuse a hyperparameter that is not a finite number in [least, below), or, where allowed, a tensor of one."""
     value = group[name]
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"{name} must be a number or a tensor with one element, got shape {tuple(value.shape)}")
-    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+    if tensor and isinstance(value, Tensor) and value.dtype.is_floating_point:
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a number or a tensor with one element, got shape {tuple(value.shape)}")
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number{' or a real tensor of one' if tensor else ''}, got {value!r}")
     if not least <= float(value) < below:
         limit = "" if math.isinf(below) else f" and below {below:g}"
         raise ValueError(f"{name} must be finite, at least {least:g}{limit}, got {float(value):g}")
@@ -94,7 +95,7 @@ class MatrixOptimizer(Optimizer):
             raise
 
     def _check_group(self, group: Group) -> None:
-        number(group, "lr")
+        number(group, "lr", tensor=True)
         number(group, "weight_decay")
         choice(group, "maximize", (True, False))
 

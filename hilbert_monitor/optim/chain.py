@@ -10,6 +10,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -65,10 +66,19 @@ class ChainedOptimizer(Optimizer):
             o.state = self.state
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "optimizers": self.optimizers}
+        shared = ("state", "param_groups")
+        optimizers = [
+            (type(o), {k: v for k, v in o.__getstate__().items() if k not in shared}) for o in self.optimizers
+        ]
+        return {**super().__getstate__(), "optimizers": optimizers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        kinds = state.pop("optimizers", None)  # only a copy has them: when a state dict is loaded they are here
         super().__setstate__(state)
+        if kinds is not None:
+            self.optimizers = tuple(kind.__new__(kind) for kind, _ in kinds)
+            for o, (_, own) in zip(self.optimizers, kinds, strict=True):
+                o.__dict__.update(own)
         self._share()
 
     def add_param_group(self, param_group: Group) -> None:
@@ -80,7 +90,9 @@ class ChainedOptimizer(Optimizer):
                 f'a group of a ChainedOptimizer needs the key "owner" with one of {", ".join(map(repr, owners))},'
                 f" got {param_group.get('owner')!r}"
             )
-        if not any(param_group is group for group in owner.param_groups):
+        if any(param_group is group for group in self.param_groups):
+            raise ValueError(f"this group of {param_group['owner']} is in the chain already")
+        if not any(param_group is group for group in owner.param_groups):  # they are when the chain is made
             held = {p for group in self.param_groups for p in group["params"]}
             owner.add_param_group(param_group)
             for index, p in enumerate(param_group["params"]):
@@ -120,28 +132,35 @@ class ChainedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what a chain of the same optimizers over the same parameters saved; refuse anything else."""
-        _check_fits(self.param_groups, state_dict)
-        with state_precision_kept(self, *self.optimizers):
-            super().load_state_dict(state_dict)
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"ChainedOptimizer loads a dict that state_dict() made, got {type(state_dict).__name__}")
+        check = self.register_load_state_dict_pre_hook(_check_fits)  # of what the user's own hooks leave
+        try:
+            with state_precision_kept(self, *self.optimizers):
+                super().load_state_dict(state_dict)
+        finally:
+            check.remove()
 
     def describe(self, file: IO[str] | None = None) -> None:
         """Print who owns what as a table."""
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for column in ("optimizer", "group", "parameters"):
-            table.add_column(column, overflow="fold")
+            table.add_column(column, no_wrap=True)
         for column in ("tensors", "numbers", "lr", "decay"):
             table.add_column(column, justify="right", no_wrap=True)
         for group in self.param_groups:
             table.add_row(
                 group["owner"],
-                group.get("name", ""),
-                _summary(group),
+                Text(group.get("name", "")),
+                Text(_summary(group)),
                 str(len(group["params"])),
                 f"{sum(p.numel() for p in group['params']):,}",
                 f"{float(group.get('initial_lr', group['lr'])):g}",
                 f"{group.get('weight_decay', 0):g}",
             )
-        Console(file=file).print(table)
+        console = Console(file=file)
+        console.width = max(console.width, Console(width=1000).measure(table).maximum)  # rather wide than cut short
+        console.print(table)
 
 
 def _names(optimizers: tuple[Optimizer, ...]) -> list[str]:
@@ -169,9 +188,17 @@ def _check_owned_once(groups: list[Group], model: Module | None) -> None:
         raise ValueError(f"no optimizer owns {', '.join(left)}: add them to one, or freeze them")
 
 
-def _check_fits(groups: list[Group], state_dict: dict[str, Any]) -> None:
+PER_ENTRY = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
+"""State that has its parameter's shape, in torch's optimizers and ours."""
+
+
+def _check_fits(chain: Optimizer, state_dict: dict[str, Any]) -> None:
     """Refuse a state that was saved by another chain, before anything is changed."""
-    saved = state_dict["param_groups"]
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            "ChainedOptimizer loads what state_dict() made, got something without 'state' and 'param_groups'"
+        )
+    groups, saved = chain.param_groups, state_dict["param_groups"]
     if any("owner" not in group for group in saved):
         raise ValueError("this state was not saved by a ChainedOptimizer: load it into the optimizer that saved it")
     ours, theirs = ([(g["owner"], len(g["params"])) for g in some] for some in (groups, saved))
@@ -187,7 +214,7 @@ def _check_fits(groups: list[Group], state_dict: dict[str, Any]) -> None:
                     f" this has '{names[index]}'"
                 )
             for key, value in state_dict["state"].get(other["params"][index], {}).items():
-                if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
+                if key in PER_ENTRY and isinstance(value, Tensor) and value.shape != p.shape:
                     raise ValueError(
                         f"this state belongs to another chain: {key} of parameter {label(group, index)} of"
                         f" {group['owner']} was saved with shape {tuple(value.shape)}"

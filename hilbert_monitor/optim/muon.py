@@ -98,11 +98,14 @@ class Muon(MatrixOptimizer):
         choice(group, "ns_dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
     def _step_group(self, params: list[Tensor], options: Group) -> None:
-        for p in params:
-            if p.grad is not None:
-                if not self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=compute_dtype(p))
-                self.state[p]["momentum_buffer"].mul_(options["momentum"]).add_(p.grad)
+        live = [p for p in params if p.grad is not None]
+        for p in live:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=compute_dtype(p))
+        if live:
+            buffers = self._buffers(live)
+            torch._foreach_mul_(buffers, options["momentum"])
+            torch._foreach_add_(buffers, _gradients(live))
         shared = self.distributed and dist.is_available() and dist.is_initialized()
         world = dist.get_world_size(self.process_group) if shared else 1
         if world > 1:
@@ -132,23 +135,25 @@ class Muon(MatrixOptimizer):
                 present[slots[p]] = 1
         gathered = mine.new_empty(world, len(mine))
         dist.all_gather_into_tensor(gathered.view(-1), mine, group=self.process_group)
+        flags = gathered[:, share * size :].to(compute_dtype(alike[0]))
+        shrinks = 1 - options["lr"] * options["weight_decay"] * flags  # one where there was no gradient
         for index, p in enumerate(alike):
-            sent, slot = gathered[index // share], index % share
-            x = sent[slot * size : (slot + 1) * size].view(_wide(p))
-            shrink = 1 - options["lr"] * options["weight_decay"] * sent[share * size + slot].to(compute_dtype(p))
-            move(p, _scaled(x, p, options), shrink=shrink)
+            rank, slot = divmod(index, share)
+            x = gathered[rank, slot * size : (slot + 1) * size].view(min(p.shape), max(p.shape))
+            move(p, _scaled(x, p, options), shrink=shrinks[rank, slot])
 
     def _orthogonal(self, stack: list[Tensor], options: Group) -> Tensor:
         """Newton-Schulz (k, min(m, n), max(m, n)) of the directions of `stack`."""
-        X = torch.empty(len(stack), *_wide(stack[0]), dtype=options["ns_dtype"], device=stack[0].device)
-        for x, p in zip(X, stack, strict=True):
-            slot, M = x if x.shape == p.shape else x.mT, self.state[p]["momentum_buffer"]
-            if options["nesterov"]:
-                assert p.grad is not None
-                torch.add(p.grad, M, alpha=options["momentum"], out=slot)
-            else:
-                slot.copy_(M)
-        return orthogonalize(X, steps=options["ns_steps"], eps=options["eps"])
+        directions = self._buffers(stack)
+        if options["nesterov"]:
+            directions = list(torch._foreach_mul(directions, options["momentum"]))
+            torch._foreach_add_(directions, _gradients(stack))
+        X = torch.stack(directions).to(options["ns_dtype"])  # (k, m, n)
+        wide = X if X.shape[1] <= X.shape[2] else X.mT
+        return orthogonalize(wide, steps=options["ns_steps"], eps=options["eps"])
+
+    def _buffers(self, params: list[Tensor]) -> list[Tensor]:
+        return [self.state[p]["momentum_buffer"] for p in params]
 
     def _form_increment(self, param: Tensor, last: LastStep) -> Tensor:
         if last.options["nesterov"] and last.gradient_of(param) is None:
@@ -193,9 +198,8 @@ def _stacks(params: list[Tensor], dtype: torch.dtype) -> Iterator[list[Tensor]]:
         yield params[start : start + length]
 
 
-def _wide(p: Tensor) -> tuple[int, int]:
-    """Shape of `p`, transposed if it is taller than wide."""
-    return min(p.shape), max(p.shape)
+def _gradients(params: list[Tensor]) -> list[Tensor]:
+    return [p.grad for p in params if p.grad is not None]
 
 
 def _scaled(x: Tensor, p: Tensor, options: Group) -> Tensor:
@@ -203,4 +207,4 @@ def _scaled(x: Tensor, p: Tensor, options: Group) -> Tensor:
     m, n = p.shape
     S = (x if x.shape == p.shape else x.mT).to(compute_dtype(p))
     lr = options["lr"] if options["maximize"] else -options["lr"]
-    return S.mul_(lr * math.sqrt(max(1, m / n)))
+    return S.mul_(lr * math.sqrt(max(1, m / max(n, 1))))

@@ -17,6 +17,9 @@ from .rownorm import RowNorm
 HEAD_LR = {"rownorm": 1.6384, "adamw": 2.048}
 """Peak learning rate of the head times its width d: at d = 512, 768 and 1024 the paper's rates to the printed digit."""
 
+FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
+"""Where torch has a fused AdamW kernel; it would say so only at the first step."""
+
 
 def pretraining_optimizer(
     model: Module,
@@ -55,7 +58,7 @@ def pretraining_optimizer(
     members: dict[Role, list[tuple[str, Tensor]]] = {"matrix": [], "embedding": [], "vector": [], "head": []}
     for name, role in parameter_roles(model, head_module=head_module, roles=roles, tied=tied).items():
         members[role].append((name, parameters[name]))
-    if not members["head"]:
+    if not members["head"] and tied != "embedding":
         raise ValueError("the model has no trainable LM head: unfreeze it, or use torch's optimizers")
 
     optimizers: list[Optimizer] = []
@@ -70,18 +73,17 @@ def pretraining_optimizer(
     ]
     if adamw:
         optimizers.append(_adamw(adamw, lr=embedding_lr))
-    lr = HEAD_LR[head] / members["head"][0][1].shape[1] if head_lr is None else head_lr
-    group = {"params": members["head"], "name": "head"}
-    if head == "rownorm":
-        optimizers.append(RowNorm([group], lr=lr))
-    else:
-        optimizers.append(_adamw([{**group, "weight_decay": weight_decay}], lr=lr))
+    if members["head"]:
+        width = max((p for _, p in members["head"]), key=Tensor.dim).shape[-1]
+        lr = HEAD_LR[head] / width if head_lr is None else head_lr
+        group = {"params": members["head"], "name": "head"}
+        if head == "rownorm":
+            optimizers.append(RowNorm([group], lr=lr))
+        else:
+            optimizers.append(_adamw([{**group, "weight_decay": weight_decay}], lr=lr))
     return ChainedOptimizer(*optimizers, model=model)
 
 
 def _adamw(groups: list[dict[str, Any]], lr: float) -> AdamW:
-    options: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-10}
-    try:
-        return AdamW([dict(group) for group in groups], **options, fused=True)
-    except RuntimeError:  # torch has no fused kernel for this device
-        return AdamW(groups, **options)
+    devices = {p.device.type for group in groups for _, p in group["params"]}
+    return AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-10, fused=True if devices <= FUSED_DEVICES else None)

@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch.nn import Embedding, EmbeddingBag, Module, ModuleDict, ModuleList, Parameter, Sequential
 
 Role = Literal["matrix", "embedding", "head", "vector"]
 
-HEAD_NAMES = ("lm_head", "head", "unembed", "unembedding", "output", "output_projection", "embed_out", "to_logits")
+HEAD_NAMES = ("head", "unembed", "unembedding", "output", "output_projection", "embed_out", "to_logits")
 
 
 def find_head(model: Module) -> str:
     """Return the name of the module that turns hidden states into logits.
 
-    In this order: what `get_output_embeddings` returns (Hugging Face); the module with as many rows as the largest
-    embedding has tokens; of several such, or if there is none, the one with a head's name; the one outside the blocks.
+    In this order: what `get_output_embeddings` returns (Hugging Face); the one module called lm_head; the one outside
+    the blocks with another name that heads have; the one with as many rows as an embedding, of several the one outside
+    the blocks; the one with the most rows.
     """
     names: dict[Module, str] = {module: name for name, module in model.named_modules()}
-    for module in model.modules():
-        ask = getattr(module, "get_output_embeddings", None)
-        found = ask() if callable(ask) else None
-        if isinstance(found, Module) and found in names and isinstance(found.weight, Parameter):
-            return names[found]
-    embeddings = [m for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)]
-    tokens = max((m.num_embeddings for m in embeddings), default=0)
+    embeddings = [m for m in names if isinstance(m, Embedding | EmbeddingBag)]
     weights = {name: m.weight for m, name in names.items() if hasattr(m, "weight") and m not in embeddings}
     rows = {name: len(w) for name, w in weights.items() if isinstance(w, Parameter) and w.ndim == 2}
-    fitting = [name for name in rows if rows[name] == tokens]
-    named = [name for name in fitting or rows if name.rpartition(".")[2] in HEAD_NAMES]
-    outside = [name for name in fitting if not _in_a_list(model, name)]
-    for candidates in (fitting, named, outside):
-        if len(candidates) == 1:
+    outside = [name for name in rows if not _in_a_list(model, name)]
+    fitting = [name for name in rows if rows[name] in {m.num_embeddings for m in embeddings}]
+
+    def said(module: Module) -> str:
+        ask: Any = getattr(module, "get_output_embeddings", None)
+        found = ask() if callable(ask) else None
+        return names.get(found, "") if isinstance(found, Module) else ""
+
+    def called(candidates: Iterable[str], *heads: str) -> list[str]:
+        return [name for name in candidates if name.rpartition(".")[2] in heads]
+
+    for candidates in (
+        [name for name in map(said, names) if name in rows],
+        called(rows, "lm_head"),
+        called(outside, *HEAD_NAMES),
+        fitting,
+        [name for name in fitting if name in outside],
+        [] if fitting else [name for name in rows if rows[name] == max(rows.values())],
+    ):
+        if len(set(candidates)) == 1:
             return candidates[0]
     seen = ", ".join(fitting or rows) or "no module with a matrix"
     raise ValueError(f"could not tell which module is the LM head (found {seen}): pass its name, head_module=...")
@@ -62,11 +72,12 @@ def parameter_roles(
     Returns:
         Roles by name, in the model's order.
     """
-    head_module = find_head(model) if head_module is None else head_module
-    modules = dict(model.named_modules())
-    if not isinstance(getattr(modules.get(head_module), "weight", None), Parameter):
+    if head_module is None and "head" not in (roles or {}).values():
+        head_module = find_head(model)
+    modules: dict[str | None, Module] = dict(model.named_modules())
+    head = None if head_module is None else getattr(modules.get(head_module), "weight", None)
+    if head_module is not None and not isinstance(head, Parameter):
         raise ValueError(f"head_module must name a module with a weight, got {head_module!r}")
-    head = modules[head_module].weight
     embeddings = {m.weight for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)}
     if head in embeddings and tied not in ("head", "embedding"):
         raise ValueError(

@@ -23,15 +23,16 @@ def warmup_cosine(optimizer: Optimizer, total_steps: int, *, warmup: float = 0.1
     """
     if total_steps < 1:
         raise ValueError(f"total_steps must be at least 1, got {total_steps}")
-    for name, value in (("warmup", warmup), ("floor", floor)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} must be between 0 and 1, got {value}")
+    if not 0 <= warmup < 1:
+        raise ValueError(f"warmup must be a share of the run, from 0 to below 1, got {warmup}")
+    if not 0 <= floor <= 1:
+        raise ValueError(f"floor must be between 0 and 1, got {floor}")
     return LambdaLR(optimizer, partial(warmup_cosine_scale, total_steps=total_steps, warmup=warmup, floor=floor))
 
 
 def warmup_cosine_scale(step: int, *, total_steps: int, warmup: float = 0.1, floor: float = 0.1) -> float:
     """Scale of the learning rate at update `step` (from 0) of `total_steps`."""
-    w = math.floor(warmup * total_steps)
+    w = math.floor(round(warmup * total_steps, 6))  # 0.29 * 100 is 28.999999999999996
     if step < w:
         return step / w
     progress = (step - w) / (total_steps - w - 1) if step < total_steps - 1 else 1.0
