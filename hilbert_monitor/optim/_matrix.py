@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,8 +27,13 @@ class LastStep(NamedTuple):
 
     def gradient_of(self, p: Tensor) -> Tensor | None:
         """The gradient of that step, if `p` still has it and nobody has changed it."""
-        kept = p.grad is not None and p.grad is self.gradient() and p.grad._version == self.version
+        kept = p.grad is not None and p.grad is self.gradient() and _version(p.grad) == self.version
         return p.grad if kept else None
+
+
+def _version(gradient: Tensor) -> int:
+    """How often a gradient has been changed in place, as far as it counts."""
+    return 0 if gradient.is_inference() else gradient._version
 
 
 @contextmanager
@@ -41,7 +46,9 @@ def outside_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
         yield
 
 
-def number(group: Group, name: str, *, least: float = 0.0, below: float = math.inf, tensor: bool = False) -> None:
+def number(
+    group: Group, name: str, *, least: float = 0.0, below: float = sys.float_info.max, tensor: bool = False
+) -> None:
     """Refuse a hyperparameter that is not a finite number in [least, below), or, where allowed, a tensor of one."""
     value = group[name]
     if tensor and isinstance(value, Tensor) and value.dtype.is_floating_point:
@@ -49,9 +56,9 @@ def number(group: Group, name: str, *, least: float = 0.0, below: float = math.i
             raise ValueError(f"{name} must be a number or a tensor with one element, got shape {tuple(value.shape)}")
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number{' or a real tensor of one' if tensor else ''}, got {value!r}")
-    if not least <= float(value) < below:
-        limit = "" if math.isinf(below) else f" and below {below:g}"
-        raise ValueError(f"{name} must be finite, at least {least:g}{limit}, got {float(value):g}")
+    if not least <= value < below:
+        limit = "" if below == sys.float_info.max else f" and below {below:g}"
+        raise ValueError(f"{name} must be finite, at least {least:g}{limit}, got {value}")
 
 
 def choice(group: Group, name: str, allowed: tuple[Any, ...]) -> None:
@@ -139,7 +146,7 @@ class MatrixOptimizer(Optimizer):
                 self._step_group(group["params"], options)
                 for p in group["params"]:
                     if p.grad is not None:
-                        self._last[p] = LastStep(options, weakref.ref(p.grad), p.grad._version)
+                        self._last[p] = LastStep(options, weakref.ref(p.grad), _version(p.grad))
         return loss
 
     @staticmethod

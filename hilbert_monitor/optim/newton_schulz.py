@@ -27,7 +27,8 @@ def orthogonalize(X: Tensor, *, steps: int, eps: float) -> Tensor:
     Returns:
         (k, m, n) in X's dtype, in which everything is computed.
     """
-    X.div_(torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).add_(eps))
+    norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).add_(eps)
+    X.div_(norm.masked_fill_(norm == 0, 1))
     if X.shape[2] >= 2 * X.shape[1] and X.dtype in (torch.float32, torch.float64):
         for done in range(0, steps, 3):
             X = _gram_steps(X, min(3, steps - done))
