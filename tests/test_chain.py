@@ -907,3 +907,66 @@ def test_description_shows_names_in_brackets():
 def test_description_goes_to_the_terminal_by_default(capsys):
     chained(seeded(Plain)).describe()
     assert "RowNorm" in capsys.readouterr().out
+
+
+# What people do to optimizers
+
+
+class OtherAdamW(AdamW):
+    """A subclass from some library, under the name of its base."""
+
+
+OtherAdamW.__name__ = "AdamW"
+
+
+def test_two_classes_of_one_name_own_each_their_own():
+    p, q = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    chain = ChainedOptimizer(AdamW([p], lr=1e-3, weight_decay=0), OtherAdamW([q], lr=1e-3, weight_decay=0))
+    assert [group["owner"] for group in chain.param_groups] == ["AdamW", "AdamW 2"]
+    p.grad, q.grad = torch.ones(2), torch.ones(2)
+    chain.step()
+    assert [float(chain.state[x]["step"]) for x in (p, q)] == [1, 1]
+    torch.testing.assert_close(p.detach(), torch.full((2,), 0.999))
+
+
+def test_a_load_that_fails_inside_leaves_everything_as_it_was():
+    model = seeded(Plain)
+    chain = chained(model)
+    train(model, chain.step, range(2))
+    before, state = snapshot(model, chain), copy.deepcopy(chain.state_dict())
+    for group in state["param_groups"]:
+        group["lr"] = 123.0
+    owners = [group["owner"] for group in state["param_groups"] for _ in group["params"]]
+    del state["state"][owners.index("AdamW")]["step"]
+    with pytest.raises(KeyError):
+        chain.load_state_dict(state)
+    assert same(snapshot(model, chain), before)
+    assert is_shared(chain)
+
+
+def test_groups_put_in_from_outside_are_used():
+    model = seeded(Plain)
+    chain = chained(model)
+    before = weights(model)
+    chain.param_groups = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in chain.param_groups]
+    train(model, chain.step, range(2))
+    assert same(weights(model), before)
+    assert is_shared(chain)
+
+
+def test_a_sparse_gradient_for_adam_is_refused_before_anything_has_moved():
+    model = seeded(Plain)
+    model.embed.sparse = True
+    chain = chained(model)
+    before = weights(model)
+    with pytest.raises(TypeError, match="AdamW takes no sparse gradient"):
+        train(model, chain.step, range(1))
+    assert same(weights(model), before)
+
+
+def test_a_checkpoint_loads_when_activation_checkpointing_has_come_or_gone():
+    p = nn.Parameter(torch.ones(2, 2))
+    wrapped = ChainedOptimizer(RowNorm([("blocks.0._checkpoint_wrapped_module.weight", p)], lr=0.1))
+    plain = ChainedOptimizer(RowNorm([("blocks.0.weight", p)], lr=0.2))
+    plain.load_state_dict(wrapped.state_dict())
+    assert plain.param_groups[0]["lr"] == 0.1

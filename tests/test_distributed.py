@@ -1,5 +1,7 @@
 """Muon over real gloo processes: equal weights on every rank, and those of one process."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,19 +108,68 @@ def test_one_gather_for_each_shape_and_one_more_to_agree_at_the_first_step(ranks
         assert rank["off"][2] == [0] * 5
 
 
-def different_parameters(rank, world):
-    params = matrices(shapes=SHAPES[: 4 + rank])
+def refused(params):
     put_gradients(params, 0)
+    before = [p.detach().clone() for p in params]
     try:
         Muon(params).step()
     except ValueError as error:
+        assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
         return str(error)
 
 
-def test_ranks_with_different_parameters_are_refused_on_all_of_them(tmp_path):
-    for said in in_ranks(different_parameters, tmp_path / "r"):
-        assert "the ranks hold different parameters" in said
-        assert "process_group" in said
+def ranks_that_differ(rank, world):
+    others = matrices()
+    others[3].data += rank
+    group = dist.new_group([0, 1])
+    copied = copy.deepcopy(Muon(matrices(), process_group=group))
+    return {
+        "shapes": refused(matrices(shapes=SHAPES[: 4 + rank])),
+        "values": refused(others),
+        "same": refused(matrices()),
+        "copy": copied.process_group is group,
+        "empty group": step_with_an_empty_group(),
+        "left over": left_over_gradient(rank),
+    }
+
+
+def step_with_an_empty_group():
+    params = matrices()
+    put_gradients(params, 0)
+    Muon([{"params": []}, {"params": params}]).step()
+    return [p.detach() for p in params]
+
+
+def left_over_gradient(rank):
+    """A parameter that is frozen, and has an old gradient on one rank only."""
+    params = matrices()
+    put_gradients(params, 0, without=(1,) if rank else ())
+    params[1].requires_grad_(False)
+    Muon(params).step()
+    return [p.detach() for p in params]
+
+
+@pytest.fixture(scope="module")
+def differing(tmp_path_factory):
+    return in_ranks(ranks_that_differ, tmp_path_factory.mktemp("differing"))
+
+
+@pytest.mark.parametrize("what", ["shapes", "values"])
+def test_ranks_with_different_parameters_are_refused_on_all_of_them(differing, what):
+    for rank in differing:
+        assert "the ranks hold different parameters" in rank[what]
+        assert "process_group" in rank[what]
+        assert rank["same"] is None
+
+
+def test_a_copy_shares_its_work_with_the_same_ranks(differing):
+    assert all(rank["copy"] for rank in differing)
+
+
+@pytest.mark.parametrize("what", ["empty group", "left over"])
+def test_ranks_agree_whatever_the_groups_and_the_gradients_that_are_left_over(differing, what):
+    first, second = (rank[what] for rank in differing)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def train(model, optimizer, batches, clip=1.0):

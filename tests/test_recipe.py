@@ -226,7 +226,7 @@ def test_unknown_head_is_refused_in_one_sentence(head):
 def test_frozen_head_is_refused_in_one_sentence(head):
     model = Plain()
     model.lm_head.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"\Athe model has no trainable LM head: .*\Z"):
+    with pytest.raises(ValueError, match=r"\Athe LM head is frozen: .*\Z"):
         pretraining_optimizer(model, head)
 
 

@@ -101,7 +101,38 @@ def test_head_among_rivals_outside_the_blocks_is_found_by_its_name():
 
 
 def test_head_with_fewer_rows_than_a_block_is_found_by_its_name():
-    assert find_head(with_head_called("head", head_rows=10)) == "head"
+    assert find_head(with_head_called("head", head_rows=23, d=64)) == "head"
+
+
+def test_a_module_called_head_with_too_few_rows_for_the_tokens_is_none():
+    model = with_head_called("decoder")
+    model.head = nn.Linear(6, 2)
+    assert find_head(model) == "decoder"
+
+
+def test_a_block_with_as_many_rows_as_there_are_positions_is_no_head():
+    model = with_head_called("decoder", head_rows=32, d=8, blocks=1)
+    model.positions = nn.Embedding(16, 8)
+    assert find_head(model) == "decoder"
+
+
+def test_a_head_that_is_no_module_is_not_guessed_at():
+    model = with_head_called("decoder")
+    del model.decoder
+    model.proj_in = nn.Linear(6, 6)
+    with pytest.raises(ValueError, match="could not tell which module is the LM head"):
+        find_head(model)
+
+
+def test_of_a_frozen_teacher_and_a_student_the_student_has_the_head():
+    both = nn.ModuleDict({"teacher": Plain().requires_grad_(False), "student": Plain()})
+    assert find_head(both) == "student.lm_head"
+
+
+def test_a_parameter_can_be_the_head_without_a_module():
+    model = nn.Module()
+    model.embed, model.U = nn.Embedding(23, 6), nn.Parameter(torch.zeros(23, 6))
+    assert parameter_roles(model, roles={"U": "head"}) == {"U": "head", "embed.weight": "embedding"}
 
 
 def test_padded_head_without_a_heads_name_is_the_one_with_the_most_rows():
@@ -146,10 +177,10 @@ def test_context_longer_than_the_vocabulary_does_not_hide_the_head(d, blocks, na
     assert len(of_role(roles, "matrix")) == 2 * blocks
 
 
-def test_convolutions_are_vectors():
+def test_weights_of_three_dimensions_are_tensors():
     model = Plain()
     model.blocks[0].conv = nn.Conv1d(6, 6, 3)
-    assert parameter_roles(model)["blocks.0.conv.weight"] == "vector"
+    assert parameter_roles(model)["blocks.0.conv.weight"] == "tensor"
 
 
 @pytest.mark.parametrize("wrapper", ["model", "_orig_mod", "module"])
@@ -223,7 +254,7 @@ def test_head_module_without_a_weight_is_refused_in_one_sentence(name):
 
 
 def test_unknown_role_is_refused_in_one_sentence():
-    with pytest.raises(ValueError, match=r"\Aa role is one of matrix, .*, vector, got 'norm' for 'norm.\*'\Z"):
+    with pytest.raises(ValueError, match=r"\Aa role is one of matrix, .*, head, got 'norm' for 'norm.\*'\Z"):
         parameter_roles(Plain(), roles={"norm.*": "norm"})
 
 
@@ -249,7 +280,9 @@ def test_ambiguous_head_is_refused_with_the_candidates():
 
 @pytest.mark.parametrize("model", [nn.LayerNorm(4), nn.ReLU(), nn.Embedding(5, 4)], ids=["norm", "empty", "embedding"])
 def test_model_without_a_head_is_refused_in_one_sentence(model):
-    with pytest.raises(ValueError, match=r"\Acould not tell which .* \(found no module with a matrix\): .*\Z"):
+    with pytest.raises(
+        ValueError, match=r"\Acould not tell which .* \(found no module with a matrix: is the model sharded\?\): .*\Z"
+    ):
         find_head(model)
 
 

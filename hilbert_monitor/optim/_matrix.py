@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +22,22 @@ class LastStep(NamedTuple):
     """What the last step on a parameter was made with."""
 
     options: Group
-    gradient: weakref.ref[Tensor]
+    mark: object
     version: int
 
-    def gradient_of(self, p: Tensor) -> Tensor | None:
-        """The gradient of that step, if `p` still has it and nobody has changed it."""
-        kept = p.grad is not None and p.grad is self.gradient() and _version(p.grad) == self.version
-        return p.grad if kept else None
+    @classmethod
+    def of(cls, gradient: Tensor, options: Group) -> LastStep:
+        """Note a step; the gradient gets an attribute to be known by (a weak reference would forbid swapping it)."""
+        gradient._hilbert_mark = mark = object()  # type: ignore[attr-defined]
+        return cls(options, mark, _version(gradient))
+
+    def had(self, gradient: Tensor | None) -> bool:
+        """Whether this is the gradient of that step, unchanged."""
+        return (
+            gradient is not None
+            and getattr(gradient, "_hilbert_mark", None) is self.mark
+            and _version(gradient) == self.version
+        )
 
 
 def _version(gradient: Tensor) -> int:
@@ -54,7 +63,7 @@ def number(
     if tensor and isinstance(value, Tensor) and value.dtype.is_floating_point:
         if value.numel() != 1:
             raise ValueError(f"{name} must be a number or a tensor with one element, got shape {tuple(value.shape)}")
-    elif isinstance(value, bool) or not isinstance(value, int | float):
+    elif isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number{' or a real tensor of one' if tensor else ''}, got {value!r}")
     if not least <= value < below:
         limit = "" if below == sys.float_info.max else f" and below {below:g}"
@@ -139,14 +148,15 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.check_gradients()
-        self._last = {p: None for group in self.param_groups for p in group["params"]}
-        with outside_autocast(self._last):
+        self._last = {}
+        last: dict[Tensor, LastStep | None] = {p: None for group in self.param_groups for p in group["params"]}
+        with outside_autocast(last):
+            self._before_step()
             for group in self.param_groups:
                 options = self._options(group)
                 self._step_group(group["params"], options)
-                for p in group["params"]:
-                    if p.grad is not None:
-                        self._last[p] = LastStep(options, weakref.ref(p.grad), _version(p.grad))
+                last.update((p, LastStep.of(p.grad, options)) for p in group["params"] if p.grad is not None)
+        self._last = last
         return loss
 
     @staticmethod
@@ -162,7 +172,8 @@ class MatrixOptimizer(Optimizer):
         """Return what the last step added to `param`, the decoupled weight decay left out: U' = (1 - lr decay) U + S.
 
         Signed and scaled by the learning rate of that step. Formed when asked from what the step left behind, so that
-        a step costs nothing more for it. Zero if the last step found no gradient.
+        a step costs nothing more for it. Zero if the last step found no gradient. A step that a GradScaler left out
+        is none: the answer is still that of the last one that was made.
 
         Returns:
             (m, n) in the dtype of the optimizer's state.
@@ -170,7 +181,9 @@ class MatrixOptimizer(Optimizer):
         if not any(param is p for group in self.param_groups for p in group["params"]):
             raise ValueError(f"the parameter of shape {tuple(param.shape)} is not one of this {type(self).__name__}'s")
         if param not in self._last:
-            raise RuntimeError("there has been no step since this optimizer was made or loaded: ask after a step")
+            raise RuntimeError(
+                "no step has moved this parameter since the optimizer was made, loaded or given it: ask after one"
+            )
         last = self._last[param]
         if last is None:
             return torch.zeros_like(param, dtype=compute_dtype(param))
@@ -181,6 +194,9 @@ class MatrixOptimizer(Optimizer):
         """Load, with the state's precision kept: the base class would cast it to the parameter's."""
         with state_precision_kept(self, self):
             super().load_state_dict(state_dict)
+
+    def _before_step(self) -> None:
+        """What a subclass does once a step."""
 
     def _step_group(self, params: list[Tensor], options: Group) -> None:
         raise NotImplementedError

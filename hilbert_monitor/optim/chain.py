@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from ._matrix import Group, MatrixOptimizer, label, outside_autocast, state_precision_kept
 
@@ -26,7 +26,8 @@ class ChainedOptimizer(Optimizer):
     The chain has one list of parameter groups and one state; the optimizers in it hold the same dictionaries, so a
     scheduler, clipping, a GradScaler, `state_dict`, pickle and deepcopy see one ordinary optimizer, and the optimizers
     see what was done to it. Every group carries the name of its owner under the key "owner". Hooks on the optimizers
-    inside fire too, when the new gradients are there.
+    inside fire too, when the new gradients are there. Torch's OneCycleLR wants cycle_momentum=False: the optimizers
+    may name their momenta differently.
 
     Args:
         *optimizers: any torch optimizers that need no closure of their own, each with parameters of its own.
@@ -64,6 +65,7 @@ class ChainedOptimizer(Optimizer):
             own.update((p, self.state[p]) for group in groups for p in group["params"] if p in self.state)
             o.__setstate__({"state": own, "param_groups": groups})
             o.state = self.state
+        self._shared = [id(group) for group in self.param_groups]
 
     def __getstate__(self) -> dict[str, Any]:
         shared = ("state", "param_groups")
@@ -100,6 +102,7 @@ class ChainedOptimizer(Optimizer):
                     owner.param_groups.pop()
                     raise ValueError(f"parameter {label(param_group, index)} has an owner already")
         self.param_groups.append(param_group)
+        self._shared = [id(group) for group in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -108,13 +111,24 @@ class ChainedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for o in self.optimizers:
-            if isinstance(o, MatrixOptimizer):
-                o.check_gradients()
+        self._check_gradients()
+        if [id(group) for group in self.param_groups] != self._shared:
+            self._share()  # somebody has put in other groups
         with outside_autocast(p for group in self.param_groups for p in group["params"]):
             for o in self.optimizers:
                 o.step()
         return loss
+
+    def _check_gradients(self) -> None:
+        """Refuse what one of the optimizers would refuse after others have moved."""
+        for o in self.optimizers:
+            if isinstance(o, MatrixOptimizer):
+                o.check_gradients()
+            elif isinstance(o, Adam):
+                for group in o.param_groups:
+                    for index, p in enumerate(group["params"]):
+                        if p.grad is not None and p.grad.is_sparse:
+                            raise TypeError(f"{type(o).__name__} takes no sparse gradient, as of {label(group, index)}")
 
     def owner(self, param: Tensor) -> Optimizer:
         """Return the optimizer that moves `param`."""
@@ -135,9 +149,13 @@ class ChainedOptimizer(Optimizer):
         if not isinstance(state_dict, dict):
             raise TypeError(f"ChainedOptimizer loads a dict that state_dict() made, got {type(state_dict).__name__}")
         check = self.register_load_state_dict_pre_hook(_check_fits)  # of what the user's own hooks leave
+        before = {"state": self.state, "param_groups": self.param_groups}
         try:
             with state_precision_kept(self, *self.optimizers):
                 super().load_state_dict(state_dict)
+        except Exception:
+            self.__setstate__(before)
+            raise
         finally:
             check.remove()
 
@@ -165,12 +183,9 @@ class ChainedOptimizer(Optimizer):
 
 def _names(optimizers: tuple[Optimizer, ...]) -> list[str]:
     """Class names, numbered from the second of a class on."""
-    names: list[str] = []
-    for o in optimizers:
-        name = type(o).__name__
-        count = sum(type(other) is type(o) for other in optimizers[: len(names)])
-        names.append(f"{name} {count + 1}" if count else name)
-    return names
+    kinds = [type(o).__name__ for o in optimizers]
+    counts = [kinds[:index].count(kind) for index, kind in enumerate(kinds)]
+    return [f"{kind} {count + 1}" if count else kind for kind, count in zip(kinds, counts, strict=True)]
 
 
 def _check_owned_once(groups: list[Group], model: Module | None) -> None:
@@ -221,9 +236,13 @@ def _check_fits(chain: Optimizer, state_dict: dict[str, Any]) -> None:
                     )
 
 
+WRAPPERS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""What compiling or wrapping a model puts into the names of its parameters."""
+
+
 def _stripped(names: list[str]) -> list[str]:
-    """Names without what compiling or wrapping a model puts into them."""
-    return [".".join(part for part in name.split(".") if part not in ("_orig_mod", "module")) for name in names]
+    """Names as they would be without wrappers."""
+    return [".".join(part for part in name.split(".") if part not in WRAPPERS) for name in names]
 
 
 def _summary(group: Group) -> str:

@@ -38,7 +38,10 @@ class Muon(MatrixOptimizer):
     Matrices of one shape are orthogonalised in stacks. Under torch.distributed each rank takes its share of every
     shape and the results are gathered, one collective a shape, in the order of the parameters; the gradients are
     expected to agree on all ranks, as DDP leaves them. Momentum is kept on every rank, so that the state of any one
-    is whole. A parameter stays where it is, on all ranks, if the rank that it falls to has no gradient for it.
+    is whole. A parameter stays where it is, on all ranks, if the rank that it falls to has no gradient for it. The
+    gathered results of one shape take as much memory as its parameters in `ns_dtype`.
+
+    A weight stored the other way round, (in, out), as in Hugging Face's Conv1D, gets the scale of its transpose.
 
     Args:
         params: matrices, or groups of them. A vector is refused.
@@ -79,13 +82,28 @@ class Muon(MatrixOptimizer):
             "ns_dtype": ns_dtype,
             "maximize": maximize,
         }
-        self.distributed, self.process_group = distributed, process_group
-        self._agreed: str | None = None
+        self.distributed, self._ranks, self._agreed = distributed, _Ranks(process_group), False
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"distributed": self.distributed, "process_group": self.process_group, "_agreed": None}
+        own = {"distributed": self.distributed, "_ranks": self._ranks, "_agreed": self._agreed}
         return {**super().__getstate__(), **own}
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of matrices, with hyperparameters of its own if it has any."""
+        super().add_param_group(param_group)
+        self._agreed = False
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the work, if not all of them."""
+        return self._ranks.group
+
+    @property
+    def _world(self) -> int:
+        if not (self.distributed and dist.is_available() and dist.is_initialized()):
+            return 1
+        return dist.get_world_size(self.process_group)
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
@@ -95,7 +113,7 @@ class Muon(MatrixOptimizer):
         if not isinstance(group["ns_steps"], int):
             raise TypeError(f"ns_steps must be an integer, got {group['ns_steps']!r}")
         choice(group, "nesterov", (True, False))
-        choice(group, "ns_dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64))
+        choice(group, "ns_dtype", (torch.float32, torch.bfloat16, torch.float64))
 
     def _step_group(self, params: list[Tensor], options: Group) -> None:
         live = [p for p in params if p.grad is not None]
@@ -106,10 +124,7 @@ class Muon(MatrixOptimizer):
             buffers = self._buffers(live)
             torch._foreach_mul_(buffers, options["momentum"])
             torch._foreach_add_(buffers, _gradients(live))
-        shared = self.distributed and dist.is_available() and dist.is_initialized()
-        world = dist.get_world_size(self.process_group) if shared else 1
-        if world > 1:
-            self._agree_on_parameters(world)
+        world = self._world
         for alike in _by_shape(params):
             if world > 1:
                 self._step_shared(alike, options, world)
@@ -119,8 +134,13 @@ class Muon(MatrixOptimizer):
     def _step_alone(self, alike: list[Tensor], options: Group) -> None:
         shrink = 1 - options["lr"] * options["weight_decay"]
         for stack in _stacks([p for p in alike if p.grad is not None], options["ns_dtype"]):
-            for p, x in zip(stack, self._orthogonal(stack, options), strict=True):
-                move(p, _scaled(x, p, options), shrink=shrink)
+            S = _scaled(self._orthogonal(stack, options), stack[0], options)
+            if S.dtype == stack[0].dtype:
+                torch._foreach_mul_(stack, shrink)
+                torch._foreach_add_(stack, list(S))
+            else:
+                for p, s in zip(stack, S, strict=True):
+                    move(p, s, shrink=shrink)
 
     def _step_shared(self, alike: list[Tensor], options: Group, world: int) -> None:
         """One shape under torch.distributed: each rank sends its share of the results, and a flag for each."""
@@ -156,35 +176,53 @@ class Muon(MatrixOptimizer):
         return [self.state[p]["momentum_buffer"] for p in params]
 
     def _form_increment(self, param: Tensor, last: LastStep) -> Tensor:
-        if last.options["nesterov"] and last.gradient_of(param) is None:
+        if last.options["nesterov"] and not last.had(param.grad):
             raise RuntimeError(
                 "the gradient of the last step is gone or changed, and Muon's increment needs it: ask before zero_grad,"
                 " for instance in a step post-hook"
             )
         return _scaled(self._orthogonal([param], last.options)[0], param, last.options)
 
-    def _agree_on_parameters(self, world: int) -> None:
+    def _before_step(self) -> None:
         """Once for each set of parameters: refuse, on all ranks, to share work over ranks that hold different ones."""
-        held = repr([(tuple(p.shape), p.dtype) for group in self.param_groups for p in group["params"]])
-        if held == self._agreed:
+        world, params = self._world, [p for group in self.param_groups for p in group["params"]]
+        if world == 1 or self._agreed or not params:
             return
-        mine = torch.tensor([zlib.crc32(held.encode())], device=self.param_groups[0]["params"][0].device)
-        all_of_them = mine.new_empty(world)
-        dist.all_gather_into_tensor(all_of_them, mine, group=self.process_group)
-        if (all_of_them != mine).any():
+        shapes = zlib.crc32(repr([(tuple(p.shape), p.dtype) for p in params]).encode())
+        device = params[0].device
+        mine = torch.tensor([shapes >> 16, shapes & 0xFFFF, len(params), 0.0], device=device)
+        mine[3] = sum(p.float().abs().sum().to(device) for p in params)
+        held = mine.new_empty(world, len(mine))
+        dist.all_gather_into_tensor(held.view(-1), mine, group=self.process_group)
+        same = (held[:, :3] == held[0, :3]).all() and torch.allclose(held[:, 3], held[0, 3], rtol=1e-4)
+        if not same:
             raise ValueError(
                 "the ranks hold different parameters, and Muon shares its work among ranks that hold the same: pass"
                 " the process_group of those, or distributed=False"
             )
-        self._agreed = held
+        self._agreed = True
+
+
+class _Ranks:
+    """A process group, which a copy of its optimizer shares and a file cannot hold."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.group is not None:
+            raise TypeError("Muon with a process_group cannot be pickled: save its state_dict() instead")
+        return _Ranks, (None,)
 
 
 def _by_shape(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters of one shape, dtype and device, in their order; those that cannot move are left out."""
+    """Parameters of one shape, dtype and device, in their order: all of them, so that ranks cannot differ."""
     alike: dict[Any, list[Tensor]] = {}
     for p in params:
-        if p.requires_grad or p.grad is not None:
-            alike.setdefault((p.shape, p.dtype, p.device), []).append(p)
+        alike.setdefault((p.shape, p.dtype, p.device), []).append(p)
     yield from alike.values()
 
 
@@ -202,9 +240,9 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
     return [p.grad for p in params if p.grad is not None]
 
 
-def _scaled(x: Tensor, p: Tensor, options: Group) -> Tensor:
-    """The increment of `p` from its orthogonal matrix, which is scaled in place where it has the state's dtype."""
+def _scaled(X: Tensor, p: Tensor, options: Group) -> Tensor:
+    """Increments of matrices like `p` from their orthogonal ones, in place where these have the state's dtype."""
     m, n = p.shape
-    S = (x if x.shape == p.shape else x.mT).to(compute_dtype(p))
+    S = (X if X.shape[-2:] == p.shape else X.mT).to(compute_dtype(p))
     lr = options["lr"] if options["maximize"] else -options["lr"]
     return S.mul_(lr * math.sqrt(max(1, m / max(n, 1))))

@@ -28,7 +28,7 @@ def orthogonalize(X: Tensor, *, steps: int, eps: float) -> Tensor:
         (k, m, n) in X's dtype, in which everything is computed.
     """
     norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).add_(eps)
-    X.div_(norm.masked_fill_(norm == 0, 1))
+    X.div_(norm.clamp_min_(torch.finfo(norm.dtype).tiny))  # a zero matrix stays zero
     if X.shape[2] >= 2 * X.shape[1] and X.dtype in (torch.float32, torch.float64):
         for done in range(0, steps, 3):
             X = _gram_steps(X, min(3, steps - done))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 from torch.nn import Module
@@ -34,38 +34,40 @@ def pretraining_optimizer(
     tied: Literal["head", "embedding"] | None = None,
     muon: Mapping[str, Any] | None = None,
 ) -> ChainedOptimizer:
-    """Muon on the blocks' matrices, AdamW on embeddings and vectors, and RowNorm or AdamW on the LM head.
+    """Muon on the blocks' matrices, RowNorm or AdamW on the LM head, AdamW on everything else.
 
     The paper's recipe: Muon with momentum 0.95; AdamW with betas (0.9, 0.999) and eps 1e-10; weight decay 0.1 on all
     but a RowNorm head, and, where the paper's model has none, on vectors (norms and biases). ``describe()`` of what is
-    returned prints who owns what.
+    returned prints who owns what. In a bf16 model AdamW has its state in bf16, as torch makes it, RowNorm and Muon in
+    fp32.
 
     Args:
         model: a decoder; roles are found from its module tree (see `parameter_roles`).
         head: optimizer of the LM head.
         head_lr: peak learning rate of the head; by default the paper's, which goes as 1/d.
         matrix_lr: peak learning rate of Muon.
-        embedding_lr: peak learning rate of AdamW on embeddings and vectors.
+        embedding_lr: peak learning rate of AdamW on everything else.
         weight_decay: decoupled weight decay.
         head_module: name of the LM head, if it is not to be found by itself.
-        roles: exceptions, from parameter names (with wildcards) to "matrix", "embedding", "head" or "vector".
+        roles: exceptions, from parameter names (with wildcards) to "matrix", "embedding", "head", "tensor" or
+            "vector".
         tied: "head" or "embedding": whose optimizer moves a weight that is both. Without it such a model is refused.
         muon: further arguments of `Muon`, such as ns_dtype.
     """
     if head not in HEAD_LR:
         raise ValueError(f'head must be "rownorm" or "adamw", got {head!r}')
     parameters = dict(model.named_parameters())
-    members: dict[Role, list[tuple[str, Tensor]]] = {"matrix": [], "embedding": [], "vector": [], "head": []}
+    members: dict[Role, list[tuple[str, Tensor]]] = {role: [] for role in get_args(Role)}
     for name, role in parameter_roles(model, head_module=head_module, roles=roles, tied=tied).items():
         members[role].append((name, parameters[name]))
     if not members["head"] and tied != "embedding":
-        raise ValueError("the model has no trainable LM head: unfreeze it, or use torch's optimizers")
+        raise ValueError("the LM head is frozen: unfreeze it, or name another module with head_module=...")
 
     optimizers: list[Optimizer] = []
     if members["matrix"]:
         group = {"params": members["matrix"], "name": "matrix"}
         optimizers.append(Muon([group], lr=matrix_lr, weight_decay=weight_decay, **(muon or {})))
-    decays: dict[Role, float] = {"embedding": weight_decay, "vector": 0.0}
+    decays: dict[Role, float] = {"embedding": weight_decay, "tensor": weight_decay, "vector": 0.0}
     adamw = [
         {"params": members[role], "name": role, "weight_decay": decay}
         for role, decay in decays.items()
@@ -85,5 +87,6 @@ def pretraining_optimizer(
 
 
 def _adamw(groups: list[dict[str, Any]], lr: float) -> AdamW:
-    devices = {p.device.type for group in groups for _, p in group["params"]}
-    return AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-10, fused=True if devices <= FUSED_DEVICES else None)
+    params = [p for group in groups for _, p in group["params"]]
+    fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in params)
+    return AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-10, fused=fused or None)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from torch.nn import Embedding, EmbeddingBag, Module, ModuleDict, ModuleList, Parameter, Sequential
 
-Role = Literal["matrix", "embedding", "head", "vector"]
+Role = Literal["matrix", "embedding", "tensor", "vector", "head"]
 
 HEAD_NAMES = ("head", "unembed", "unembedding", "output", "output_projection", "embed_out", "to_logits")
 
@@ -17,15 +17,20 @@ def find_head(model: Module) -> str:
     """Return the name of the module that turns hidden states into logits.
 
     In this order: what `get_output_embeddings` returns (Hugging Face); the one module called lm_head; the one outside
-    the blocks with another name that heads have; the one with as many rows as an embedding, of several the one outside
-    the blocks; the one with the most rows.
+    the blocks with another name that heads have, and no fewer rows than the smallest embedding; the one outside the
+    blocks with as many rows as an embedding; the one outside the blocks with the most rows of all, if it has a row for
+    every token. Of several the one that is trainable.
     """
     names: dict[Module, str] = {module: name for name, module in model.named_modules()}
     embeddings = [m for m in names if isinstance(m, Embedding | EmbeddingBag)]
-    weights = {name: m.weight for m, name in names.items() if hasattr(m, "weight") and m not in embeddings}
-    rows = {name: len(w) for name, w in weights.items() if isinstance(w, Parameter) and w.ndim == 2}
-    outside = [name for name in rows if not _in_a_list(model, name)]
-    fitting = [name for name in rows if rows[name] in {m.num_embeddings for m in embeddings}]
+    tokens = {m.num_embeddings for m in embeddings}
+    matrices: dict[str, Parameter] = {}
+    for m, name in names.items():
+        weight = getattr(m, "weight", None)
+        if isinstance(weight, Parameter) and weight.ndim == 2 and not isinstance(m, Embedding | EmbeddingBag):
+            matrices[name] = weight
+    rows = {name: len(w) for name, w in matrices.items()}
+    outside = [name for name in rows if not _in_a_list(model, name)] or list(rows)
 
     def said(module: Module) -> str:
         ask: Any = getattr(module, "get_output_embeddings", None)
@@ -35,17 +40,19 @@ def find_head(model: Module) -> str:
     def called(candidates: Iterable[str], *heads: str) -> list[str]:
         return [name for name in candidates if name.rpartition(".")[2] in heads]
 
+    fitting = [name for name in outside if rows[name] in tokens]
     for candidates in (
         [name for name in map(said, names) if name in rows],
         called(rows, "lm_head"),
-        called(outside, *HEAD_NAMES),
+        [name for name in called(outside, *HEAD_NAMES) if rows[name] >= min(tokens, default=0)],
         fitting,
-        [name for name in fitting if name in outside],
-        [] if fitting else [name for name in rows if rows[name] == max(rows.values())],
+        [name for name in outside if max(tokens, default=0) <= rows[name] == max(rows.values())],
     ):
-        if len(set(candidates)) == 1:
-            return candidates[0]
-    seen = ", ".join(fitting or rows) or "no module with a matrix"
+        trainable = {name for name in candidates if matrices[name].requires_grad}
+        for chosen in (set(candidates), trainable):
+            if len(chosen) == 1:
+                return chosen.pop()
+    seen = ", ".join(fitting or rows) or "no module with a matrix: is the model sharded?"
     raise ValueError(f"could not tell which module is the LM head (found {seen}): pass its name, head_module=...")
 
 
@@ -61,6 +68,7 @@ def parameter_roles(
     - "head": the weight of the LM head;
     - "embedding": the weights of nn.Embedding modules;
     - "matrix": other weights with two dimensions, and every parameter with two inside a list of blocks;
+    - "tensor": weights with three dimensions and more, such as experts in one tensor;
     - "vector": everything else, norms and biases, and matrices with one row or column.
 
     Args:
@@ -95,7 +103,7 @@ def parameter_roles(
         elif p.ndim == 2 and min(p.shape) > 1 and (name.endswith("weight") or _in_a_list(model, name)):
             found[name] = "matrix"
         else:
-            found[name] = "vector"
+            found[name] = "tensor" if p.ndim > 2 else "vector"
     for pattern, role in (roles or {}).items():
         matched = [name for name in found if fnmatchcase(name, pattern)]
         if role not in get_args(Role):

@@ -30,11 +30,12 @@ class RowNorm(MatrixOptimizer):
         S_t = -lr RN(C_t),    RN(C)_i = c_i / (|c_i| + eps)
         U_{t+1} = (1 - lr weight_decay) U_t + S_t
 
-    Every row of S_t has norm at most lr, hence D(S_t) <= 2 lr: the next step changes no pairwise log-odds at a hidden
-    state h by more than 2 lr |h|.
+    Every row of S_t has norm at most lr, hence D(S_t) <= 2 lr (to fp32 rounding): a step changes no pairwise log-odds
+    at a hidden state h by more than 2 lr |h|.
 
-    The step is made in place and needs no scratch of the matrix's size; it reads and writes the matrix, its gradient
-    and its buffer once from memory on a CPU (rows go through the cache in chunks), in three kernels elsewhere.
+    The step is made in place. It needs no scratch of the matrix's size, but for bf16 and fp16 matrices up to 256 MiB on
+    an accelerator. On a CPU rows go through the cache in chunks, so that matrix, gradient and buffer are read from
+    memory once; elsewhere three kernels go over the matrix, four with weight decay.
 
     Args:
         params: matrices, or groups of them. A vector is refused.
@@ -142,10 +143,11 @@ def _projected(B: Tensor, step: int, options: Group) -> Iterator[Tensor]:
 
 
 def _mean(chunks: Iterator[Tensor] | tuple[Tensor, ...], rows: int) -> Tensor:
-    """Mean row, chunk sums added in fp64."""
+    """Mean row, chunk sums added in fp64 where there is fp64."""
     total, dtype = None, torch.float32
     for chunk in chunks:
-        part, dtype = chunk.sum(0).double(), chunk.dtype
+        wide = torch.float32 if chunk.device.type == "mps" else torch.float64  # which knows no fp64
+        part, dtype = chunk.sum(0).to(wide), chunk.dtype
         total = part if total is None else total.add_(part)
     assert total is not None
     return (total / rows).to(dtype)

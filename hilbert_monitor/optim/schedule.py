@@ -21,8 +21,11 @@ def warmup_cosine(optimizer: Optimizer, total_steps: int, *, warmup: float = 0.1
         warmup: share of T to warm up over.
         floor: scale at the last update.
     """
-    if total_steps < 1:
-        raise ValueError(f"total_steps must be at least 1, got {total_steps}")
+    if not 1 <= total_steps < math.inf:
+        raise ValueError(
+            f"total_steps must be a number of updates, at least 1, got {total_steps}: a Trainer knows it if it has"
+            " max_steps or max_epochs"
+        )
     if not 0 <= warmup < 1:
         raise ValueError(f"warmup must be a share of the run, from 0 to below 1, got {warmup}")
     if not 0 <= floor <= 1:
