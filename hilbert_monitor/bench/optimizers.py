@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from hilbert_monitor.optim import Muon, RowNorm
 
-from .measure import Comparison, paired_seconds, peak_bytes
+from .measure import Comparison, paired_seconds, peak_bytes, seconds
 from .opponents import muon_loop
 
 
@@ -32,11 +32,12 @@ def muon(width: int, blocks: int) -> Iterator[Comparison]:
     ours, loop, theirs = ([_with_gradient(*shape) for shape in shapes] for _ in range(3))
     buffers = [torch.zeros_like(p) for p in loop]
     mine, torchs = Muon(ours), torch.optim.Muon(theirs, lr=8e-3)
-    calls = mine.step, lambda: muon_loop(loop, buffers), torchs.step
-    times = paired_seconds(*calls, repeat=3 if width > 256 else 5)
+    times = paired_seconds(mine.step, lambda: muon_loop(loop, buffers), repeat=7)
     case = f"Muon, {blocks} blocks of width {width}"
     yield Comparison("optimizer step", case, "Muon.step", times[0], "one by one, fp32", times[1])
-    yield Comparison("optimizer step", case, "Muon.step", times[0], "torch.optim.Muon", times[2])
+    if width <= 256:  # its bf16 products take minutes on a CPU beyond that
+        slow = seconds(torchs.step, repeat=1)
+        yield Comparison("optimizer step", case, "Muon.step", times[0], "torch.optim.Muon", slow)
 
 
 def _with_gradient(*shape: int) -> Parameter:
