@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from .geometry import hilbert_perturbation as hilbert_perturbation
     from .geometry import row_diameter as row_diameter
     from .geometry import row_diameter_bracket as row_diameter_bracket
+    from .monitor.callback import HilbertMonitor as HilbertMonitor
+    from .monitor.probe import Probe as Probe
     from .optim import ChainedOptimizer as ChainedOptimizer
     from .optim import Muon as Muon
     from .optim import RowNorm as RowNorm
@@ -22,7 +24,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ChainedOptimizer": "optim",
+    "HilbertMonitor": "monitor.callback",
     "Muon": "optim",
+    "Probe": "monitor.probe",
     "RowNorm": "optim",
     "hilbert_perturbation": "geometry",
     "pretraining_optimizer": "optim",

@@ -86,3 +86,46 @@ def assert_walks_agree(actual, expected, atol=0.0, rtol=0.0):
     for step, reference in zip(actual, expected, strict=True):
         for a, b in zip(step, reference, strict=True):
             close(a, b, atol, rtol)
+
+
+def adam_steps(
+    U,
+    grads,
+    lrs,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    weight_decay=0.0,
+    decoupled=True,
+    amsgrad=False,
+    maximize=False,
+):
+    """Adam, AdamW if `decoupled`: (U, S) after each step."""
+    U, (b1, b2) = U.double(), betas
+    m, v, top = (torch.zeros_like(U) for _ in range(3))
+    steps = []
+    for t, (G, lr) in enumerate(zip(grads, lrs, strict=True), start=1):
+        G = -G.double() if maximize else G.double()
+        if not decoupled:
+            G = G + weight_decay * U
+        m, v = b1 * m + (1 - b1) * G, b2 * v + (1 - b2) * G**2
+        top = torch.maximum(top, v)
+        second = (top if amsgrad else v) / (1 - b2**t)
+        S = -lr * (m / (1 - b1**t)) / (second.sqrt() + eps)
+        U = (1 - lr * weight_decay if decoupled else 1) * U + S
+        steps.append((U, S))
+    return steps
+
+
+def sgd_steps(U, grads, lrs, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False):
+    """SGD, whose decay is part of S: (U, S) after each step."""
+    U, B = U.double(), None
+    steps = []
+    for G, lr in zip(grads, lrs, strict=True):
+        G = (-G.double() if maximize else G.double()) + weight_decay * U
+        if momentum:
+            B = G if B is None else momentum * B + (1 - dampening) * G
+            G = G + momentum * B if nesterov else B
+        S = -lr * G
+        U = U + S
+        steps.append((U, S))
+    return steps

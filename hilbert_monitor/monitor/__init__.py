@@ -1,0 +1,1 @@
+"""From an optimizer step to a record of its geometry."""

@@ -1,0 +1,218 @@
+"""HilbertMonitor: Lightning's hooks, wired to a probe. Nothing is measured here."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hilbert_monitor.runs.metrics import values
+from hilbert_monitor.runs.record import StepRecord
+
+from .hidden import HiddenStates
+from .increment import Decay
+from .panel import Panel, token_ids
+from .probe import Probe, find_head_module
+from .sinks import QueuedSink, Sink
+
+
+class HilbertMonitor(Callback):
+    """Measures the step geometry of a language model's head while it trains, and changes nothing.
+
+    ``Trainer(callbacks=[HilbertMonitor()])``
+
+    Args:
+        head: name of the LM head; by default it is looked for.
+        panel_size: validation positions of the Hilbert perturbation.
+        diameter_every: updates between exact diameters; 0 for none.
+        perturbation_every: updates between perturbations of the panel; 0 for none.
+        bracket: certified bounds of the diameter on every update; by default where they need no copy of the weights.
+        panel: "loader" for the first positions of the validation data, or token ids of your own.
+        hidden: (module, batch) -> hidden states, for a model whose forward pass never calls its head.
+        decay: how an optimizer that is not known uses weight_decay.
+        vocab_size: rows of the head that are tokens, if it is padded.
+        logit_scale: factor between the head's output and the logits.
+        decode: makes a token's text from its id.
+        sinks: where records go besides the trainer's loggers. Each has a thread of its own.
+        progress_bar: show the diameter in the progress bar.
+        strict: raise what fails, in place of counting it and warning once.
+    """
+
+    def __init__(
+        self,
+        head: str | None = None,
+        panel_size: int = 8192,
+        diameter_every: int = 10,
+        perturbation_every: int = 500,
+        *,
+        bracket: bool | None = None,
+        panel: Literal["loader"] | list[int] | Tensor = "loader",
+        hidden: HiddenStates | None = None,
+        decay: Decay | None = None,
+        vocab_size: int | None = None,
+        logit_scale: float = 1.0,
+        decode: Callable[[int], str] | None = None,
+        sinks: Iterable[Sink] = (),
+        progress_bar: bool = True,
+        strict: bool = False,
+    ) -> None:
+        super().__init__()
+        self.head, self.panel_size, self.panel = head, panel_size, panel
+        self.diameter_every, self.perturbation_every, self.bracket = diameter_every, perturbation_every, bracket
+        self.hidden, self.decay, self.decode = hidden, decay, decode
+        self.vocab_size, self.logit_scale = vocab_size, logit_scale
+        self.sinks, self.progress_bar, self.strict = sinks, progress_bar, strict
+        self.failures: Counter[str] = Counter()
+        self.probe: Probe | None = None
+        self._queues: list[QueuedSink] = []
+        self._resumed: dict[str, int] = {}
+        self._tokens = 0
+        self._loss: Tensor | None = None
+        self._validation_loss: float | None = None
+
+    # Lightning's hooks
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the head and its optimizer, and begin to watch."""
+        self._guarded("start", self._start, trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Make the record of the step, if this batch ended with one, and hand it on."""
+        if self.probe is not None:
+            self._guarded("batch", self._note, trainer, outputs, batch)
+            self._guarded("record", self._record, trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the panel, where the validation data is loaded only now."""
+        if self.probe is not None and self.probe.panel is None:
+            self._guarded("panel", self._take_panel, trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the validation loss, under whichever usual name it has."""
+        names = ("val_loss", "validation_loss", "val/loss", "valid_loss")
+        found = next((trainer.callback_metrics[n] for n in names if n in trainer.callback_metrics), None)
+        if not trainer.sanity_checking and found is not None:
+            self._validation_loss = float(found)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure the last update, whenever training turned out to end."""
+        if self.probe is not None:
+            self._guarded("record", partial(self._record, final=True), trainer, pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the optimizer and close the sinks."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let go of the optimizer and close the sinks."""
+        self._close()
+
+    def state_dict(self) -> dict[str, int]:
+        """Steps and tokens so far, of plain types."""
+        return {"step": self.probe.step if self.probe is not None else 0, "tokens": self._tokens}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on counting where the run was saved."""
+        self._resumed = dict(state_dict)
+
+    # What they do
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        name, head = find_head_module(pl_module, self.head)
+        self.probe = Probe(
+            pl_module,
+            _owner(trainer.optimizers, head.weight, name),
+            head=head,
+            diameter_every=self.diameter_every,
+            perturbation_every=self.perturbation_every,
+            bracket=self.bracket,
+            hidden=self.hidden,
+            autocast=trainer.precision_plugin.forward_context,
+            decay=self.decay,
+            vocab_size=self.vocab_size,
+            logit_scale=self.logit_scale,
+            decode=self.decode,
+            strict=self.strict,
+        )
+        self.probe.step = self._resumed.get("step", 0)
+        self._tokens = self._resumed.get("tokens", 0)
+        self._guarded("panel", self._take_panel, trainer)
+        if trainer.is_global_zero:
+            self._queues = [QueuedSink(sink) for sink in self.sinks]
+        self.probe.attach()
+
+    def _take_panel(self, trainer: Trainer) -> None:
+        if self.probe is None or not self.perturbation_every:
+            return
+        if isinstance(self.panel, str):
+            loaders = trainer.val_dataloaders
+            self.probe.panel = None if loaders is None else Panel.of_loader(loaders, self.panel_size)
+        else:
+            self.probe.panel = Panel.of_tokens(self.panel, self.panel_size)
+
+    def _note(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
+        """Add up the loss of the micro-batches of one update, and the tokens."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):  # Lightning has divided it by the number of micro-batches
+            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        ids = token_ids(batch)
+        if ids is not None:
+            self._tokens += ids.numel() * trainer.world_size
+
+    def _record(self, trainer: Trainer, pl_module: LightningModule, *, final: bool = False) -> None:
+        assert self.probe is not None
+        if not final and not self.probe.stepped:
+            return
+        record = self.probe.record(
+            final=final,
+            train_loss=None if self._loss is None else float(self._loss),
+            validation_loss=self._validation_loss,
+            tokens=self._tokens,
+        )
+        self._loss = self._validation_loss = None
+        if record is None or not trainer.is_global_zero:
+            return
+        for sink in self._queues:
+            sink.write(record)
+        self._guarded("loggers", self._log, trainer, pl_module, record, final)
+
+    def _log(self, trainer: Trainer, pl_module: LightningModule, record: StepRecord, final: bool) -> None:
+        numbers = {metric.logged: float(value) for metric, value in values(record)}
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        if self.progress_bar and not final and record.diameter is not None:
+            pl_module.log("D(S)", record.diameter, prog_bar=True, logger=False, rank_zero_only=True)
+
+    def _close(self) -> None:
+        if self.probe is not None:
+            self.probe.detach()
+        for sink in self._queues:
+            sink.close()
+        self._queues = []
+
+    def _guarded(self, part: str, call: Callable[..., None], *args: Any) -> None:
+        """Count what a part raises and warn once, or let it through under `strict`."""
+        try:
+            call(*args)
+        except Exception as error:
+            if self.strict:
+                raise
+            self.failures[part] += 1
+            if self.failures[part] == 1:
+                warnings.warn(f"HilbertMonitor: {part} failed ({error}); training goes on", stacklevel=2)
+
+
+def _owner(optimizers: list[Optimizer], weight: torch.Tensor | torch.nn.Module, name: str) -> Optimizer:
+    for optimizer in optimizers:
+        if any(weight is p for group in optimizer.param_groups for p in group["params"]):
+            return optimizer
+    raise ValueError(f"no optimizer of this run moves the head '{name}': is it frozen?")

@@ -1,0 +1,318 @@
+"""The framework-free core: watches the LM head of a model in any training loop, and makes records of its steps."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_diameter_bracket
+from hilbert_monitor.optim import find_head
+from hilbert_monitor.runs.record import StepRecord
+
+from .ceiling import diameter_ceiling
+from .hidden import AutocastFactory, HiddenStates, hidden_states
+from .increment import Decay, HeadStep, IncrementSource
+from .panel import Panel
+
+
+class Probe:
+    """Measures the steps of an optimizer on a model's LM head.
+
+    From ``attach`` to ``detach`` every step of the optimizer is seen by a hook; ``record`` returns what the last one
+    was. Observation changes nothing: weights, state, gradients, random numbers and training flags stay as they were.
+
+    Args:
+        model: a language model with an untied LM head.
+        optimizer: the one that moves the head, or a ChainedOptimizer.
+        head: the LM head, its name, or None to look for it.
+        panel: validation positions for the Hilbert perturbation; without it only the diameter is measured.
+        diameter_every: steps between exact diameters; 0 for none.
+        perturbation_every: steps between perturbations of the panel; 0 for none.
+        bracket: bounds of the diameter on every step; by default where the increment is formed from state.
+        hidden: how to get hidden states from a model that never calls its head: (model, batch) -> states.
+        autocast: makes the context in which the model runs its forward pass.
+        decay: how an unknown optimizer uses weight_decay.
+        vocab_size: rows of the head that are tokens, if it is padded.
+        logit_scale: factor between the head's output and the logits.
+        decode: makes a token's text from its id.
+        strict: raise what fails, in place of counting it and warning once.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        *,
+        head: str | Module | None = None,
+        panel: Panel | None = None,
+        diameter_every: int = 10,
+        perturbation_every: int = 500,
+        bracket: bool | None = None,
+        hidden: HiddenStates | None = None,
+        autocast: AutocastFactory | None = None,
+        decay: Decay | None = None,
+        vocab_size: int | None = None,
+        logit_scale: float = 1.0,
+        decode: Callable[[int], str] | None = None,
+        strict: bool = False,
+    ) -> None:
+        self.model, self.panel = model, panel
+        self.head_name, self.head = find_head_module(model, head)
+        weight = self.head.weight
+        if not isinstance(weight, Tensor) or weight.ndim != 2 or hasattr(weight, "device_mesh"):
+            raise TypeError(f"the head '{self.head_name}' must have a whole (V, d) weight, not a sharded one: use DDP")
+        self.weight = weight
+        self.diameter_every, self.perturbation_every = diameter_every, perturbation_every
+        self.hidden, self.autocast, self.decode, self.strict = hidden, autocast, decode, strict
+        self.vocab_size, self.logit_scale = vocab_size, logit_scale
+        self.source = IncrementSource(optimizer, weight, decay=decay)
+        bias = getattr(self.head, "bias", None)
+        self.bias = IncrementSource(optimizer, bias, decay=decay) if isinstance(bias, Tensor) else None
+        self.bracket = self.source.from_state if bracket is None else bracket
+        self.step = 0
+        self.failures: Counter[str] = Counter()
+        self._ends: list[Callable[[], None]] = []
+        self._increment: Tensor | None = None
+        self._measured: dict[str, Any] = {}
+        self._recorded: dict[str, Any] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._since = time.perf_counter()
+
+    # Hooks
+
+    def attach(self) -> Probe:
+        """Begin to watch."""
+        self._ends = [self.source.watch(self._on_step, measure=self._will_measure)]
+        if self.bias is not None:
+            self._ends.append(self.bias.watch(lambda step: None, measure=self._will_measure))
+        return self
+
+    @property
+    def stepped(self) -> bool:
+        """Whether there was a step since the last record."""
+        return bool(self._measured)
+
+    def detach(self) -> None:
+        """End it; the optimizer is left without a trace."""
+        for end in self._ends:
+            end()
+        self._ends, self._increment = [], None
+
+    def __enter__(self) -> Probe:
+        return self.attach()
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def _will_measure(self) -> bool:
+        due = _due(self.step + 1, self.diameter_every) or _due(self.step + 1, self.perturbation_every)
+        return due or self.bracket
+
+    def _on_step(self, step: HeadStep) -> None:
+        self.step += 1
+        self._increment, self._measured = None, {"skipped": step.skipped}
+        with self._guarded("learning_rate"):
+            self._measured["learning_rate"] = step.lr
+        if not step.skipped:
+            self._measure(exact=_due(self.step, self.diameter_every))
+
+    # Measuring
+
+    def _measure(self, *, exact: bool) -> None:
+        """D(S) or its bracket, on the rank that writes."""
+        if not (exact or self.bracket) or _rank() != 0:
+            return
+        S: Tensor | None = None
+        with self._guarded("increment"):
+            S = self.increment()
+        if S is None:
+            return
+        with self._guarded("diameter" if exact else "bracket"):
+            self._diameter(S, exact=exact)
+        if exact:
+            self._increment = S  # for the panel, if it is due too
+            with self._guarded("gradient"):
+                self._gradient()
+
+    def increment(self) -> Tensor:
+        """S of the last step as it acts on the logits: scaled, padding dropped, extended by the bias."""
+        formed = self.source.form()
+        S = formed.S
+        if formed.rounding:
+            self._measured["rounding"] = 2 * math.sqrt(S.shape[1]) * formed.rounding * self.logit_scale
+        if self.bias is not None:
+            S = torch.cat([S, self.bias.form().S.to(S.dtype)[:, None]], dim=1)
+        if self.vocab_size is not None:
+            S = S[: self.vocab_size]
+        return S if self.logit_scale == 1 else S * self.logit_scale
+
+    def _diameter(self, S: Tensor, *, exact: bool) -> None:
+        found = row_diameter(S) if exact else row_diameter_bracket(S)
+        self._measured.update(
+            diameter_lower=found.lower, diameter_upper=found.upper, pair=found.pair, nonfinite_rows=found.nonfinite_rows
+        )
+        if exact:
+            norms = torch.linalg.vector_norm(S, dim=1)
+            token = int(norms.argmax())
+            self._measured.update(diameter=found.lower, row_norm=float(norms[token]), row_token=token)
+        if self.decode is not None:
+            self._measured["pair_text"] = tuple(self.decode(token) for token in found.pair)
+        if self.source.last is not None and self.bias is None:
+            count = float(self.source.optimizer.state[self.weight].get("step", 0))
+            ceiling = diameter_ceiling(self.source.optimizer, self.source.last, count=count, width=self.weight.shape[1])
+            self._measured["ceiling"] = None if ceiling is None else ceiling * self.logit_scale
+
+    @torch.no_grad()
+    def _gradient(self) -> None:
+        if self.weight.grad is None:
+            return
+        G = self.weight.grad[: self.vocab_size].float()
+        norms = torch.linalg.vector_norm(G, dim=1)
+        token = int(norms.argmax())
+        balance = G.sum(0).norm() / norms.sum()
+        self._measured.update(
+            gradient_row_norm=float(norms[token]), gradient_row_token=token, gradient_balance=float(balance)
+        )
+
+    def _perturbation(self) -> None:
+        """Perturbation of the panel: each rank takes its share, and all of them learn of a failure by one gather."""
+        if self.panel is None:
+            return
+        mine = torch.zeros(7, dtype=torch.float64)  # went well, positions, sum of squares, max, its pair, largest |h|
+        with self._guarded("panel"):
+            share = self.panel.share(_rank(), _world())
+            mine[0] = 1
+            if share.size:
+                mine[0] = 0
+                S = self.increment() if self._increment is None else self._increment
+                H = hidden_states(self.model, self.head, share, hidden=self.hidden, autocast=self.autocast)
+                if self.bias is not None:
+                    H = torch.cat([H, H.new_ones(len(H), 1)], dim=1)
+                found = hilbert_perturbation(S, H)
+                largest = float(torch.linalg.vector_norm(H, dim=1).max())
+                mine = torch.tensor(
+                    [1, share.size, share.size * found.rms**2, found.max, *found.pair, largest], dtype=torch.float64
+                )
+        ranks = _gathered(mine, self.weight.device)
+        if not bool(ranks[:, 0].all()):
+            return
+        worst = ranks[ranks[:, 3].argmax()]
+        pair = int(worst[4]), int(worst[5])
+        self._measured.update(
+            perturbation_rms=math.sqrt(float(ranks[:, 2].sum() / ranks[:, 1].sum())),
+            perturbation_max=float(worst[3]),
+            perturbation_pair=pair,
+            hidden_norm=float(ranks[:, 6].max()),
+        )
+        if self.decode is not None:
+            self._measured["perturbation_pair_text"] = tuple(self.decode(token) for token in pair)
+
+    def record(
+        self,
+        *,
+        final: bool = False,
+        train_loss: float | None = None,
+        validation_loss: float | None = None,
+        tokens: int | None = None,
+    ) -> StepRecord | None:
+        """Return the record of the last step, or None if there was none since the last call.
+
+        Called on every rank after every step: the perturbation is measured here, under the new weights.
+
+        Args:
+            final: the run has ended with that step: measure what has not been, also of a step already recorded.
+            train_loss: loss of the step.
+            validation_loss: if it was computed since the last record.
+            tokens: training tokens so far.
+        """
+        fresh = bool(self._measured)
+        if final:
+            self._measured = self._measured or dict(self._recorded)
+        if not self._measured:
+            return None
+        if not self._measured["skipped"]:
+            if final and self.diameter_every and "diameter" not in self._measured:
+                fresh = True
+                self._measure(exact=True)
+            due = self.perturbation_every and (final or _due(self.step, self.perturbation_every))
+            if due and "perturbation_rms" not in self._measured:
+                fresh = True
+                self._perturbation()
+        if not fresh:
+            return None
+        now = time.perf_counter()
+        spent = sum(self._seconds.values())
+        made = StepRecord(
+            step=self.step,
+            time=time.time(),
+            train_loss=train_loss,
+            validation_loss=validation_loss,
+            tokens=tokens,
+            seconds=dict(self._seconds),
+            share=spent / (now - self._since) if now > self._since else None,
+            **self._measured,
+        )
+        self._recorded = self._measured
+        self._increment, self._measured, self._seconds, self._since = None, {}, defaultdict(float), now
+        return made
+
+    @contextmanager
+    def _guarded(self, part: str) -> Iterator[None]:
+        """Time a part; count what it raises and warn once, or let it through under `strict`."""
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            if self.strict:
+                raise
+            self.failures[part] += 1
+            if self.failures[part] == 1:
+                warnings.warn(f"hilbert_monitor could not measure the {part} ({error}); training goes on", stacklevel=2)
+        finally:
+            self._seconds[part] += time.perf_counter() - start
+
+
+def find_head_module(model: Module, head: str | Module | None) -> tuple[str, Module]:
+    """Return the LM head and its name, given either of them or neither."""
+    names = {module: name for name, module in model.named_modules()}
+    if isinstance(head, Module):
+        if head not in names:
+            raise ValueError("the head is no module of this model: pass one of its modules, or the name of one")
+        return names[head], head
+    name = find_head(model) if head is None else head
+    if name not in names.values():
+        raise ValueError(f"the model has no module called {name!r}: pass the LM head or its name as head=...")
+    return name, model.get_submodule(name)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _gathered(mine: Tensor, device: torch.device) -> Tensor:
+    """Rows of all ranks, on the CPU."""
+    if _world() == 1:
+        return mine[None]
+    sent = mine.to(device)
+    everyone = sent.new_empty(_world(), len(mine))
+    dist.all_gather_into_tensor(everyone.view(-1), sent)
+    return everyone.cpu()

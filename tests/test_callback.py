@@ -1,0 +1,326 @@
+"""HilbertMonitor on a real Trainer: training unchanged to the bit, records whole, failures survived."""
+
+import logging
+import threading
+import time
+import warnings
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader, Dataset
+
+from hilbert_monitor import HilbertMonitor, Probe, RowNorm, pretraining_optimizer
+from hilbert_monitor.geometry import hilbert_perturbation
+from hilbert_monitor.monitor.panel import Panel
+from tests.decoders import Plain
+from tests.ranks import in_ranks
+from tests.references import all_pairs_diameter
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+V, UPDATES = 37, 12
+
+
+class Text(Dataset):
+    def __init__(self, seed, items=48):
+        self.ids = torch.randint(0, V, (items, 9), generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        return self.ids[index]
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, make="adamw"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model, self.make = Plain(V, 16), make
+        self.dropout = nn.Dropout(0.2)
+        self.seen = []
+
+    def forward(self, tokens):
+        return self.model.lm_head(self.dropout(self.model.hidden(tokens)))
+
+    def loss(self, tokens):
+        return nn.functional.cross_entropy(self(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    def training_step(self, tokens, _):
+        return self.loss(tokens)
+
+    def validation_step(self, tokens, _):
+        self.log("val_loss", self.loss(tokens))
+
+    def configure_optimizers(self):
+        if self.make in ("adamw", "rownorm"):
+            return pretraining_optimizer(self.model, self.make)
+        kinds = {"torch": lambda p: AdamW(p, lr=1e-2), "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9)}
+        return kinds[self.make](self.parameters())
+
+
+class Kept:
+    """A sink that keeps its records."""
+
+    def __init__(self):
+        self.records = []
+
+    def write(self, record):
+        self.records.append(record)
+
+
+def fit(module, *callbacks, precision="32-true", workers=0, accumulate=2, logger=False, **options):
+    torch.manual_seed(1)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        precision=precision,
+        max_steps=UPDATES,
+        max_epochs=-1,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=1.0,
+        val_check_interval=6,
+        limit_val_batches=2,
+        callbacks=list(callbacks),
+        logger=logger,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **options,
+    )
+    train = DataLoader(Text(0), batch_size=4, shuffle=True, num_workers=workers, drop_last=True)
+    trainer.fit(module, train, DataLoader(Text(1), batch_size=4))
+    return trainer
+
+
+def everything(module, trainer):
+    (optimizer,) = trainer.optimizers
+    state = [v for s in optimizer.state_dict()["state"].values() for v in s.values()]
+    return [p.detach().clone() for p in module.parameters()], state, torch.get_rng_state()
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return all(same(x, y) for x, y in zip(a, b, strict=True)) if isinstance(a, list | tuple) else a == b
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("make", ["adamw", "rownorm", "torch"])
+def test_training_is_the_same_to_the_bit_with_and_without_the_monitor(make, precision):
+    runs = []
+    for callbacks in ((), (HilbertMonitor(diameter_every=3, perturbation_every=4, panel_size=50, strict=True),)):
+        module = Module(make)
+        runs.append(everything(module, fit(module, *callbacks, precision=precision)))
+    assert same(*runs)
+
+
+def test_training_is_the_same_with_loader_workers():
+    runs = []
+    for callbacks in ((), (HilbertMonitor(diameter_every=3, perturbation_every=4, panel_size=50, strict=True),)):
+        module = Module("rownorm")
+        runs.append(everything(module, fit(module, *callbacks, workers=1)))
+    assert same(*runs)
+
+
+class Reference(lightning.Callback):
+    """Takes every increment by difference of fp64 copies, outside the optimizer's hooks."""
+
+    def __init__(self):
+        self.increments, self.hidden = {}, {}
+
+    def on_train_batch_start(self, trainer, module, *_):
+        self.before, self.steps = module.model.lm_head.weight.detach().double().clone(), trainer.global_step
+        self.group = dict(trainer.optimizers[0].param_groups[-1])
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if trainer.global_step > self.steps:
+            kept = 1 - self.group["lr"] * self.group["weight_decay"]
+            self.increments[trainer.global_step] = module.model.lm_head.weight.detach().double() - kept * self.before
+            module.eval()
+            with torch.no_grad():
+                ids = Text(1).ids[:6]
+                self.hidden[trainer.global_step] = module.model.hidden(ids).flatten(0, 1)[:50]
+            module.train()
+
+
+@pytest.mark.parametrize("make", ["adamw", "rownorm"])
+def test_records_are_those_of_an_independent_reference(make):
+    kept, reference = Kept(), Reference()
+    monitor = HilbertMonitor(diameter_every=3, perturbation_every=4, panel_size=50, sinks=[kept], strict=True)
+    fit(Module(make), reference, monitor)
+    by_step = {record.step: record for record in kept.records}
+    assert sorted(by_step) == list(range(1, UPDATES + 1))
+    for step, record in by_step.items():
+        S = reference.increments[step]
+        D = all_pairs_diameter(S)
+        assert record.diameter_lower <= D * (1 + 1e-4)
+        assert record.diameter_upper >= D * (1 - 1e-4)
+        assert (record.diameter is not None) == (step % 3 == 0 or step == UPDATES)
+        if record.diameter is not None:
+            assert record.diameter == pytest.approx(D, rel=1e-4)
+            assert 0 < record.saturation <= 1 + 1e-6
+            assert record.gradient_balance < 1e-5
+        assert (record.perturbation_rms is not None) == (step % 4 == 0 or step == UPDATES)
+        if record.perturbation_rms is not None:
+            found = hilbert_perturbation(S.float(), reference.hidden[step])
+            assert record.perturbation_rms == pytest.approx(found.rms, rel=1e-3)
+            assert record.perturbation_max <= record.hidden_norm * record.diameter_upper * (1 + 1e-5)
+        assert record.tokens == step * 2 * 4 * 9
+        assert record.seconds
+
+
+def test_values_reach_the_loggers_without_a_name_of_their_own_making(tmp_path):
+    logger = CSVLogger(tmp_path)
+    fit(Module(), HilbertMonitor(diameter_every=3, panel_size=50, strict=True), logger=logger, log_every_n_steps=1)
+    logger.save()
+    header = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0]
+    assert {"hilbert/step_diameter", "hilbert/perturbation_rms", "hilbert/step_diameter_upper"} <= set(
+        header.split(",")
+    )
+
+
+class Raises:
+    def write(self, record):
+        raise OSError("disk full")
+
+
+class Blocks:
+    def __init__(self):
+        self.free = threading.Event()
+
+    def write(self, record):
+        self.free.wait(60)
+
+
+def decode(token):
+    raise KeyError(token)
+
+
+def hidden(module, batch):
+    raise RuntimeError("no states")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "options", [{"decode": decode}, {"hidden": hidden}, {"head": "nothing"}, {"panel": [10**9] * 99}], ids=str
+)
+def test_what_fails_costs_records_and_not_the_run(options):
+    module, plain = Module("rownorm"), Module("rownorm")
+    monitor = HilbertMonitor(diameter_every=3, perturbation_every=4, panel_size=50, **options)
+    assert same(everything(module, fit(module, monitor)), everything(plain, fit(plain)))
+    assert monitor.failures or monitor.probe.failures
+    with pytest.raises(Exception, match=r".+"):
+        fit(Module("rownorm"), HilbertMonitor(diameter_every=3, perturbation_every=4, strict=True, **options))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sink_that_raises_and_one_that_blocks_cost_records_and_no_time():
+    blocks, kept = Blocks(), Kept()
+    monitor = HilbertMonitor(diameter_every=1, perturbation_every=0, sinks=[Raises(), blocks, kept])
+    module, plain = Module("rownorm"), Module("rownorm")
+    start = time.monotonic()
+    run = everything(module, fit(module, monitor))
+    assert time.monotonic() - start < 30
+    blocks.free.set()
+    assert same(run, everything(plain, fit(plain)))
+    assert len(kept.records) >= UPDATES
+
+
+def test_rownorm_alone_is_named_and_bounded():
+    module, kept = Module("rownorm"), Kept()
+    monitor = HilbertMonitor(diameter_every=1, perturbation_every=0, sinks=[kept], strict=True)
+    fit(module, monitor)
+    assert isinstance(monitor.probe.source.optimizer, RowNorm)
+    assert all(r.diameter <= r.ceiling * (1 + 1e-6) for r in kept.records)
+
+
+def two_ranks(rank, world, folder):
+    """The monitored run of one of two DDP processes, by hand: each has its half of every batch."""
+    kept = []
+    torch.manual_seed(0)
+    model = Plain(V, 16)
+    wrapped = nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    optimizer = pretraining_optimizer(model, "adamw")
+    panel = Panel.of_tokens(Text(1).ids, 50)
+    raises = folder == "raises" and rank == 1
+
+    def states(module, batch):
+        if raises:
+            raise RuntimeError("no states here")
+        return module.hidden(batch)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Probe(model, optimizer, panel=panel, diameter_every=2, perturbation_every=2, hidden=states) as probe:
+            for step in range(4):
+                ids = Text(0).ids[8 * step : 8 * step + 8].chunk(world)[rank]
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(wrapped(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+                loss.backward()
+                optimizer.step()
+                kept.append(probe.record())
+    fields = ("diameter", "perturbation_rms", "perturbation_max", "hidden_norm")  # Adam's first pairs tie
+    return [{name: getattr(record, name) for name in fields} for record in kept], [
+        p.detach() for p in model.parameters()
+    ]
+
+
+def test_two_ranks_give_the_numbers_of_one(tmp_path):
+    (first, weights), (second, others) = in_ranks(two_ranks, tmp_path / "r", "shares")
+    (alone, _) = two_ranks(0, 1, "alone")
+    assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+    for record, expected in zip(first, alone, strict=True):
+        for name, value in expected.items():
+            assert record[name] == (pytest.approx(value, rel=1e-3) if isinstance(value, float) else value)
+    assert all(record["diameter"] is None for record in second)  # rank zero measures and writes
+    assert [r["perturbation_rms"] for r in first] == [r["perturbation_rms"] for r in second]
+    assert first[1]["perturbation_rms"] > 0
+
+
+def test_a_panel_that_raises_on_one_rank_is_skipped_by_all_and_nobody_waits(tmp_path):
+    (first, weights), (second, others) = in_ranks(two_ranks, tmp_path / "r", "raises")
+    assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+    assert all(record["perturbation_rms"] is None for record in first + second)
+    assert first[1]["diameter"] > 0
+
+
+def test_a_resumed_run_goes_on_counting(tmp_path):
+    module, kept = Module("rownorm"), Kept()
+    fit(module, HilbertMonitor(diameter_every=3, panel_size=50, sinks=[kept], strict=True)).save_checkpoint(
+        tmp_path / "run.ckpt"
+    )
+    again = Kept()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=UPDATES + 3,
+        max_epochs=-1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[HilbertMonitor(diameter_every=3, panel_size=50, sinks=[again], strict=True)],
+    )
+    data = DataLoader(Text(0), batch_size=4)
+    trainer.fit(Module("rownorm"), data, DataLoader(Text(1), batch_size=4), ckpt_path=tmp_path / "run.ckpt")
+    assert [r.step for r in again.records if r.step <= UPDATES] == []
+    assert {r.step for r in again.records} == {UPDATES + 1, UPDATES + 2, UPDATES + 3}
+    assert again.records[0].tokens > kept.records[-1].tokens
+
+
+class Returns(Module):
+    """Gives no loss at every third batch."""
+
+    def training_step(self, tokens, index):
+        return None if index % 3 == 2 else super().training_step(tokens, index)
+
+
+def test_a_step_without_a_loss_is_recorded_as_a_skip():
+    kept = Kept()
+    monitor = HilbertMonitor(diameter_every=1, perturbation_every=0, sinks=[kept], strict=True)
+    fit(Returns("rownorm"), monitor, accumulate=1)
+    skipped = [record for record in kept.records if record.skipped]
+    assert {record.skipped for record in skipped} == {"no gradient"}
+    assert all(record.diameter is None for record in skipped)
