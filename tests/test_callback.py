@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hilbert_monitor import HilbertMonitor, Probe, RowNorm, pretraining_optimizer
+from hilbert_monitor import ChainedOptimizer, HilbertMonitor, Probe, RowNorm, pretraining_optimizer
 from hilbert_monitor.geometry import hilbert_perturbation
 from hilbert_monitor.monitor.panel import Panel
 from tests.decoders import Plain
@@ -324,3 +324,111 @@ def test_a_step_without_a_loss_is_recorded_as_a_skip():
     skipped = [record for record in kept.records if record.skipped]
     assert {record.skipped for record in skipped} == {"no gradient"}
     assert all(record.diameter is None for record in skipped)
+
+
+class Stream(IterableDataset):
+    """Validation text that can be had once in order, and counts who asks."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def __iter__(self):
+        self.asked += 1
+        yield from Text(1).ids
+
+
+def run_on(validation, monitor, **options):
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=UPDATES,
+        max_epochs=-1,
+        val_check_interval=4,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[monitor],
+        **options,
+    )
+    trainer.fit(Module("rownorm"), DataLoader(Text(0), batch_size=4), validation)
+    return monitor
+
+
+def test_of_a_stream_the_first_validation_is_kept_and_nobody_else_asks_for_it():
+    data, kept = Stream(), Kept()
+    monitor = HilbertMonitor(diameter_every=0, perturbation_every=4, panel_size=50, sinks=[kept], strict=True)
+    run_on(DataLoader(data, batch_size=4), monitor, num_sanity_val_steps=0)
+    assert data.asked == UPDATES // 4
+    assert monitor.probe.panel.hash == Panel.of_batches([Text(1).ids[:4], Text(1).ids[4:8]], 50).hash
+    assert [r.step for r in kept.records if r.perturbation_rms is not None] == [8, 12]
+
+
+def test_validation_data_loaded_late_is_the_panel_from_then_on():
+    kept = Kept()
+    monitor = HilbertMonitor(diameter_every=0, perturbation_every=4, panel_size=50, sinks=[kept], strict=True)
+    run_on(DataLoader(Text(1), batch_size=4, shuffle=True), monitor, num_sanity_val_steps=0)
+    assert monitor.probe.panel.hash == Panel.of_tokens(Text(1).ids, 50).hash
+    assert kept.records[-1].perturbation_rms > 0
+
+
+def test_without_validation_data_the_diameter_is_measured_alone_and_one_sentence_says_so():
+    kept = Kept()
+    with pytest.warns(UserWarning, match="found no validation data and measures the diameter alone"):
+        run_on(None, HilbertMonitor(diameter_every=3, sinks=[kept], strict=True), limit_val_batches=0)
+    assert kept.records[-1].diameter > 0
+    assert all(r.perturbation_rms is None for r in kept.records)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: setattr(model.lm_head, "weight", model.embed.weight), "an embedding's too"),
+        (lambda model: setattr(model.lm_head, "bias", nn.Parameter(torch.zeros(V))), "has a bias"),
+    ],
+    ids=["tied", "bias"],
+)
+def test_a_head_for_which_the_identity_is_a_bound_is_remarked_on(change, said):
+    model = Plain(V, 16)
+    change(model)
+    with pytest.warns(UserWarning, match=said):
+        probe = Probe(model, AdamW(model.parameters()))
+    assert len(probe.remarks) == 1
+
+
+def test_a_loss_that_is_no_plain_softmax_is_remarked_on_once():
+    model = Plain(V, 16)
+    optimizer = AdamW(model.parameters())
+    with Probe(model, optimizer, diameter_every=1) as probe, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(Text(0).ids[:4]).square().mean().backward()
+            optimizer.step()
+            probe.record()
+    assert ["do not sum to zero" in str(warning.message) for warning in seen] == [True]
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["bias with it or first", "bias last"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_bias_extends_the_rows_and_the_states(apart, order):
+    torch.manual_seed(0)
+    model = Plain(V, 16, bias=True)
+    others = [p for name, p in model.named_parameters() if name != "lm_head.weight"]
+    parts = [SGD(others, lr=0.1), SGD([model.lm_head.weight], lr=0.1)][::order]
+    optimizer = ChainedOptimizer(*parts) if apart else SGD(model.parameters(), lr=0.1)
+    panel = Panel.of_tokens(Text(1).ids, 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        probe = Probe(model, optimizer, panel=panel, diameter_every=1, perturbation_every=1, vocab_size=V - 2)
+    before = [p.detach().clone() for p in (model.lm_head.weight, model.lm_head.bias)]
+    with probe:
+        nn.functional.cross_entropy(model(Text(0).ids[:4]).flatten(0, 1), Text(0).ids[:4].flatten()).backward()
+        optimizer.step()
+        record = probe.record()
+    S, b = (p.detach() - q for p, q in zip((model.lm_head.weight, model.lm_head.bias), before, strict=True))
+    extended = torch.cat([S, b[:, None]], 1)[: V - 2]
+    assert record.diameter == pytest.approx(all_pairs_diameter(extended), rel=1e-4)
+    change = (model.hidden(Text(1).ids).detach().flatten(0, 1)[:20] @ S.T + b)[:, : V - 2]
+    assert record.perturbation_rms == pytest.approx(
+        float((change.amax(1) - change.amin(1)).square().mean().sqrt()), rel=1e-4
+    )

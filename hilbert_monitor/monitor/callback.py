@@ -18,7 +18,7 @@ from hilbert_monitor.runs.record import StepRecord
 
 from .hidden import HiddenStates
 from .increment import Decay
-from .panel import Panel, token_ids
+from .panel import Panel, positions_of, token_ids, with_tensors
 from .probe import Probe, find_head_module
 from .sinks import QueuedSink, Sink
 
@@ -76,6 +76,7 @@ class HilbertMonitor(Callback):
         self._tokens = 0
         self._loss: Tensor | None = None
         self._validation_loss: float | None = None
+        self._stream: list[Any] | None = None
 
     # Lightning's hooks
 
@@ -96,8 +97,17 @@ class HilbertMonitor(Callback):
         if self.probe is not None and self.probe.panel is None:
             self._guarded("panel", self._take_panel, trainer)
 
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Keep what the first validation delivers, where the data are a stream."""
+        if self._stream is not None and dataloader_idx == 0:
+            self._guarded("panel", self._keep, batch)
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the validation loss, under whichever usual name it has."""
+        if self._stream:
+            self._guarded("panel", self._take_stream)
         names = ("val_loss", "validation_loss", "val/loss", "valid_loss")
         found = next((trainer.callback_metrics[n] for n in names if n in trainer.callback_metrics), None)
         if not trainer.sanity_checking and found is not None:
@@ -153,11 +163,29 @@ class HilbertMonitor(Callback):
     def _take_panel(self, trainer: Trainer) -> None:
         if self.probe is None or not self.perturbation_every:
             return
-        if isinstance(self.panel, str):
-            loaders = trainer.val_dataloaders
-            self.probe.panel = None if loaders is None else Panel.of_loader(loaders, self.panel_size)
-        else:
+        if not isinstance(self.panel, str):
             self.probe.panel = Panel.of_tokens(self.panel, self.panel_size)
+        elif trainer.val_dataloaders is not None:
+            self.probe.panel = Panel.of_loader(trainer.val_dataloaders, self.panel_size)
+            if self.probe.panel is None and self._stream is None and not trainer.sanity_checking:
+                self._stream = []
+        elif not trainer.enable_validation:
+            warnings.warn(
+                "HilbertMonitor found no validation data and measures the diameter alone: give the Trainer a validation"
+                " loader, or token ids as panel=...",
+                stacklevel=2,
+            )
+
+    def _keep(self, batch: Any) -> None:
+        """Copy a batch of a stream until there are enough positions."""
+        assert self._stream is not None
+        if sum(len(positions_of(kept)) for kept in self._stream) < self.panel_size:
+            self._stream.append(with_tensors(batch, lambda x: x.detach().cpu().clone()))
+
+    def _take_stream(self) -> None:
+        assert self.probe is not None
+        assert self._stream is not None
+        self.probe.panel, self._stream = Panel.of_batches(self._stream, self.panel_size), None
 
     def _note(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
         """Add up the loss of the micro-batches of one update, and the tokens."""

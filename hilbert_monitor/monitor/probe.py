@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Embedding, EmbeddingBag, Module
 from torch.optim import Optimizer
 
 from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_diameter_bracket
@@ -24,6 +24,9 @@ from .ceiling import diameter_ceiling
 from .hidden import AutocastFactory, HiddenStates, hidden_states
 from .increment import Decay, HeadStep, IncrementSource
 from .panel import Panel
+
+UNBALANCED = 0.01
+"""|sum of the gradient's rows| / sum of their norms, from which on the loss is not that of a plain softmax."""
 
 
 class Probe:
@@ -80,6 +83,12 @@ class Probe:
         bias = getattr(self.head, "bias", None)
         self.bias = IncrementSource(optimizer, bias, decay=decay) if isinstance(bias, Tensor) else None
         self.bracket = self.source.from_state if bracket is None else bracket
+        self.remarks: list[str] = []
+        """Why H D(S) bounds the perturbation and is not its largest value, if it does."""
+        if self.bias is not None:
+            self._remark("the head has a bias: rows are extended by its increment, and sqrt(H^2 + 1) D is a bound")
+        if any(weight is m.weight for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)):
+            self._remark("the head's weight is an embedding's too: a step also moves the hidden states through it")
         self.step = 0
         self.failures: Counter[str] = Counter()
         self._ends: list[Callable[[], None]] = []
@@ -93,9 +102,9 @@ class Probe:
 
     def attach(self) -> Probe:
         """Begin to watch."""
-        self._ends = [self.source.watch(self._on_step, measure=self._will_measure)]
-        if self.bias is not None:
+        if self.bias is not None:  # before the weight: it has then been seen when the weight is
             self._ends.append(self.bias.watch(lambda step: None, measure=self._will_measure))
+        self._ends.append(self.source.watch(self._on_step, measure=self._will_measure))
         return self
 
     @property
@@ -124,7 +133,13 @@ class Probe:
         self._increment, self._measured = None, {"skipped": step.skipped}
         with self._guarded("learning_rate"):
             self._measured["learning_rate"] = step.lr
-        if not step.skipped:
+        elsewhere = self.bias is not None and self.bias.optimizer is not self.source.optimizer
+        if not elsewhere:
+            self._measure_step()
+
+    def _measure_step(self) -> None:
+        """Measure a step that is new: in its hook, or at its record where the bias has an optimizer of its own."""
+        if not self._measured["skipped"] and "diameter_lower" not in self._measured:
             self._measure(exact=_due(self.step, self.diameter_every))
 
     # Measuring
@@ -173,17 +188,28 @@ class Probe:
             ceiling = diameter_ceiling(self.source.optimizer, self.source.last, count=count, width=self.weight.shape[1])
             self._measured["ceiling"] = None if ceiling is None else ceiling * self.logit_scale
 
+    def _remark(self, text: str) -> None:
+        """Note once why the identity is not exact, and warn of it."""
+        if text not in self.remarks:
+            self.remarks.append(text)
+            warnings.warn(f"hilbert_monitor: identity not exact, {text}", stacklevel=3)
+
     @torch.no_grad()
     def _gradient(self) -> None:
         if self.weight.grad is None:
             return
-        G = self.weight.grad[: self.vocab_size].float()
+        G = self.weight.grad.float()
         norms = torch.linalg.vector_norm(G, dim=1)
-        token = int(norms.argmax())
-        balance = G.sum(0).norm() / norms.sum()
+        token = int(norms[: self.vocab_size].argmax())
+        balance = G.sum(0).norm() / norms.sum()  # padding takes part in a softmax
         self._measured.update(
             gradient_row_norm=float(norms[token]), gradient_row_token=token, gradient_balance=float(balance)
         )
+        if float(balance) > UNBALANCED:
+            self._remark(
+                "the rows of the head's gradient do not sum to zero, as those of a softmax cross entropy do: a z-loss,"
+                " or soft-capped logits?"
+            )
 
     def _perturbation(self) -> None:
         """Perturbation of the panel: each rank takes its share, and all of them learn of a failure by one gather."""
@@ -237,6 +263,8 @@ class Probe:
             tokens: training tokens so far.
         """
         fresh = bool(self._measured)
+        if fresh and self.bias is not None:
+            self._measure_step()
         if final:
             self._measured = self._measured or dict(self._recorded)
         if not self._measured:
