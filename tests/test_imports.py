@@ -51,6 +51,16 @@ def test_the_optimizers_see_the_geometry_and_nothing_else_of_ours():
     assert "lightning" not in modules
 
 
+def test_the_monitor_needs_lightning_for_its_callback_alone():
+    modules = loaded("import hilbert_monitor.monitor.probe, hilbert_monitor.monitor.sinks")
+    assert "lightning" not in modules
+    assert "lightning" in loaded("import hilbert_monitor; hilbert_monitor.HilbertMonitor")
+
+
+def test_records_and_metrics_need_no_torch():
+    assert "torch" not in loaded("import hilbert_monitor.runs.metrics")
+
+
 def test_geometry_imports_torch_and_the_standard_library_only():
     for path in (PACKAGE / "geometry").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

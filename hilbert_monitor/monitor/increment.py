@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from hilbert_monitor.geometry._arithmetic import compute_dtype
 from hilbert_monitor.optim import ChainedOptimizer
-from hilbert_monitor.optim._matrix import LastStep, MatrixOptimizer
+from hilbert_monitor.optim._matrix import LastStep, MatrixOptimizer, row_chunks
 
 Decay = Literal["decoupled", "coupled"]
 Group = dict[str, Any]
@@ -140,8 +140,11 @@ class IncrementSource:
         return end
 
     @torch.no_grad()
-    def form(self) -> Increment:
+    def form(self, out: Tensor | None = None) -> Increment:
         """Return the increment of the last step: after it, and before the next or a change of its gradient.
+
+        Args:
+            out: memory for S, used where it can be: on a CPU new memory costs more than S itself.
 
         Raises:
             RuntimeError: if there was no step, or it was not to be measured and has left nothing to form it from.
@@ -152,12 +155,12 @@ class IncrementSource:
         if self.last.skipped:
             return Increment(torch.zeros_like(U, dtype=dtype), 0.0)
         if isinstance(self.optimizer, MatrixOptimizer):
-            return Increment(self.optimizer.increment(self.param), 0.0)
+            return Increment(self.optimizer.increment(self.param, out=out), 0.0)
         formula = self._formula(self.last.options)
         if formula is _sgd and not self.last.options["momentum"] and not self._has_gradient():
             raise RuntimeError("the gradient of the last step is gone or changed, and SGD's increment needs it")
         if formula is not None:
-            return Increment(formula(self.param, self.optimizer.state[self.param], self.last.options), 0.0)
+            return Increment(formula(self.param, self.optimizer.state[self.param], self.last.options, out), 0.0)
         if self._before is None:
             raise RuntimeError(
                 f"the increment of {type(self.optimizer).__name__} is a difference of weights, and none were kept of"
@@ -177,7 +180,7 @@ class IncrementSource:
             " the optimizer that moves it"
         )
 
-    def _formula(self, options: Group) -> Callable[[Tensor, Group, Group], Tensor] | None:
+    def _formula(self, options: Group) -> Callable[[Tensor, Group, Group, Tensor | None], Tensor] | None:
         if _steps_as(self.optimizer, Adam):
             return _adam
         if _steps_as(self.optimizer, SGD):
@@ -227,14 +230,17 @@ def _steps_as(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
     return isinstance(optimizer, kind) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
 
 
-def _adam(p: Tensor, state: Group, options: Group) -> Tensor:
+def _adam(p: Tensor, state: Group, options: Group, out: Tensor | None) -> Tensor:
     """-lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps), with the largest v so far under amsgrad."""
     b1, b2 = options["betas"]
     t, dtype = _count(state["step"]), compute_dtype(p)
-    v = state["max_exp_avg_sq"] if options["amsgrad"] else state["exp_avg_sq"]
-    S: Tensor = v.to(dtype).sqrt()
-    S.div_((1 - b2**t) ** 0.5).add_(options["eps"])
-    return torch.div(state["exp_avg"].to(dtype), S, out=S).mul_(-options["lr"] / (1 - b1**t))
+    scale, root = -options["lr"] / (1 - b1**t), (1 - b2**t) ** 0.5
+    V = state["max_exp_avg_sq"] if options["amsgrad"] else state["exp_avg_sq"]
+    S = torch.empty_like(p, dtype=dtype) if out is None else out
+    for s, m, v in zip(*(row_chunks(A, S) for A in (S, state["exp_avg"], V)), strict=True):
+        torch.sqrt(v.to(dtype), out=s)
+        torch.div(m.to(dtype), s.div_(root).add_(options["eps"]), out=s).mul_(scale)
+    return S
 
 
 def _count(step: float | Tensor) -> float | Tensor:
@@ -244,7 +250,7 @@ def _count(step: float | Tensor) -> float | Tensor:
     return float(step)
 
 
-def _sgd(p: Tensor, state: Group, options: Group) -> Tensor:
+def _sgd(p: Tensor, state: Group, options: Group, out: Tensor | None) -> Tensor:
     """-lr times the momentum buffer, or, without momentum, the gradient."""
     if options["momentum"]:
         return torch.mul(state["momentum_buffer"].to(compute_dtype(p)), -options["lr"])

@@ -17,6 +17,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 from torch.optim import Optimizer
 
 from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_diameter_bracket
+from hilbert_monitor.geometry._arithmetic import compute_dtype
 from hilbert_monitor.optim import find_head
 from hilbert_monitor.runs.record import StepRecord
 
@@ -93,6 +94,7 @@ class Probe:
         self.failures: Counter[str] = Counter()
         self._ends: list[Callable[[], None]] = []
         self._increment: Tensor | None = None
+        self._buffer: Tensor | None = None
         self._measured: dict[str, Any] = {}
         self._recorded: dict[str, Any] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -116,7 +118,7 @@ class Probe:
         """End it; the optimizer is left without a trace."""
         for end in self._ends:
             end()
-        self._ends, self._increment = [], None
+        self._ends, self._increment, self._buffer = [], None, None
 
     def __enter__(self) -> Probe:
         return self.attach()
@@ -162,7 +164,10 @@ class Probe:
 
     def increment(self) -> Tensor:
         """S of the last step as it acts on the logits: scaled, padding dropped, extended by the bias."""
-        formed = self.source.form()
+        weight = self.weight
+        if self._buffer is None and weight.device.type == "cpu":
+            self._buffer = torch.empty_like(weight, dtype=compute_dtype(weight), requires_grad=False)
+        formed = self.source.form(self._buffer)
         S = formed.S
         if formed.rounding:
             self._measured["rounding"] = 2 * math.sqrt(S.shape[1]) * formed.rounding * self.logit_scale

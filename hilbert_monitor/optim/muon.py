@@ -175,7 +175,7 @@ class Muon(MatrixOptimizer):
     def _buffers(self, params: list[Tensor]) -> list[Tensor]:
         return [self.state[p]["momentum_buffer"] for p in params]
 
-    def _form_increment(self, param: Tensor, last: LastStep) -> Tensor:
+    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
         if last.options["nesterov"] and not last.had(param.grad):
             raise RuntimeError(
                 "the gradient of the last step is gone or changed, and Muon's increment needs it: ask before zero_grad,"

@@ -11,17 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from hilbert_monitor.geometry._arithmetic import compute_dtype
 
-from ._matrix import Group, LastStep, MatrixOptimizer, choice, move, number
-
-CACHE_BYTES = 4 * 2**20
-"""Rows that a CPU takes at a time, in bytes of one matrix: what one operation wrote, the next finds in the cache.
-
-Tried and dropped, at 50,257 x 512 on two cores: a thread for each half of the rows, a scratch chunk in place of the
-buffer, squares and sums in place of norms, huge pages. All were slower or no faster.
-"""
-
-ACCELERATOR_BYTES = 256 * 2**20
-"""The same elsewhere, where a launch costs more than a second read; it bounds the scratch of bf16 parameters."""
+from ._matrix import Group, LastStep, MatrixOptimizer, choice, move, number, row_chunks
 
 
 class RowNorm(MatrixOptimizer):
@@ -93,32 +83,25 @@ class RowNorm(MatrixOptimizer):
             state["step"] += 1
             B = state["momentum_buffer"]
             if options["center"] == "none":  # the row norms of a chunk are known as soon as its buffer is
-                for b, g, u in zip(_chunks(B), _chunks(p.grad, B), _chunks(p, B), strict=True):
+                for b, g, u in zip(row_chunks(B), row_chunks(p.grad, B), row_chunks(p, B), strict=True):
                     b.lerp_(g.to(b.dtype), weight)
                     move(u, b, scale=_scale(b, state["step"], options), shrink=shrink)
             else:
-                for b, g in zip(_chunks(B), _chunks(p.grad, B), strict=True):
+                for b, g in zip(row_chunks(B), row_chunks(p.grad, B), strict=True):
                     b.lerp_(g.to(b.dtype), weight)
-                for s, u in zip(_projected(B, state["step"], options), _chunks(p, B), strict=True):
+                for s, u in zip(_projected(B, state["step"], options), row_chunks(p, B), strict=True):
                     move(u, s, shrink=shrink)
 
-    def _form_increment(self, param: Tensor, last: LastStep) -> Tensor:
+    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
         B, step, options = self.state[param]["momentum_buffer"], self.state[param]["step"], last.options
-        out = torch.empty_like(B)
+        out = torch.empty_like(B) if out is None else out
         if options["center"] == "none":
-            for b, s in zip(_chunks(B), _chunks(out), strict=True):
+            for b, s in zip(row_chunks(B), row_chunks(out), strict=True):
                 torch.mul(b, _scale(b, step, options), out=s)
         else:
-            for chunk, s in zip(_projected(B, step, options), _chunks(out), strict=True):
+            for chunk, s in zip(_projected(B, step, options), row_chunks(out), strict=True):
                 s.copy_(chunk)
         return out
-
-
-def _chunks(A: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Rows of `A` in chunks, of the length that suits a matrix of `like`'s dtype."""
-    like = A if like is None else like
-    budget = CACHE_BYTES if A.device.type == "cpu" else ACCELERATOR_BYTES
-    return torch.split(A, max(1, budget // max(1, like.shape[1] * like.element_size())))
 
 
 def _scale(b: Tensor, step: int, options: Group) -> Tensor:
@@ -134,10 +117,10 @@ def _scale(b: Tensor, step: int, options: Group) -> Tensor:
 
 def _projected(B: Tensor, step: int, options: Group) -> Iterator[Tensor]:
     """Chunks of -lr P RN(P C)."""
-    mean = _mean(_chunks(B), len(B))
+    mean = _mean(row_chunks(B), len(B))
 
     def steps() -> Iterator[Tensor]:
-        for b in _chunks(B):
+        for b in row_chunks(B):
             c = b - mean
             yield c.mul_(_scale(c, step, options))
 
