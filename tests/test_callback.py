@@ -211,7 +211,7 @@ def test_what_fails_costs_records_and_not_the_run(options):
     module, plain = Module("rownorm"), Module("rownorm")
     monitor = HilbertMonitor(diameter_every=3, perturbation_every=4, panel_size=50, **options)
     assert same(everything(module, fit(module, monitor)), everything(plain, fit(plain)))
-    assert monitor.failures or monitor.probe.failures
+    assert monitor.guard.failures or monitor.probe.guard.failures
     with pytest.raises(Exception, match=r".+"):
         fit(Module("rownorm"), HilbertMonitor(diameter_every=3, perturbation_every=4, strict=True, **options))
 
@@ -432,3 +432,16 @@ def test_a_bias_extends_the_rows_and_the_states(apart, order):
     assert record.perturbation_rms == pytest.approx(
         float((change.amax(1) - change.amin(1)).square().mean().sqrt()), rel=1e-4
     )
+
+
+@pytest.mark.parametrize("nesterov", [False, True], ids=["from state", "by difference"])
+def test_what_fails_inside_the_optimizers_step_does_not_reach_it(nesterov):
+    model = Plain(V, 16)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov)
+    with Probe(model, optimizer, diameter_every=1) as probe:
+        optimizer.param_groups[0]["params"] = list(model.blocks.parameters())  # the head has left it
+        model(Text(0).ids[:4]).square().mean().backward()
+        with pytest.warns(UserWarning, match="increment failed"):
+            optimizer.step()
+        assert probe.record() is None
+    assert probe.guard.failures["increment"] == 2  # before the step, and after it

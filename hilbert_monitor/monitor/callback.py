@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,6 +14,7 @@ from torch.optim import Optimizer
 from hilbert_monitor.runs.metrics import values
 from hilbert_monitor.runs.record import StepRecord
 
+from .guard import Guard
 from .hidden import HiddenStates
 from .increment import Decay
 from .panel import Panel, positions_of, token_ids, with_tensors
@@ -68,8 +67,8 @@ class HilbertMonitor(Callback):
         self.diameter_every, self.perturbation_every, self.bracket = diameter_every, perturbation_every, bracket
         self.hidden, self.decay, self.decode = hidden, decay, decode
         self.vocab_size, self.logit_scale = vocab_size, logit_scale
-        self.sinks, self.progress_bar, self.strict = sinks, progress_bar, strict
-        self.failures: Counter[str] = Counter()
+        self.sinks, self.progress_bar = sinks, progress_bar
+        self.guard = Guard(strict=strict)
         self.probe: Probe | None = None
         self._queues: list[QueuedSink] = []
         self._resumed: dict[str, int] = {}
@@ -82,32 +81,38 @@ class HilbertMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the head and its optimizer, and begin to watch."""
-        self._guarded("start", self._start, trainer, pl_module)
+        with self.guard("start"):
+            self._start(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Make the record of the step, if this batch ended with one, and hand it on."""
         if self.probe is not None:
-            self._guarded("batch", self._note, trainer, outputs, batch)
-            self._guarded("record", self._record, trainer, pl_module)
+            with self.guard("batch"):
+                self._note(trainer, outputs, batch)
+            with self.guard("record"):
+                self._record(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the panel, where the validation data is loaded only now."""
         if self.probe is not None and self.probe.panel is None:
-            self._guarded("panel", self._take_panel, trainer)
+            with self.guard("panel"):
+                self._take_panel(trainer)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Keep what the first validation delivers, where the data are a stream."""
         if self._stream is not None and dataloader_idx == 0:
-            self._guarded("panel", self._keep, batch)
+            with self.guard("panel"):
+                self._keep(batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the validation loss, under whichever usual name it has."""
         if self._stream:
-            self._guarded("panel", self._take_stream)
+            with self.guard("panel"):
+                self._take_stream()
         names = ("val_loss", "validation_loss", "val/loss", "valid_loss")
         found = next((trainer.callback_metrics[n] for n in names if n in trainer.callback_metrics), None)
         if not trainer.sanity_checking and found is not None:
@@ -116,7 +121,8 @@ class HilbertMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the last update, whenever training turned out to end."""
         if self.probe is not None:
-            self._guarded("record", partial(self._record, final=True), trainer, pl_module)
+            with self.guard("record"):
+                self._record(trainer, pl_module, final=True)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go of the optimizer and close the sinks."""
@@ -151,11 +157,12 @@ class HilbertMonitor(Callback):
             vocab_size=self.vocab_size,
             logit_scale=self.logit_scale,
             decode=self.decode,
-            strict=self.strict,
+            strict=self.guard.strict,
         )
         self.probe.step = self._resumed.get("step", 0)
         self._tokens = self._resumed.get("tokens", 0)
-        self._guarded("panel", self._take_panel, trainer)
+        with self.guard("panel"):
+            self._take_panel(trainer)
         if trainer.is_global_zero:
             self._queues = [QueuedSink(sink) for sink in self.sinks]
         self.probe.attach()
@@ -211,7 +218,8 @@ class HilbertMonitor(Callback):
             return
         for sink in self._queues:
             sink.write(record)
-        self._guarded("loggers", self._log, trainer, pl_module, record, final)
+        with self.guard("loggers"):
+            self._log(trainer, pl_module, record, final)
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, record: StepRecord, final: bool) -> None:
         numbers = {metric.logged: float(value) for metric, value in values(record)}
@@ -226,17 +234,6 @@ class HilbertMonitor(Callback):
         for sink in self._queues:
             sink.close()
         self._queues = []
-
-    def _guarded(self, part: str, call: Callable[..., None], *args: Any) -> None:
-        """Count what a part raises and warn once, or let it through under `strict`."""
-        try:
-            call(*args)
-        except Exception as error:
-            if self.strict:
-                raise
-            self.failures[part] += 1
-            if self.failures[part] == 1:
-                warnings.warn(f"HilbertMonitor: {part} failed ({error}); training goes on", stacklevel=2)
 
 
 def _owner(optimizers: list[Optimizer], weight: torch.Tensor | torch.nn.Module, name: str) -> Optimizer:

@@ -11,6 +11,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
@@ -21,10 +22,9 @@ from torch.optim import SGD, Adam, Optimizer
 
 from hilbert_monitor.geometry._arithmetic import compute_dtype
 from hilbert_monitor.optim import ChainedOptimizer
-from hilbert_monitor.optim._matrix import LastStep, MatrixOptimizer, row_chunks
+from hilbert_monitor.optim._matrix import Group, LastStep, MatrixOptimizer, cache_chunks, options_of
 
 Decay = Literal["decoupled", "coupled"]
-Group = dict[str, Any]
 
 DECOUPLED = {"AdamW", "AdamW8bit", "PagedAdamW", "PagedAdamW8bit", "Adafactor", "Muon", "Lion", "AdEMAMix", "SOAP"}
 COUPLED = {"SGD", "Adam", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "LAMB"}
@@ -102,13 +102,18 @@ class IncrementSource:
         return None
 
     def watch(
-        self, on_step: Callable[[HeadStep], None], *, measure: Callable[[], bool] = lambda: True
+        self,
+        on_step: Callable[[HeadStep], None],
+        *,
+        measure: Callable[[], bool] = lambda: True,
+        guard: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> Callable[[], None]:
         """Call `on_step` after each step; return a function that ends it.
 
         Args:
             on_step: called when the parameter has moved, or would have.
             measure: asked before each step whether its increment will be; only then are weights copied, where needed.
+            guard: makes the context for what runs inside the optimizer's step, by the name of the part.
         """
         self._warn_of_unknown_decay()
 
@@ -117,19 +122,21 @@ class IncrementSource:
             if _on_the_stack(self._outermost, caller):
                 return  # a step within a step: a subclass called that of its base, which has hooks too
             self._outermost, self._before = caller, None
-            if not self.from_state:
-                self.last = None
-                if measure():
-                    self._before = self.param.detach().clone()
+            with guard("increment"):
+                if not self.from_state:
+                    self.last = None
+                    if measure():
+                        self._before = self.param.detach().clone()
 
         def after(*_: Any) -> None:
             if sys._getframe(1) is not self._outermost:
                 return
             self._outermost = None
-            self.last = HeadStep(self._skipped(), _options(self._group()))
-            if _steps_as(self.optimizer, SGD) and self.param.grad is not None:
-                self._gradient = LastStep.of(self.param.grad, self.last.options)
-            on_step(self.last)
+            with guard("increment"):
+                self.last = HeadStep(self._skipped(), options_of(self._group()))
+                if _steps_as(self.optimizer, SGD) and self.param.grad is not None:
+                    self._gradient = LastStep.of(self.param.grad, self.last.options)
+                on_step(self.last)
 
         handles = [self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after)]
 
@@ -217,14 +224,6 @@ def _on_the_stack(frame: FrameType | None, caller: FrameType | None) -> bool:
     return False
 
 
-def _options(group: Group) -> Group:
-    """A group's hyperparameters as they are now."""
-    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-    if isinstance(options.get("lr"), Tensor):
-        options["lr"] = options["lr"].detach().clone().reshape(())
-    return options
-
-
 def _steps_as(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
     """Whether an optimizer is of `kind` and its step is that of `kind`; torch wraps steps for its hooks."""
     return isinstance(optimizer, kind) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
@@ -237,7 +236,7 @@ def _adam(p: Tensor, state: Group, options: Group, out: Tensor | None) -> Tensor
     scale, root = -options["lr"] / (1 - b1**t), (1 - b2**t) ** 0.5
     V = state["max_exp_avg_sq"] if options["amsgrad"] else state["exp_avg_sq"]
     S = torch.empty_like(p, dtype=dtype) if out is None else out
-    for s, m, v in zip(*(row_chunks(A, S) for A in (S, state["exp_avg"], V)), strict=True):
+    for s, m, v in zip(*(cache_chunks(A, S) for A in (S, state["exp_avg"], V)), strict=True):
         torch.sqrt(v.to(dtype), out=s)
         torch.div(m.to(dtype), s.div_(root).add_(options["eps"]), out=s).mul_(scale)
     return S

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +22,7 @@ from hilbert_monitor.optim import find_head
 from hilbert_monitor.runs.record import StepRecord
 
 from .ceiling import diameter_ceiling
+from .guard import Guard
 from .hidden import AutocastFactory, HiddenStates, hidden_states
 from .increment import Decay, HeadStep, IncrementSource
 from .panel import Panel
@@ -78,7 +79,7 @@ class Probe:
             raise TypeError(f"the head '{self.head_name}' must have a whole (V, d) weight, not a sharded one: use DDP")
         self.weight = weight
         self.diameter_every, self.perturbation_every = diameter_every, perturbation_every
-        self.hidden, self.autocast, self.decode, self.strict = hidden, autocast, decode, strict
+        self.hidden, self.autocast, self.decode = hidden, autocast, decode
         self.vocab_size, self.logit_scale = vocab_size, logit_scale
         self.source = IncrementSource(optimizer, weight, decay=decay)
         bias = getattr(self.head, "bias", None)
@@ -91,7 +92,7 @@ class Probe:
         if any(weight is m.weight for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)):
             self._remark("the head's weight is an embedding's too: a step also moves the hidden states through it")
         self.step = 0
-        self.failures: Counter[str] = Counter()
+        self.guard = Guard(strict=strict)
         self._ends: list[Callable[[], None]] = []
         self._increment: Tensor | None = None
         self._buffer: Tensor | None = None
@@ -105,8 +106,8 @@ class Probe:
     def attach(self) -> Probe:
         """Begin to watch."""
         if self.bias is not None:  # before the weight: it has then been seen when the weight is
-            self._ends.append(self.bias.watch(lambda step: None, measure=self._will_measure))
-        self._ends.append(self.source.watch(self._on_step, measure=self._will_measure))
+            self._ends.append(self.bias.watch(lambda step: None, measure=self._will_measure, guard=self.guard))
+        self._ends.append(self.source.watch(self._on_step, measure=self._will_measure, guard=self.guard))
         return self
 
     @property
@@ -302,18 +303,11 @@ class Probe:
 
     @contextmanager
     def _guarded(self, part: str) -> Iterator[None]:
-        """Time a part; count what it raises and warn once, or let it through under `strict`."""
+        """Time a part, and keep what it raises from the run."""
         start = time.perf_counter()
-        try:
+        with self.guard(part):
             yield
-        except Exception as error:
-            if self.strict:
-                raise
-            self.failures[part] += 1
-            if self.failures[part] == 1:
-                warnings.warn(f"hilbert_monitor could not measure the {part} ({error}); training goes on", stacklevel=2)
-        finally:
-            self._seconds[part] += time.perf_counter() - start
+        self._seconds[part] += time.perf_counter() - start
 
 
 def find_head_module(model: Module, head: str | Module | None) -> tuple[str, Module]:

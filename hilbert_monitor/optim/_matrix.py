@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from numbers import Real
@@ -55,6 +56,22 @@ def outside_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
         yield
 
 
+def called(closure: Callable[[], Any] | None) -> Any:
+    """What a step's closure returns, with gradients enabled for it."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def options_of(group: Group) -> Group:
+    """A group's hyperparameters as they are now: a scheduler moves lr before anyone asks what a step was."""
+    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    if isinstance(options.get("lr"), Tensor):
+        options["lr"] = options["lr"].detach().clone().reshape(())
+    return options
+
+
 def number(
     group: Group, name: str, *, least: float = 0.0, below: float = sys.float_info.max, tensor: bool = False
 ) -> None:
@@ -84,7 +101,7 @@ def label(group: Group, index: int) -> str:
     return f"number {index} {shape}"
 
 
-class MatrixOptimizer(Optimizer):
+class MatrixOptimizer(Optimizer, ABC):
     """An optimizer of matrices with decoupled weight decay and its state in fp32 (fp64 for fp64 parameters).
 
     A subclass says which hyperparameters it takes (`_check_group`), does one step on one group (`_step_group`), and
@@ -143,29 +160,18 @@ class MatrixOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Move every parameter that has a gradient; return what the closure returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         self.check_gradients()
         self._last = {}
         last: dict[Tensor, LastStep | None] = {p: None for group in self.param_groups for p in group["params"]}
         with outside_autocast(last):
             self._before_step()
             for group in self.param_groups:
-                options = self._options(group)
+                options = options_of(group)
                 self._step_group(group["params"], options)
                 last.update((p, LastStep.of(p.grad, options)) for p in group["params"] if p.grad is not None)
         self._last = last
         return loss
-
-    @staticmethod
-    def _options(group: Group) -> Group:
-        """The group's hyperparameters as they are now: a scheduler moves lr before anyone asks for the increment."""
-        options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        if isinstance(options["lr"], Tensor):
-            options["lr"] = options["lr"].detach().clone().reshape(())
-        return options
 
     @torch.no_grad()
     def increment(self, param: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -202,11 +208,13 @@ class MatrixOptimizer(Optimizer):
     def _before_step(self) -> None:
         """What a subclass does once a step."""
 
+    @abstractmethod
     def _step_group(self, params: list[Tensor], options: Group) -> None:
-        raise NotImplementedError
+        """Step the parameters of one group that have a gradient."""
 
+    @abstractmethod
     def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        """Form the increment of the last step, in `out` if that is of use."""
 
 
 CACHE_BYTES = 4 * 2**20
@@ -220,7 +228,7 @@ ACCELERATOR_BYTES = 256 * 2**20
 """The same elsewhere, where a launch costs more than a second read; it bounds the scratch of bf16 parameters."""
 
 
-def row_chunks(A: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+def cache_chunks(A: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
     """Rows of `A` in chunks, of the length that suits a matrix of `like`'s width and dtype."""
     like = A if like is None else like
     budget = CACHE_BYTES if A.device.type == "cpu" else ACCELERATOR_BYTES

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Adam, Optimizer
 
-from ._matrix import Group, MatrixOptimizer, label, outside_autocast, state_precision_kept
+from ._matrix import Group, MatrixOptimizer, called, label, outside_autocast, state_precision_kept
 
 
 class ChainedOptimizer(Optimizer):
@@ -107,10 +107,7 @@ class ChainedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call the closure once, then step every optimizer; return what the closure returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         self._check_gradients()
         if [id(group) for group in self.param_groups] != self._shared:
             self._share()  # somebody has put in other groups

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from hilbert_monitor.geometry._arithmetic import compute_dtype
 
-from ._matrix import Group, LastStep, MatrixOptimizer, choice, move, number, row_chunks
+from ._matrix import Group, LastStep, MatrixOptimizer, cache_chunks, choice, move, number
 
 
 class RowNorm(MatrixOptimizer):
@@ -83,23 +83,23 @@ class RowNorm(MatrixOptimizer):
             state["step"] += 1
             B = state["momentum_buffer"]
             if options["center"] == "none":  # the row norms of a chunk are known as soon as its buffer is
-                for b, g, u in zip(row_chunks(B), row_chunks(p.grad, B), row_chunks(p, B), strict=True):
+                for b, g, u in zip(cache_chunks(B), cache_chunks(p.grad, B), cache_chunks(p, B), strict=True):
                     b.lerp_(g.to(b.dtype), weight)
                     move(u, b, scale=_scale(b, state["step"], options), shrink=shrink)
             else:
-                for b, g in zip(row_chunks(B), row_chunks(p.grad, B), strict=True):
+                for b, g in zip(cache_chunks(B), cache_chunks(p.grad, B), strict=True):
                     b.lerp_(g.to(b.dtype), weight)
-                for s, u in zip(_projected(B, state["step"], options), row_chunks(p, B), strict=True):
+                for s, u in zip(_projected(B, state["step"], options), cache_chunks(p, B), strict=True):
                     move(u, s, shrink=shrink)
 
     def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
         B, step, options = self.state[param]["momentum_buffer"], self.state[param]["step"], last.options
         out = torch.empty_like(B) if out is None else out
         if options["center"] == "none":
-            for b, s in zip(row_chunks(B), row_chunks(out), strict=True):
+            for b, s in zip(cache_chunks(B), cache_chunks(out), strict=True):
                 torch.mul(b, _scale(b, step, options), out=s)
         else:
-            for chunk, s in zip(_projected(B, step, options), row_chunks(out), strict=True):
+            for chunk, s in zip(_projected(B, step, options), cache_chunks(out), strict=True):
                 s.copy_(chunk)
         return out
 
@@ -117,10 +117,10 @@ def _scale(b: Tensor, step: int, options: Group) -> Tensor:
 
 def _projected(B: Tensor, step: int, options: Group) -> Iterator[Tensor]:
     """Chunks of -lr P RN(P C)."""
-    mean = _mean(row_chunks(B), len(B))
+    mean = _mean(cache_chunks(B), len(B))
 
     def steps() -> Iterator[Tensor]:
-        for b in row_chunks(B):
+        for b in cache_chunks(B):
             c = b - mean
             yield c.mul_(_scale(c, step, options))
 

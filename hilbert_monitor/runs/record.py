@@ -1,8 +1,6 @@
-"""What a run says of itself and of its steps: frozen, typed, of plain values."""
+"""What a run says of its steps: frozen, typed, of plain values."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 from msgspec import Struct, field
 
@@ -66,32 +64,3 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.diameter is None or not self.ceiling:
             return None
         return self.diameter / self.ceiling
-
-
-class RunInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is known of a run from its start."""
-
-    id: str
-    started: float
-    head: str
-    """Name of the LM head in the model."""
-    head_optimizer: str
-    tokens: int
-    """Rows of the head that are tokens: V."""
-    width: int
-    """Columns of the head: d."""
-    increment: Literal["state", "difference"]
-    """How S is formed."""
-    decay: Literal["decoupled", "coupled"]
-    panel_hash: str | None = None
-    panel_size: int = 0
-    identity: Literal["exact", "bound"] = "exact"
-    """Whether H D(S) is the largest perturbation, or only bounds it (bias, tied weights, soft-capped logits)."""
-    remarks: tuple[str, ...] = ()
-    model: str = ""
-    parameters: int | None = None
-    seed: int | None = None
-    config: dict[str, str | int | float | bool | None] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    host: str = ""
-    world_size: int = 1
