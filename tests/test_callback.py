@@ -9,6 +9,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -237,6 +238,32 @@ def test_rownorm_alone_is_named_and_bounded():
     assert all(r.diameter <= r.ceiling * (1 + 1e-6) for r in kept.records)
 
 
+class Overflows(Module):
+    """Has an infinite loss at its third batch."""
+
+    def training_step(self, tokens, index):
+        return super().training_step(tokens, index) * (torch.inf if index == 2 else 1)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_update_that_a_grad_scaler_skips_is_recorded_as_a_skip(fused):
+    module, kept = Overflows(), Kept()
+    module.configure_optimizers = lambda: AdamW(module.parameters(), lr=1e-2, fused=fused)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))],
+        max_steps=5,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[HilbertMonitor(diameter_every=1, perturbation_every=0, sinks=[kept], strict=True)],
+    )
+    trainer.fit(module, DataLoader(Text(0), batch_size=4))
+    assert [(r.step, r.skipped) for r in kept.records[:5]] == [(i, "overflow" if i == 3 else "") for i in range(1, 6)]
+    assert all((r.diameter is None) == bool(r.skipped) for r in kept.records)
+
+
 def two_ranks(rank, world, folder):
     """The monitored run of one of two DDP processes, by hand: each has its half of every batch."""
     kept = []
@@ -361,6 +388,21 @@ def test_of_a_stream_the_first_validation_is_kept_and_nobody_else_asks_for_it():
     assert data.asked == UPDATES // 4
     assert monitor.probe.panel.hash == Panel.of_batches([Text(1).ids[:4], Text(1).ids[4:8]], 50).hash
     assert [r.step for r in kept.records if r.perturbation_rms is not None] == [8, 12]
+
+
+def test_a_sanity_check_that_delivers_enough_gives_the_panel_to_the_first_step():
+    kept = Kept()
+    monitor = HilbertMonitor(diameter_every=0, perturbation_every=2, panel_size=50, sinks=[kept], strict=True)
+    run_on(DataLoader(Stream(), batch_size=4), monitor, num_sanity_val_steps=2)
+    assert [r.step for r in kept.records if r.perturbation_rms is not None] == list(range(2, UPDATES + 1, 2))
+
+
+def test_the_papers_panel_is_the_first_validation_batches_as_they_come():
+    monitor = HilbertMonitor(panel="paper", panel_size=50, perturbation_every=4, strict=True)
+    seen = []
+    monitor.on_train_end = lambda *_: seen.append(monitor.probe.panel)
+    run_on(DataLoader(Text(1), batch_size=4, sampler=range(47, -1, -1)), monitor)
+    assert seen[0].hash == Panel.of_batches(Text(1).ids.flip(0).split(4), 50).hash
 
 
 def test_validation_data_loaded_late_is_the_panel_from_then_on():

@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from hilbert_monitor.monitor.hidden import HeadNotReached, hidden_states
 from hilbert_monitor.monitor.panel import Panel, input_ids, positions_of, token_ids
@@ -742,3 +750,21 @@ def test_states_of_two_ranks_one_after_the_other_are_those_of_one_process(tmp_pa
     found = in_ranks(states_of_share, tmp_path)
     assert {digest for digest, _ in found} == {panel.hash}
     torch.testing.assert_close(torch.cat([rows for _, rows in found]), hidden_states(model, model.lm_head, panel))
+
+
+def test_of_a_sampler_of_a_subset_only_its_items_are_taken():
+    data = torch.arange(60).view(10, 6)
+    loader = DataLoader(data, batch_size=2, sampler=SubsetRandomSampler([7, 2, 5]))
+    panel = Panel.of_loader(loader, 18)
+    assert torch.cat(panel.batches).tolist() == data[[2, 5, 7]].tolist()
+
+
+def test_ignored_labels_of_a_tuple_count_wherever_they_stand():
+    ids, mask, labels = torch.ones(2, 3).long(), torch.ones(2, 3).long(), torch.tensor([[1, -100, 1], [-100, 1, 1]])
+    assert positions_of((ids, mask, labels)).tolist() == [0, 2, 4, 5]
+
+
+def test_a_panel_of_one_rank_is_not_shared_again():
+    panel = Panel.of_batches([torch.arange(40).view(4, 10)], 20, rank=1, world=2)
+    assert panel.size == 10
+    assert panel.share(1, 2) is panel

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import diameter, optimizers, perturbation
+from . import diameter, optimizers, overhead, perturbation
 from .increments import Increment, load_increment, make_increment
 from .measure import Comparison, machine
 
@@ -40,6 +41,15 @@ def geometry_jobs(paths: Sequence[Path], *, quick: bool) -> Iterator[Job]:
             [make_increment("rownorm", 4096 if quick else 16_384, w, panel=1) for w in widths]
         ),
     )
+
+
+def monitor_jobs(*, quick: bool) -> Iterator[Job]:
+    """What the monitor costs a run of the demo's size."""
+    sizes: dict[str, Any] = {"V": 512, "d": 32, "context": 32, "batch": 2, "positions": 64, "rounds": 1}
+    if not quick:
+        sizes = {"V": 8192, "d": 128, "context": 128, "batch": 16, "positions": 8192, "rounds": 6}
+    yield "monitor, AdamW head", lambda: overhead.overhead("adamw", **sizes)
+    yield "monitor, RowNorm head", lambda: overhead.overhead("rownorm", **sizes)
 
 
 def optimizer_jobs(*, quick: bool) -> Iterator[Job]:

@@ -15,6 +15,8 @@ SAMPLE = 2048
 """Rows from which the centre and the leading directions are estimated."""
 
 _CHUNK_BYTES = 2**22
+_RANGE = {torch.float32: (1e-12, 1e12), torch.float64: (1e-100, 1e100)}
+"""Spreads and magnitudes of rows between which their squares stay in the range of the dtype."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +41,33 @@ class Cloud:
         largest = float(torch.maximum(low.abs(), high.abs()).max())
         pre = post = 1.0
         spread = float((high.double() * 0.5 - low.double() * 0.5).max())
-        narrow, wide = (1e-12, 1e12) if dtype == torch.float32 else (1e-100, 1e100)
+        narrow, wide = _RANGE[dtype]
         if spread < narrow or largest > wide:
             dtype = torch.float64
             pre = _towards_one(largest)
             post = _towards_one(spread * pre)
-        sample = S[_thinning(S, dtype, max_bytes // 4)].to(dtype) * pre
-        centre = sample[0] + (sample - sample[0]).mean(0)
-        return cls(S, centre, pre, post, max_bytes)
+        return cls(S, _centre(S, dtype, pre, max_bytes), pre, post, max_bytes)
+
+    @classmethod
+    def plain(cls, S: Tensor, max_bytes: int) -> Cloud:
+        """Centre rows without a look at their range; whether that was right, `plain_suits` tells from the norms."""
+        return cls(S, _centre(S, compute_dtype(S), 1.0, max_bytes), 1.0, 1.0, max_bytes)
+
+    def plain_suits(self, norms: Tensor) -> bool:
+        """Whether points of these norms are finite, not all equal, and need no scale."""
+        narrow, wide = _RANGE[self.dtype]
+        largest, reach = torch.stack([norms.amax(), norms.amax() + self.centre.abs().amax()]).tolist()
+        return bool(2 * math.sqrt(self.width) * narrow <= largest and reach <= wide)  # false for a nan
 
     @property
     def budget(self) -> int:
         """Bytes for one chunk of points and what is made of it."""
         return self.max_bytes // 4
+
+    @property
+    def sample(self) -> slice:
+        """Rows of an even sample."""
+        return _thinning(self.S, self.dtype, self.budget)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -125,7 +141,7 @@ class Cloud:
 
     def leading_directions(self, k: int) -> Tensor:
         """Estimate the k leading directions (d, k) of the points, orthonormal."""
-        return leading_directions(self.points(_thinning(self.S, self.dtype, self.budget)), k)
+        return leading_directions(self.points(self.sample), k)
 
     def raw(self, length: float) -> float:
         """Convert a length among points to one among the rows of S."""
@@ -138,6 +154,12 @@ class Cloud:
         Eight units more are for the rounding of the points themselves, of square roots, and of numbers cast to fp32.
         """
         return (self.width + 8) * torch.finfo(self.dtype).eps / 2
+
+
+def _centre(S: Tensor, dtype: torch.dtype, pre: float, max_bytes: int) -> Tensor:
+    """Mean of an even sample of rows, exact where they are equal."""
+    sample = S[_thinning(S, dtype, max_bytes // 4)].to(dtype) * pre
+    return sample[0] + (sample - sample[0]).mean(0)
 
 
 def _thinning(S: Tensor, dtype: torch.dtype, budget: int) -> slice:

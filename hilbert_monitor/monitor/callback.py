@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from hilbert_monitor.runs.metrics import values
@@ -28,12 +28,13 @@ class HilbertMonitor(Callback):
     ``Trainer(callbacks=[HilbertMonitor()])``
 
     Args:
-        head: name of the LM head; by default it is looked for.
+        head: the LM head or its name; by default it is looked for.
         panel_size: validation positions of the Hilbert perturbation.
         diameter_every: updates between exact diameters; 0 for none.
         perturbation_every: updates between perturbations of the panel; 0 for none.
         bracket: certified bounds of the diameter on every update; by default where they need no copy of the weights.
-        panel: "loader" for the first positions of the validation data, or token ids of your own.
+        panel: "loader" for the first positions of the validation data; "paper" for those that each rank's first
+            validation batches hold, an equal part from each, as the paper's authors take them; or your own token ids.
         hidden: (module, batch) -> hidden states, for a model whose forward pass never calls its head.
         decay: how an optimizer that is not known uses weight_decay.
         vocab_size: rows of the head that are tokens, if it is padded.
@@ -46,13 +47,13 @@ class HilbertMonitor(Callback):
 
     def __init__(
         self,
-        head: str | None = None,
+        head: str | Module | None = None,
         panel_size: int = 8192,
         diameter_every: int = 10,
         perturbation_every: int = 500,
         *,
         bracket: bool | None = None,
-        panel: Literal["loader"] | list[int] | Tensor = "loader",
+        panel: Literal["loader", "paper"] | list[int] | Tensor = "loader",
         hidden: HiddenStates | None = None,
         decay: Decay | None = None,
         vocab_size: int | None = None,
@@ -72,10 +73,11 @@ class HilbertMonitor(Callback):
         self.probe: Probe | None = None
         self._queues: list[QueuedSink] = []
         self._resumed: dict[str, int] = {}
-        self._tokens = 0
+        self._tokens = self._updates = 0
         self._loss: Tensor | None = None
         self._validation_loss: float | None = None
-        self._stream: list[Any] | None = None
+        self._panel: Panel | None = None
+        self._kept: list[Any] | None = None
 
     # Lightning's hooks
 
@@ -90,29 +92,31 @@ class HilbertMonitor(Callback):
         """Make the record of the step, if this batch ended with one, and hand it on."""
         if self.probe is not None:
             with self.guard("batch"):
-                self._note(trainer, outputs, batch)
+                self._note(trainer, pl_module, outputs, batch)
             with self.guard("record"):
                 self._record(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the panel, where the validation data is loaded only now."""
-        if self.probe is not None and self.probe.panel is None:
+        """Take the panel, or begin to keep what the validation delivers."""
+        if trainer.state.fn == "fit" and self._panel is None and self.perturbation_every:
             with self.guard("panel"):
                 self._take_panel(trainer)
+                self._kept = [] if self._panel is None else None
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Keep what the first validation delivers, where the data are a stream."""
-        if self._stream is not None and dataloader_idx == 0:
+        """Keep what the first validation delivers, where the data are a stream or the rule is the paper's."""
+        if self._kept is not None and dataloader_idx == 0:
             with self.guard("panel"):
-                self._keep(batch)
+                if self._still_missing(trainer) > 0:
+                    self._kept.append(with_tensors(batch, lambda x: x.detach().cpu().clone()))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the validation loss, under whichever usual name it has."""
-        if self._stream:
+        if self._kept:
             with self.guard("panel"):
-                self._take_stream()
+                self._take_kept(trainer)
         names = ("val_loss", "validation_loss", "val/loss", "valid_loss")
         found = next((trainer.callback_metrics[n] for n in names if n in trainer.callback_metrics), None)
         if not trainer.sanity_checking and found is not None:
@@ -144,10 +148,14 @@ class HilbertMonitor(Callback):
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         name, head = find_head_module(pl_module, self.head)
+        with self.guard("panel"):
+            if self._panel is None and self.perturbation_every:
+                self._take_panel(trainer)
         self.probe = Probe(
             pl_module,
             _owner(trainer.optimizers, head.weight, name),
             head=head,
+            panel=self._panel,
             diameter_every=self.diameter_every,
             perturbation_every=self.perturbation_every,
             bracket=self.bracket,
@@ -160,48 +168,54 @@ class HilbertMonitor(Callback):
             strict=self.guard.strict,
         )
         self.probe.step = self._resumed.get("step", 0)
-        self._tokens = self._resumed.get("tokens", 0)
-        with self.guard("panel"):
-            self._take_panel(trainer)
+        self._tokens, self._updates = self._resumed.get("tokens", 0), trainer.global_step
         if trainer.is_global_zero:
             self._queues = [QueuedSink(sink) for sink in self.sinks]
         self.probe.attach()
 
     def _take_panel(self, trainer: Trainer) -> None:
-        if self.probe is None or not self.perturbation_every:
-            return
+        """Take the panel from what is at hand, without iterating anything."""
         if not isinstance(self.panel, str):
-            self.probe.panel = Panel.of_tokens(self.panel, self.panel_size)
-        elif trainer.val_dataloaders is not None:
-            self.probe.panel = Panel.of_loader(trainer.val_dataloaders, self.panel_size)
-            if self.probe.panel is None and self._stream is None and not trainer.sanity_checking:
-                self._stream = []
+            self._panel = Panel.of_tokens(self.panel, self.panel_size)
+        elif trainer.val_dataloaders is not None and self.panel == "loader":
+            self._panel = Panel.of_loader(trainer.val_dataloaders, self.panel_size)
         elif not trainer.enable_validation:
             warnings.warn(
                 "HilbertMonitor found no validation data and measures the diameter alone: give the Trainer a validation"
                 " loader, or token ids as panel=...",
                 stacklevel=2,
             )
+        if self.probe is not None:
+            self.probe.panel = self._panel
 
-    def _keep(self, batch: Any) -> None:
-        """Copy a batch of a stream until there are enough positions."""
-        assert self._stream is not None
-        if sum(len(positions_of(kept)) for kept in self._stream) < self.panel_size:
-            self._stream.append(with_tensors(batch, lambda x: x.detach().cpu().clone()))
+    def _still_missing(self, trainer: Trainer) -> int:
+        """Positions that this rank still lacks of its part."""
+        return -(-self.panel_size // trainer.world_size) - sum(len(positions_of(batch)) for batch in self._kept or ())
 
-    def _take_stream(self) -> None:
+    def _take_kept(self, trainer: Trainer) -> None:
+        """Make the panel of what was kept; a sanity check that delivered too little is not the last word."""
+        kept, missing = self._kept or [], self._still_missing(trainer)
+        self._kept = None
+        if missing > 0 and trainer.sanity_checking:
+            return
+        rank, world = trainer.global_rank, trainer.world_size
+        self._panel = Panel.of_batches(kept, self.panel_size, rank=rank, world=world)
+        if self.probe is not None:
+            self.probe.panel = self._panel
+
+    def _note(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
+        """Add up the loss of the micro-batches of one update, and the tokens; notice an update that did not happen."""
         assert self.probe is not None
-        assert self._stream is not None
-        self.probe.panel, self._stream = Panel.of_batches(self._stream, self.panel_size), None
-
-    def _note(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
-        """Add up the loss of the micro-batches of one update, and the tokens."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):  # Lightning has divided it by the number of micro-batches
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         ids = token_ids(batch)
         if ids is not None:
             self._tokens += ids.numel() * trainer.world_size
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None and pl_module.automatic_optimization
+        if scaled and trainer.global_step > self._updates and not self.probe.stepped:
+            self.probe.skip("overflow")  # a GradScaler does not call step of an optimizer that is not fused
+        self._updates = trainer.global_step
 
     def _record(self, trainer: Trainer, pl_module: LightningModule, *, final: bool = False) -> None:
         assert self.probe is not None
@@ -233,10 +247,10 @@ class HilbertMonitor(Callback):
             self.probe.detach()
         for sink in self._queues:
             sink.close()
-        self._queues = []
+        self._queues, self._panel, self._kept = [], None, None
 
 
-def _owner(optimizers: list[Optimizer], weight: torch.Tensor | torch.nn.Module, name: str) -> Optimizer:
+def _owner(optimizers: list[Optimizer], weight: Tensor | Module, name: str) -> Optimizer:
     for optimizer in optimizers:
         if any(weight is p for group in optimizer.param_groups for p in group["params"]):
             return optimizer

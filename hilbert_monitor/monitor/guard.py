@@ -29,4 +29,6 @@ class Guard:
                 raise
             self.failures[part] += 1
             if self.failures[part] == 1:
-                warnings.warn(f"hilbert_monitor: {part} failed ({error}); training goes on", stacklevel=3)
+                warnings.warn(
+                    f"hilbert_monitor: {part} failed ({type(error).__name__}: {error}); training goes on", stacklevel=3
+                )

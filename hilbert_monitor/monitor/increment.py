@@ -79,17 +79,17 @@ class IncrementSource:
         self._before: Tensor | None = None
         self._outermost: FrameType | None = None
         self._gradient: LastStep | None = None
-        self._group()  # refuses a parameter of somebody else
+        _ = self.group  # refuses a parameter of somebody else
 
     @property
     def from_state(self) -> bool:
         """Whether the increment is formed without a copy of the weights."""
-        return isinstance(self.optimizer, MatrixOptimizer) or self._formula(self._group()) is not None
+        return isinstance(self.optimizer, MatrixOptimizer) or self._formula(self.group) is not None
 
     @property
     def decoupled(self) -> bool:
         """Whether weight decay is apart from the increment."""
-        flag = self._group().get("decoupled_weight_decay")
+        flag = self.group.get("decoupled_weight_decay")
         if flag is not None:
             return bool(flag)
         return (self._decay or self._known_decay() or "decoupled") == "decoupled"
@@ -133,7 +133,7 @@ class IncrementSource:
                 return
             self._outermost = None
             with guard("increment"):
-                self.last = HeadStep(self._skipped(), options_of(self._group()))
+                self.last = HeadStep(self._skipped(), options_of(self.group))
                 if _steps_as(self.optimizer, SGD) and self.param.grad is not None:
                     self._gradient = LastStep.of(self.param.grad, self.last.options)
                 on_step(self.last)
@@ -178,7 +178,9 @@ class IncrementSource:
         largest = float(torch.maximum(U.abs().amax(), self._before.abs().amax()))
         return Increment(S, 2 * torch.finfo(U.dtype).eps * largest)
 
-    def _group(self) -> Group:
+    @property
+    def group(self) -> Group:
+        """The group of the parameter, as it is now."""
         for group in self.optimizer.param_groups:
             if any(self.param is p for p in group["params"]):
                 return group
@@ -205,7 +207,7 @@ class IncrementSource:
         return "overflow" if overflow is not None and bool(overflow) else ""
 
     def _warn_of_unknown_decay(self) -> None:
-        group, kind = self._group(), type(self.optimizer).__name__
+        group, kind = self.group, type(self.optimizer).__name__
         known = "decoupled_weight_decay" in group or self._decay is not None or self._known_decay() is not None
         if not known and group.get("weight_decay"):
             warnings.warn(

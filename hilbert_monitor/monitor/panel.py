@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -44,6 +44,8 @@ class Panel:
     """As the model takes them."""
     positions: tuple[Tensor, ...]
     """For each micro-batch indices into its B * T positions, ascending; int64."""
+    own: bool = False
+    """Whether these are the positions of one rank already, of its own text."""
 
     @property
     def size(self) -> int:
@@ -72,9 +74,11 @@ class Panel:
     def share(self, rank: int, world: int) -> Panel:
         """Return the part of one rank: those of all ranks, one after the other, are the panel.
 
-        Sizes differ by one at most; with more ranks than positions some are empty.
+        Sizes differ by one at most; with more ranks than positions some are empty. Of a panel of one rank it is all.
         """
         _check_rank(rank, world)
+        if self.own:
+            return self
         start, stop = self.size * rank // world, self.size * (rank + 1) // world
         parts, before = [], 0
         for batch, positions in zip(self.batches, self.positions, strict=True):
@@ -89,8 +93,8 @@ class Panel:
         """Take the first positions of a loader's dataset, without iterating the loader.
 
         Items 0, 1, 2, ... go through the loader's own collate_fn in batches of its own size, so that the panel depends
-        on no sampler, no shuffling, no workers and no number of ranks. Random numbers that items draw are the same
-        every time, and no generator of torch, numpy or Python is left advanced.
+        on no shuffling, no workers and no number of ranks; of a subset that a sampler draws from, its items. Random
+        numbers that items draw are the same every time, and no generator of torch, numpy or Python is left advanced.
 
         Args:
             loader: a DataLoader; of a CombinedLoader, a list or a dict of them the first.
@@ -143,7 +147,8 @@ class Panel:
         """
         _check_rank(rank, world)
         part = size * (rank + 1) // world - size * rank // world
-        return cls((), ()) if size > 0 and not part else cls._of(batches, part)
+        found = cls((), ()) if size > 0 and not part else cls._of(batches, part)
+        return replace(found, own=world > 1)
 
     @classmethod
     def _of(cls, batches: Iterable[Batch], size: int) -> Panel:
@@ -197,8 +202,8 @@ def input_ids(batch: Batch) -> Tensor:
 
 def positions_of(batch: Batch) -> Tensor:
     """Return the positions of a batch that count, as ascending indices into its B * T, on the CPU."""
-    counts, labels = _attended(batch), _labels(batch)
-    if labels is not None and labels.shape == counts.shape:
+    counts = _attended(batch)
+    for labels in _labels(batch):
         counts = counts & (labels != IGNORED).to(counts.device)
     return counts.flatten().nonzero().squeeze(1).cpu()
 
@@ -266,14 +271,12 @@ def _attended(batch: Batch) -> Tensor:
     return torch.ones_like(ids, dtype=torch.bool)
 
 
-def _labels(batch: Batch) -> Tensor | None:
-    """Labels of a mapping by name; of a tuple or list the integers of the same shape that follow its ids."""
-    if isinstance(batch, Mapping):
-        named = batch.get("labels")
-        return named if isinstance(named, Tensor) else None
+def _labels(batch: Batch) -> list[Tensor]:
+    """Labels of a mapping by name; of a tuple or list all integers of the same shape beside its ids."""
     ids = input_ids(batch)
-    others = [] if _leaf(batch) else [x for x in batch if isinstance(x, Tensor) and x is not ids]
-    return next((x for x in others if _integer(x) and x.shape == ids.shape), None)
+    named = isinstance(batch, Mapping)
+    others = [batch.get("labels")] if named else [] if _leaf(batch) else [x for x in batch if x is not ids]
+    return [x for x in others if isinstance(x, Tensor) and _integer(x) and x.shape == ids.shape]
 
 
 def _first_loader(loader: Any) -> Any:
@@ -296,15 +299,24 @@ def _items(loader: Any) -> Iterator[Batch]:
     sampler = batched or getattr(loader, "sampler", None)
     size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 1
     if batched is None and not isinstance(sampler, BatchSampler):  # an item is a batch
-        yield from (loader.collate_fn(data[i]) for i in range(len(data)))
+        yield from (loader.collate_fn(data[i]) for i in _chosen(loader))
         return
-    for chosen in _by(size, range(len(data))):
+    for chosen in _by(size, _chosen(loader)):
         if batched is None:  # the dataset takes a list of indices
             yield loader.collate_fn(data[chosen])
         elif getattr(data, "__getitems__", None):
             yield loader.collate_fn(data.__getitems__(chosen))
         else:
             yield loader.collate_fn([data[i] for i in chosen])
+
+
+def _chosen(loader: Any) -> Iterable[int]:
+    """Which items of its dataset a loader delivers, in the order of the dataset: those of a subset, or all."""
+    sampler = getattr(loader, "sampler", None)
+    while (inner := getattr(getattr(sampler, "dataset", None), "_sampler", None)) is not None:
+        sampler = inner  # of Lightning's distributed wrapper
+    subset = getattr(sampler, "indices", None)
+    return range(len(loader.dataset)) if subset is None else sorted(int(i) for i in subset)
 
 
 def _by(number: int, things: Iterable[Any]) -> Iterator[list[Any]]:

@@ -115,6 +115,11 @@ class Probe:
         """Whether there was a step since the last record."""
         return bool(self._measured)
 
+    def skip(self, why: str) -> None:
+        """Note a step that was due and that nobody called, such as one that a GradScaler left out."""
+        self.step += 1
+        self._increment, self._measured = None, {"skipped": why, "learning_rate": float(self.source.group["lr"])}
+
     def detach(self) -> None:
         """End it; the optimizer is left without a trace."""
         for end in self._ends:

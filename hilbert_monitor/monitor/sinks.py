@@ -58,4 +58,5 @@ class QueuedSink:
             except Exception as error:
                 self.failures += 1
                 if self.failures == 1:
-                    warnings.warn(f"hilbert_monitor: {self.name} failed ({error}); training goes on", stacklevel=1)
+                    said = f"{type(error).__name__}: {error}"
+                    warnings.warn(f"hilbert_monitor: {self.name} failed ({said}); training goes on", stacklevel=1)

@@ -1,0 +1,1 @@
+"""The paper's experiment: its decoder, its data and its recipe."""

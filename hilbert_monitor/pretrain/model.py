@@ -1,0 +1,163 @@
+"""The paper's decoder: pre-norm blocks of causal attention and SwiGLU, an untied LM head without bias.
+
+Parameters are fp32. Under autocast the products are bf16; norms, rotations and the loss are computed in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Sizes of a decoder; as they stand, the smallest of the paper's."""
+
+    vocab_size: int = 50_257
+    width: int = 512
+    blocks: int = 32
+    head_dim: int = 64
+    context: int = 2048
+    mlp_ratio: int = 4
+    rope_base: float = 10_000.0
+    eps: float = 1e-6
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "width", "blocks", "head_dim", "context", "mlp_ratio"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.width % self.head_dim or self.head_dim % 2:
+            raise ValueError(
+                f"width must be a multiple of head_dim and head_dim even, got {self.width} and {self.head_dim}: choose"
+                " an even divisor of the width"
+            )
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        block = (4 + 3 * self.mlp_ratio) * self.width**2
+        return 2 * self.vocab_size * self.width + self.blocks * block
+
+
+class Norm(nn.Module):
+    """x / sqrt(mean(x^2) + eps), in fp32, without a gain."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
+
+
+class Rotation(nn.Module):
+    """Rotary positions: coordinate i and i + n/2 of a head turn together, by position times base^(-2i/n)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        angles = torch.outer(torch.arange(config.context, dtype=torch.float32), config.rope_base**-half)  # (T, n/2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn queries or keys (B, heads, T, n)."""
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each added to the stream that it reads through a norm."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        d, inner = config.width, config.mlp_ratio * config.width
+        self.heads = d // config.head_dim
+        self.q, self.k, self.v, self.out = (nn.Linear(d, d, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(d, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, d, bias=False)
+        self.norm = Norm(config.eps)
+
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Add what this block has to say to the stream (B, T, d)."""
+        x = x + self.attention(self.norm(x), rotation)
+        h = self.norm(x)
+        moved: Tensor = x + self.down(silu(self.gate(h)) * self.up(h))
+        return moved
+
+    def attention(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Causal attention with normalised, rotated queries and keys."""
+        q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k = rotation(self.norm(q)), rotation(self.norm(k))
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, heads, T, n)
+        said: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return said
+
+
+class Decoder(nn.Module):
+    """Tokens (B, T) to logits (B, T, V) in fp32.
+
+    Weights are drawn from N(0, init_std^2) in the order of the modules, after torch's own draw.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
+        self.norm = Norm(config.eps)
+        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.rotation = Rotation(config)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=config.init_std)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """What the LM head sees, (B, T, d)."""
+        if tokens.shape[-1] > self.config.context:
+            raise ValueError(f"the context is {self.config.context} tokens, got {tokens.shape[-1]}: cut the text")
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, self.rotation)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next token."""
+        logits: Tensor = self.lm_head(self.hidden(tokens))
+        return logits.float()
+
+    def loss(self, tokens: Tensor, targets: Tensor, *, chunk: int | None = None) -> Tensor:
+        """Mean cross entropy of targets (B, T).
+
+        Args:
+            tokens: (B, T).
+            targets: (B, T).
+            chunk: positions whose logits are held at a time; they are formed again in the backward pass. The head's
+                own forward is then not called: give a monitor ``hidden=lambda model, tokens: model.hidden(tokens)``.
+        """
+        if chunk is None:
+            return cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+        h, wanted = self.hidden(tokens).flatten(0, 1), targets.flatten()
+        parts = [
+            checkpoint(_summed_loss, rows, self.lm_head.weight, of, use_reentrant=False, preserve_rng_state=False)
+            for rows, of in zip(torch.split(h, chunk), torch.split(wanted, chunk), strict=True)
+        ]
+        return torch.stack(parts).sum() / wanted.numel()
+
+
+def _summed_loss(h: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    device = h.device.type
+    if torch.is_autocast_enabled(device):  # by hand: of the copy that autocast keeps, chunks would add up in bf16
+        h, head = (x.to(torch.get_autocast_dtype(device)) for x in (h, head))
+    return cross_entropy(nn.functional.linear(h, head).float(), targets, reduction="sum")
