@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -45,11 +45,10 @@ def geometry_jobs(paths: Sequence[Path], *, quick: bool) -> Iterator[Job]:
 
 def monitor_jobs(*, quick: bool) -> Iterator[Job]:
     """What the monitor costs a run of the demo's size."""
-    sizes: dict[str, Any] = {"V": 512, "d": 32, "context": 32, "batch": 2, "positions": 64, "rounds": 1}
-    if not quick:
-        sizes = {"V": 8192, "d": 128, "context": 128, "batch": 16, "positions": 8192, "rounds": 6}
-    yield "monitor, AdamW head", lambda: overhead.overhead("adamw", **sizes)
-    yield "monitor, RowNorm head", lambda: overhead.overhead("rownorm", **sizes)
+    V, d, steps = (512, 32, 1) if quick else (8192, 128, 15)
+    cpu = torch.device("cpu")
+    yield "monitor, AdamW head", lambda: overhead.overhead(cpu, V, d, steps, "adamw")
+    yield "monitor, RowNorm head", lambda: overhead.overhead(cpu, V, d, steps, "rownorm")
 
 
 def optimizer_jobs(*, quick: bool) -> Iterator[Job]:

@@ -180,7 +180,8 @@ def _longest(cloud: Cloud, rows: Tensor) -> tuple[Tensor, Tensor]:
     x = cloud.points(rows).double()
     norm2 = x.square().sum(1)
     longest = torch.addmm(norm2 + norm2[:, None], x, x.T, alpha=-2).argmax()
-    return rows[longest // len(rows)], rows[longest % len(rows)]
+    i, j = rows[torch.stack([longest // len(rows), longest % len(rows)])]  # rows[longest // n] would wait for it
+    return i, j
 
 
 def _ordered(i: int, j: int) -> tuple[int, int]:
@@ -233,10 +234,10 @@ class _Search:
         """Measure pairs of rows in fp64 and keep the longest."""
         self.computed += len(i)
         lengths = self.cloud.lengths(i, j)
-        best = lengths.argmax()
-        if float(lengths[best]) > self.length:
-            self.length = float(lengths[best])
-            self.pair = _ordered(int(i[best]), int(j[best]))
+        longest, best = lengths.max(0, keepdim=True)
+        length, a, b = torch.cat([longest, i[best].double(), j[best].double()]).tolist()
+        if length > self.length:
+            self.length, self.pair = length, _ordered(int(a), int(b))
 
     def _walk(self, norm2: Tensor, z: Tensor) -> None:
         """Find a long pair: from outlying rows to the partners farthest from them in the survey, twice."""
@@ -343,7 +344,7 @@ class _Search:
             self.computed += tile.numel()
             if float((tile.amax(1) + x2).max()) >= self.length**2:
                 top = tile.add_(x2[:, None]).argmax()
-                self._offer(rows[top // len(y), None], columns[at][top % len(y), None])
+                self._offer(rows[(top // len(y))[None]], columns[at][(top % len(y))[None]])
                 self._settle(tile >= self.length**2, rows, columns[at])
 
     def _settle(self, near: Tensor, rows: Tensor, columns: Tensor) -> None:
@@ -360,4 +361,4 @@ class _Search:
         for at, y in cloud.chunks(columns, extra=16 * len(rows)):
             tile = torch.addmm(y.square().sum(1), x, y.T, alpha=-2).add_(x2)
             top = tile.argmax()
-            self._offer(rows[top // len(y), None], columns[at][top % len(y), None])
+            self._offer(rows[(top // len(y))[None]], columns[at][(top % len(y))[None]])

@@ -15,11 +15,10 @@ from hilbert_monitor.runs.metrics import values
 from hilbert_monitor.runs.record import StepRecord
 
 from .guard import Guard
-from .hidden import HiddenStates
 from .increment import Decay
-from .panel import Panel, positions_of, token_ids, with_tensors
+from .panel import Batch, Panel, positions_of, token_ids, with_tensors
 from .probe import Probe, find_head_module
-from .sinks import QueuedSink, Sink
+from .sinks import QueuedSink
 
 
 class HilbertMonitor(Callback):
@@ -53,13 +52,13 @@ class HilbertMonitor(Callback):
         perturbation_every: int = 500,
         *,
         bracket: bool | None = None,
-        panel: Literal["loader", "paper"] | list[int] | Tensor = "loader",
-        hidden: HiddenStates | None = None,
+        panel: Literal["loader", "paper"] | list[int] | list[list[int]] | Tensor = "loader",
+        hidden: Callable[[Module, Batch], Any] | None = None,
         decay: Decay | None = None,
         vocab_size: int | None = None,
         logit_scale: float = 1.0,
         decode: Callable[[int], str] | None = None,
-        sinks: Iterable[Sink] = (),
+        sinks: Iterable[Any] = (),
         progress_bar: bool = True,
         strict: bool = False,
     ) -> None:
@@ -68,7 +67,7 @@ class HilbertMonitor(Callback):
         self.diameter_every, self.perturbation_every, self.bracket = diameter_every, perturbation_every, bracket
         self.hidden, self.decay, self.decode = hidden, decay, decode
         self.vocab_size, self.logit_scale = vocab_size, logit_scale
-        self.sinks, self.progress_bar = sinks, progress_bar
+        self.sinks, self.progress_bar = tuple(sinks), progress_bar
         self.guard = Guard(strict=strict)
         self.probe: Probe | None = None
         self._queues: list[QueuedSink] = []
@@ -117,10 +116,11 @@ class HilbertMonitor(Callback):
         if self._kept:
             with self.guard("panel"):
                 self._take_kept(trainer)
-        names = ("val_loss", "validation_loss", "val/loss", "valid_loss")
-        found = next((trainer.callback_metrics[n] for n in names if n in trainer.callback_metrics), None)
-        if not trainer.sanity_checking and found is not None:
-            self._validation_loss = float(found)
+        with self.guard("validation loss"):
+            names = ("val_loss", "validation_loss", "val/loss", "valid_loss")
+            found = next((trainer.callback_metrics[n] for n in names if n in trainer.callback_metrics), None)
+            if not trainer.sanity_checking and found is not None:
+                self._validation_loss = float(found)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the last update, whenever training turned out to end."""
@@ -168,6 +168,8 @@ class HilbertMonitor(Callback):
             strict=self.guard.strict,
         )
         self.probe.step = self._resumed.get("step", 0)
+        with self.guard("last step"):
+            self.probe.last = self.probe.step + trainer.estimated_stepping_batches - trainer.global_step
         self._tokens, self._updates = self._resumed.get("tokens", 0), trainer.global_step
         if trainer.is_global_zero:
             self._queues = [QueuedSink(sink) for sink in self.sinks]
@@ -247,7 +249,7 @@ class HilbertMonitor(Callback):
             self.probe.detach()
         for sink in self._queues:
             sink.close()
-        self._queues, self._panel, self._kept = [], None, None
+        self._queues, self._panel, self._kept, self._loss, self._validation_loss = [], None, None, None, None
 
 
 def _owner(optimizers: list[Optimizer], weight: Tensor | Module, name: str) -> Optimizer:

@@ -87,6 +87,15 @@ class IncrementSource:
         return isinstance(self.optimizer, MatrixOptimizer) or self._formula(self.group) is not None
 
     @property
+    def formable(self) -> bool:
+        """Whether the increment of the last step can still be formed."""
+        if self.last is None:
+            return False
+        if self._formula(self.last.options) is _sgd and not self.last.options["momentum"]:
+            return self._has_gradient()
+        return self.from_state or self._before is not None
+
+    @property
     def decoupled(self) -> bool:
         """Whether weight decay is apart from the increment."""
         flag = self.group.get("decoupled_weight_decay")

@@ -77,7 +77,7 @@ class Panel:
         Sizes differ by one at most; with more ranks than positions some are empty. Of a panel of one rank it is all.
         """
         _check_rank(rank, world)
-        if self.own:
+        if self.own or world == 1:
             return self
         start, stop = self.size * rank // world, self.size * (rank + 1) // world
         parts, before = [], 0

@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 
 from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_diameter_bracket
 from hilbert_monitor.geometry._arithmetic import compute_dtype
+from hilbert_monitor.geometry.diameter import DiameterBracket, RowDiameter
 from hilbert_monitor.optim import find_head
-from hilbert_monitor.runs.record import StepRecord
+from hilbert_monitor.runs.alerts import Judge
+from hilbert_monitor.runs.record import Alert, StepRecord
 
 from .ceiling import diameter_ceiling
 from .guard import Guard
@@ -51,6 +53,8 @@ class Probe:
         vocab_size: rows of the head that are tokens, if it is padded.
         logit_scale: factor between the head's output and the logits.
         decode: makes a token's text from its id.
+        judge: blow-up rules. Where the bounds of a step do not rule one out its diameter is searched for, and where
+            that is one the panel is looked at too. Give it on every rank.
         strict: raise what fails, in place of counting it and warning once.
     """
 
@@ -70,6 +74,7 @@ class Probe:
         vocab_size: int | None = None,
         logit_scale: float = 1.0,
         decode: Callable[[int], str] | None = None,
+        judge: Judge | None = None,
         strict: bool = False,
     ) -> None:
         self.model, self.panel = model, panel
@@ -80,7 +85,7 @@ class Probe:
         self.weight = weight
         self.diameter_every, self.perturbation_every = diameter_every, perturbation_every
         self.hidden, self.autocast, self.decode = hidden, autocast, decode
-        self.vocab_size, self.logit_scale = vocab_size, logit_scale
+        self.vocab_size, self.logit_scale, self.judge = vocab_size, logit_scale, judge
         self.source = IncrementSource(optimizer, weight, decay=decay)
         bias = getattr(self.head, "bias", None)
         self.bias = IncrementSource(optimizer, bias, decay=decay) if isinstance(bias, Tensor) else None
@@ -89,9 +94,14 @@ class Probe:
         """Why H D(S) bounds the perturbation and is not its largest value, if it does."""
         if self.bias is not None:
             self._remark("the head has a bias: rows are extended by its increment, and sqrt(H^2 + 1) D is a bound")
-        if any(weight is m.weight for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)):
+        self.tied = any(weight is m.weight for m in model.modules() if isinstance(m, Embedding | EmbeddingBag))
+        if self.tied:
             self._remark("the head's weight is an embedding's too: a step also moves the hidden states through it")
+        self.alerts: list[Alert] = []
+        """What the judge said of the last record."""
         self.step = 0
+        self.last = math.inf
+        """Number of the last step, where it is known before: it is measured like one that is due."""
         self.guard = Guard(strict=strict)
         self._ends: list[Callable[[], None]] = []
         self._increment: Tensor | None = None
@@ -133,8 +143,11 @@ class Probe:
         self.detach()
 
     def _will_measure(self) -> bool:
-        due = _due(self.step + 1, self.diameter_every) or _due(self.step + 1, self.perturbation_every)
+        due = self._due(self.step + 1, self.diameter_every) or self._due(self.step + 1, self.perturbation_every)
         return due or self.bracket
+
+    def _due(self, step: int, every: int) -> bool:
+        return every > 0 and (step % every == 0 or step == self.last)
 
     def _on_step(self, step: HeadStep) -> None:
         self.step += 1
@@ -148,7 +161,7 @@ class Probe:
     def _measure_step(self) -> None:
         """Measure a step that is new: in its hook, or at its record where the bias has an optimizer of its own."""
         if not self._measured["skipped"] and "diameter_lower" not in self._measured:
-            self._measure(exact=_due(self.step, self.diameter_every))
+            self._measure(exact=self._due(self.step, self.diameter_every))
 
     # Measuring
 
@@ -161,9 +174,13 @@ class Probe:
             S = self.increment()
         if S is None:
             return
-        with self._guarded("diameter" if exact else "bracket"):
-            self._diameter(S, exact=exact)
+        if not exact:
+            with self._guarded("bracket"):
+                self._diameter(S, row_diameter_bracket(S))
+                exact = self._exceeds("diameter_upper")
         if exact:
+            with self._guarded("diameter"):
+                self._diameter(S, row_diameter(S))
             self._increment = S  # for the panel, if it is due too
             with self._guarded("gradient"):
                 self._gradient()
@@ -183,12 +200,18 @@ class Probe:
             S = S[: self.vocab_size]
         return S if self.logit_scale == 1 else S * self.logit_scale
 
-    def _diameter(self, S: Tensor, *, exact: bool) -> None:
-        found = row_diameter(S) if exact else row_diameter_bracket(S)
+    def _exceeds(self, name: str) -> bool:
+        """Whether something that was measured is more than the rules allow."""
+        if self.judge is None or name not in self._measured:
+            return False
+        limit = self.judge.limit(self.step, self._measured["learning_rate"])
+        return limit is not None and self._measured[name] > limit
+
+    def _diameter(self, S: Tensor, found: DiameterBracket) -> None:
         self._measured.update(
             diameter_lower=found.lower, diameter_upper=found.upper, pair=found.pair, nonfinite_rows=found.nonfinite_rows
         )
-        if exact:
+        if isinstance(found, RowDiameter):
             norms = torch.linalg.vector_norm(S, dim=1)
             token = int(norms.argmax())
             self._measured.update(diameter=found.lower, row_norm=float(norms[token]), row_token=token)
@@ -216,7 +239,7 @@ class Probe:
         self._measured.update(
             gradient_row_norm=float(norms[token]), gradient_row_token=token, gradient_balance=float(balance)
         )
-        if float(balance) > UNBALANCED:
+        if float(balance) > UNBALANCED and not self.tied:  # an embedding's gradient is in it too
             self._remark(
                 "the rows of the head's gradient do not sum to zero, as those of a softmax cross entropy do: a z-loss,"
                 " or soft-capped logits?"
@@ -224,10 +247,12 @@ class Probe:
 
     def _perturbation(self) -> None:
         """Perturbation of the panel: each rank takes its share, and all of them learn of a failure by one gather."""
-        if self.panel is None:
+        if self.panel is None and _world() == 1:
             return
         mine = torch.zeros(7, dtype=torch.float64)  # went well, positions, sum of squares, max, its pair, largest |h|
         with self._guarded("panel"):
+            if self.panel is None:
+                raise RuntimeError("this rank has no panel")
             share = self.panel.share(_rank(), _world())
             mine[0] = 1
             if share.size:
@@ -280,12 +305,12 @@ class Probe:
             self._measured = self._measured or dict(self._recorded)
         if not self._measured:
             return None
-        if not self._measured["skipped"]:
+        if not self._measured["skipped"] and not (final and not self.source.formable):
             if final and self.diameter_every and "diameter" not in self._measured:
                 fresh = True
                 self._measure(exact=True)
-            due = self.perturbation_every and (final or _due(self.step, self.perturbation_every))
-            if due and "perturbation_rms" not in self._measured:
+            due = final or self._due(self.step, self.perturbation_every) or self._blown_up()
+            if due and self.perturbation_every and "perturbation_rms" not in self._measured:
                 fresh = True
                 self._perturbation()
         if not fresh:
@@ -302,9 +327,19 @@ class Probe:
             share=spent / (now - self._since) if now > self._since else None,
             **self._measured,
         )
+        self.alerts = []
+        if self.judge is not None and _rank() == 0:
+            with self._guarded("rules"):
+                self.alerts = self.judge.judge(made)
         self._recorded = self._measured
         self._increment, self._measured, self._seconds, self._since = None, {}, defaultdict(float), now
         return made
+
+    def _blown_up(self) -> bool:
+        """Whether the step is a blow-up, as the rank that measures it says."""
+        if self.judge is None or not self.perturbation_every:
+            return False
+        return agreed(self._exceeds("diameter"), self.weight.device)
 
     @contextmanager
     def _guarded(self, part: str) -> Iterator[None]:
@@ -328,16 +363,21 @@ def find_head_module(model: Module, head: str | Module | None) -> tuple[str, Mod
     return name, model.get_submodule(name)
 
 
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _world() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def agreed(mine: bool, device: torch.device) -> bool:
+    """What rank zero says, on every rank."""
+    if _world() == 1:
+        return mine
+    said = torch.tensor([float(mine)], device=device)
+    dist.broadcast(said, src=0)
+    return bool(said.item())
 
 
 def _gathered(mine: Tensor, device: torch.device) -> Tensor:

@@ -1,10 +1,46 @@
-"""What a run says of its steps: frozen, typed, of plain values."""
+"""What a run says of itself, its steps and what went wrong with them: frozen, typed, of plain values."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from msgspec import Struct, field
 
 Pair = tuple[int, int]
+
+
+class RunInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a run is, as one attempt at it knows. Where it was written, when and by whom its log fills in."""
+
+    id: str = ""
+    """Name of the run's folder. Give it to go on with exactly that run."""
+    name: str = ""
+    """What the user calls the run: any text, also the same for several runs."""
+    attempt: int = 1
+    """Processes that have written this run so far, this one included."""
+    first_step: int = 0
+    """The step this attempt goes on from: what earlier attempts did beyond it no longer counts."""
+    started: float = 0.0
+    """Seconds since the epoch, when the attempt began."""
+    head_optimizer: str = ""
+    model: str = ""
+    seed: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    """The user's settings. What JSON has no form for is kept as text."""
+    panel_hash: str = ""
+    """Equal for runs whose perturbations are over the same panel; empty until there is one."""
+    panel_size: int | None = None
+    remarks: tuple[str, ...] = ()
+    """What a reader of the numbers has to know, in sentences."""
+    versions: dict[str, str] = field(default_factory=dict)
+    host: str = ""
+    pid: int = 0
+    world_size: int = 1
+    """Ranks that train together."""
+    port: int | None = None
+    """Where the run's own metrics are served."""
+    heartbeat: float = 5.0
+    """Seconds between two signs of life."""
 
 
 class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -64,3 +100,21 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.diameter is None or not self.ceiling:
             return None
         return self.diameter / self.ceiling
+
+
+class Alert(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A step that was not as the run's other steps."""
+
+    step: int
+    time: float
+    """Seconds since the epoch."""
+    kind: str
+    value: float
+    """What was measured."""
+    expected: float | None = None
+    """What it should have been at most, where a rule says so."""
+    pair: Pair | None = None
+    pair_text: tuple[str, str] | None = None
+    """Tokens that attain the value."""
+    message: str = ""
+    """The alert in a sentence or two."""

@@ -1,0 +1,69 @@
+"""The device to check, what it is called, and how much work it is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hilbert_monitor.bench.measure import machine
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the checks are."""
+
+    cloud: tuple[int, int, int]
+    """Rows, width and panel positions of the exactness checks."""
+    updates: int
+    """Of every training run."""
+    head: tuple[int, int]
+    """Rows and width of the head whose overhead is measured."""
+    turns: int
+    """Steps with the monitor and without it, in turns."""
+    patience: float
+    """Seconds until a process that does not answer counts as one that hangs."""
+
+    @classmethod
+    def of(cls, device: torch.device, *, quick: bool) -> Sizes:
+        """Return what suits the device."""
+        if quick:
+            return cls(cloud=(2048, 32, 512), updates=6, head=(8192, 128), turns=2, patience=60)
+        if device.type == "cpu":
+            return cls(cloud=(8192, 64, 2048), updates=20, head=(8192, 128), turns=10, patience=120)
+        return cls(cloud=(50_257, 256, 8192), updates=20, head=(50_257, 512), turns=20, patience=300)
+
+
+def choose(name: str | None) -> torch.device:
+    """Return the device of that name, or the best that torch sees.
+
+    Raises:
+        ValueError: if there is no such device, with what to do about it.
+    """
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if name is None:
+        name = "cuda" if cuda else "cpu"  # mps has no fp64
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: torch knows no such device: give cpu, cuda, cuda:1 or mps") from None
+    if device.type == "cuda" and not cuda:
+        raise ValueError(
+            f"--device {name}: this torch sees no CUDA device (torch {torch.__version__}): install a CUDA build of"
+            " torch or leave --device out"
+        )
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"--device {name}: this torch sees {count} CUDA devices, numbered from 0: give one of them")
+    if device.type == "mps" and not mps:
+        raise ValueError(f"--device {name}: this torch sees no Apple GPU: leave --device out")
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"--device {name}: the checks know cpu, cuda and mps: give one of them")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device(device.type)
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a reader calls the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{machine()['processor']} ({device.type})"

@@ -1,0 +1,87 @@
+"""The checks in their order, run behind a progress bar; the table, the last sentence, and the JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from hilbert_monitor.bench.measure import machine
+
+from . import ddp, exactness, increment, interference, overhead
+from .device import Sizes, device_name
+from .finding import CLAIMS, Check, Finding, examine
+
+ROOMS = (exactness, increment, interference, ddp, overhead)
+COLOURS = {"ok": "green", "FAILED": "bold red", "skipped": "yellow"}
+
+
+def all_checks(device: torch.device, sizes: Sizes) -> list[Check]:
+    """Return every check of every claim."""
+    if device.type == "cuda":  # read when CUDA starts: without it cuBLAS may not give the same bits twice
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return [check for room in ROOMS for check in room.checks(device, sizes)]
+
+
+def run(checks: Sequence[Check], console: Console) -> list[Finding]:
+    """Run the checks behind a progress bar; none of them ends the others."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    findings = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(checks))
+        for check in checks:
+            progress.update(task, description=escape(f"{check.claim}: {check.case}"))
+            findings.append(examine(check))
+            progress.advance(task)
+    return findings
+
+
+def failed(findings: Iterable[Finding]) -> list[str]:
+    """Return the claims that do not hold."""
+    return list(dict.fromkeys(f.claim for f in findings if f.verdict == "FAILED"))
+
+
+def show(findings: Sequence[Finding], device: torch.device, console: Console) -> None:
+    """Print the machine, the findings by claim, and what they come to."""
+    console.print(" | ".join(f"{name} {value}" for name, value in machine().items()), style="dim")
+    table = Table(title=f"Checked on {device_name(device)}", title_justify="left", show_lines=False)
+    table.add_column("claim", ratio=2)
+    table.add_column("measured", ratio=3)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    for claim in dict.fromkeys(f.claim for f in findings):
+        table.add_section()
+        table.add_row(f"[bold]{claim}[/]\n[dim]{CLAIMS.get(claim, '')}")
+        for f in (f for f in findings if f.claim == claim):
+            verdict = f"[{COLOURS[f.verdict]}]{f.verdict}"
+            table.add_row(escape(f.case), escape(f.measured), verdict, f"{f.seconds:.1f}")
+    console.print(table)
+    console.print(escape(conclusion(findings, device)))
+
+
+def conclusion(findings: Sequence[Finding], device: torch.device) -> str:
+    """Return the one sentence that a reader in a hurry reads."""
+    wrong = failed(findings)
+    if wrong:
+        claims = "1 claim" if len(wrong) == 1 else f"{len(wrong)} claims"
+        return f"{claims} failed: {', '.join(wrong)}; please open an issue with --json's output"
+    skipped = sum(f.verdict == "skipped" for f in findings)
+    return f"every claim holds on {device_name(device)}" + (f", {skipped} of its checks skipped" if skipped else "")
+
+
+def write_json(findings: Sequence[Finding], device: torch.device, path: Path) -> None:
+    """Write the machine, the device and the findings as one JSON document."""
+    document = {
+        "machine": machine(),
+        "device": {"name": device_name(device), "type": str(device), "gpus": torch.cuda.device_count()},
+        "failed": failed(findings),
+        "findings": [f.as_dict() for f in findings],
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n")

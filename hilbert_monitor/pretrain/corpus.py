@@ -1,0 +1,127 @@
+"""Real text that every machine has: the sources of Python's standard library, in tokens of a BPE trained on them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END = "<|endoftext|>"
+HELD_OUT = 20
+"""One file in this many is for validation."""
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens to train on, tokens of other files to validate on, and the tokenizer that made them."""
+
+    train: NDArray[np.uint16]
+    validation: NDArray[np.uint16]
+    tokenizer_json: str
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """What turns text into these tokens."""
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_str(self.tokenizer_json)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        size: int = self.tokenizer.get_vocab_size()
+        return size
+
+    def decode(self, token: int) -> str:
+        """Text of a token."""
+        text: str = self.tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+
+def standard_library() -> list[Path]:
+    """Python files of the standard library, its tests left out, in the order of their names."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
+    found = sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
+    if len(found) < HELD_OUT:
+        raise FileNotFoundError(
+            f"Python {sys.version.split()[0]} has no sources of its standard library here ({len(found)} files found):"
+            " give text files of your own with --text"
+        )
+    return found
+
+
+def corpus(files: Sequence[Path], vocab_size: int = 8192, *, cache: Path | None = None) -> Corpus:
+    """Train a tokenizer on files, and tokenize them; what was made once from the same texts is read back.
+
+    Args:
+        files: text files. Every twentieth, by a hash of its text, is held out for validation.
+        vocab_size: tokens of the BPE, at most 65,536.
+        cache: folder for what was made; by default the user's cache.
+    """
+    if not 257 <= vocab_size <= 2**16:
+        raise ValueError(f"vocab_size must be 257 to 65,536, bytes and an end of text among them, got {vocab_size}")
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
+    digests = [hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in texts]
+    key = hashlib.sha256(b"".join(digests) + f"{vocab_size} {_FORMAT}".encode()).hexdigest()[:16]
+    path = (cache or _cache()) / f"corpus-{key}.npz"
+    if path.exists():
+        with np.load(path) as kept:
+            return Corpus(kept["train"], kept["validation"], str(kept["tokenizer"]))
+    held_out = [digest[0] % HELD_OUT == 0 for digest in digests]
+    if all(held_out) or not any(held_out):
+        held_out = [i == len(files) - 1 for i in range(len(files))]
+    made = _made(texts, held_out, vocab_size)
+    _keep(made, path)
+    return made
+
+
+def _made(texts: Sequence[str], held_out: Sequence[bool], vocab_size: int) -> Corpus:
+    from tokenizers import ByteLevelBPETokenizer
+
+    train = [text for text, out in zip(texts, held_out, strict=True) if not out]
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(train, vocab_size=vocab_size, min_frequency=2, special_tokens=[END], show_progress=False)
+    end = bpe.token_to_id(END)
+
+    def tokens(some: Sequence[str]) -> NDArray[np.uint16]:
+        return np.fromiter(_ids(bpe.encode_batch(list(some)), end), dtype=np.uint16)
+
+    rest = [text for text, out in zip(texts, held_out, strict=True) if out]
+    return Corpus(tokens(train), tokens(rest), bpe.to_str())
+
+
+def _ids(encodings: Sequence[object], end: int) -> Iterator[int]:
+    for encoding in encodings:
+        yield end
+        yield from encoding.ids  # type: ignore[attr-defined]
+
+
+def _keep(made: Corpus, path: Path) -> None:
+    """Write whole or not at all; a cache that cannot be written is done without."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz", delete=False) as file:
+            np.savez(file, train=made.train, validation=made.validation, tokenizer=np.array(made.tokenizer_json))
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "hilbert-monitor"
