@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hilbert_monitor import HilbertMonitor
+from hilbert_monitor.runs.alerts import Rules
 from tests.decoders import Plain
 
 pytest.importorskip("jsonargparse")
@@ -117,6 +118,10 @@ def arguments_of(text):
     return monitor["init_args"]
 
 
+def told(alert):
+    """What a user may want to do about a blow-up."""
+
+
 ARGUMENTS = {
     "head": ["model.lm_head", None],
     "panel_size": [50],
@@ -129,6 +134,11 @@ ARGUMENTS = {
     "vocab_size": [None, 30],
     "logit_scale": [0.5, 2],
     "decode": [None, f"{HERE}.decode"],
+    "run_dir": [None, "elsewhere"],
+    "run_name": [None, "first try"],
+    "config": [None, {"width": 64, "data": {"shards": [1, 2]}}],
+    "rules": [None, {"window": 50, "diameter_factor": 3.0}],
+    "on_blowup": ["stop", ["warn", "checkpoint", "https://example.org/hook"], [f"{HERE}.told"], []],
     "sinks": [[], [{"class_path": f"{HERE}.Prints"}], [{"class_path": f"{HERE}.Prints", "init_args": {"prefix": "x"}}]],
     "progress_bar": [False, True],
     "strict": [False, True],
@@ -151,7 +161,9 @@ def test_an_argument_is_read_printed_and_read_back(name, value, tmp_path, capsys
     again.write_text(text)
     monitor = monitor_of(cli("--config", again))
     got = monitor.guard.strict if name == "strict" else getattr(monitor, name)
-    if name == "sinks":
+    if name == "rules" and value is not None:
+        assert got == Rules(**value)
+    elif name == "sinks":
         assert [sink.prefix for sink in got] == [sink.get("init_args", {}).get("prefix", "D(S)") for sink in value]
     else:
         assert got == (MADE.get(value, value) if isinstance(value, str) else value)

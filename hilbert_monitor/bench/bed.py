@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from torch import Tensor
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.optim import pretraining_optimizer, warmup_cosine
-from hilbert_monitor.pretrain.corpus import corpus, standard_library
+from hilbert_monitor.pretrain.corpus import Corpus, corpus, standard_library
 from hilbert_monitor.pretrain.model import Decoder, DecoderConfig
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, StepRecord
@@ -21,6 +22,11 @@ from hilbert_monitor.runs.record import Alert, StepRecord
 HeadKind = Literal["adamw", "rownorm"]
 HEAD_RATE = {"adamw": 2.048, "rownorm": 1.6384}
 """Head learning rate times width, as the paper's scale."""
+
+
+@functools.cache
+def _corpus(vocab_size: int) -> Corpus:
+    return corpus(standard_library(), vocab_size)
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,13 @@ class Bed:
 
     def __init__(self, head: HeadKind, seed: int, config: BedConfig) -> None:
         self.head, self.seed, self.config = head, seed, config
-        text = corpus(standard_library(), config.vocab_size)
+        text = _corpus(config.vocab_size)
         self.text = torch.from_numpy(text.train.astype("int64"))
         torch.manual_seed(seed)
         sizes = DecoderConfig(
             vocab_size=config.vocab_size, width=config.width, blocks=2, head_dim=32, context=config.context
         )
-        self.model = Decoder(sizes)
+        self.model = Decoder(sizes)  # its own draw of weights; a branch loads others
         self.optimizer = pretraining_optimizer(self.model, head, head_lr=HEAD_RATE[head] / config.width)
         self.schedule = warmup_cosine(self.optimizer, total_steps=config.steps)
         self.draw = torch.Generator().manual_seed(seed)

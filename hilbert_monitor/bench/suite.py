@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import diameter, optimizers, overhead, perturbation
+from . import diameter, faults, optimizers, overhead, perturbation
 from .increments import Increment, load_increment, make_increment
 from .measure import Comparison, machine
 
@@ -96,9 +99,56 @@ def show(results: Sequence[Comparison], console: Console) -> None:
     console.print(table)
 
 
-def write_json(results: Sequence[Comparison], path: Path) -> None:
+def run_faults(plan: faults.Plan, console: Console) -> faults.Summary:
+    """Run the trials of the blow-up rules behind a progress bar."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    workers = min(os.cpu_count() or 1, 2 * len(plan.seeds))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("runs, each with its faults", total=2 * len(plan.seeds))
+        trials = faults.run(plan, workers=workers, done=lambda _: progress.advance(task))
+    return faults.summary(trials)
+
+
+def show_faults(found: faults.Summary, console: Console) -> None:
+    """Print what was reported, what was missed, and who noticed first."""
+    console.print(" | ".join(f"{name} {value}" for name, value in machine().items()), style="dim")
+    table = Table(
+        title="Faults in real training runs: visible if D(S) or the Hilbert RMS is twice or half the clean twin's",
+        title_justify="left",
+    )
+    for name in ("fault", "head"):
+        table.add_column(name)
+    for name in ("D(S) x", "visible", "reported in its step", "loss spike after", "gradient spike after"):
+        table.add_column(name, justify="right")
+    for c in found.cells:
+        seen = f"{c.reported} of {c.visible}" if c.visible else "invisible in the increment"
+        ratio = "not finite" if math.isnan(c.diameter_ratio) else f"{c.diameter_ratio:.2f}"
+        table.add_row(c.fault, c.head, ratio, f"{c.visible} of {c.tried}", seen, c.lead_loss, c.lead_gradient)
+    console.print(table)
+    console.print(
+        f"{found.reported} of {found.visible} visible faults reported in their step; {len(found.false_alarms)} false"
+        f" alarms in {found.measured:,} clean steps. The opponents' thresholds for as many: loss"
+        f" {found.thresholds['loss']:.2f}x, gradient norm {found.thresholds['gradient']:.2f}x their medians."
+    )
+    for text in found.false_alarms:
+        console.print(f"false alarm: {text}", style="yellow")
+    if found.divergences:
+        console.print(_divergences(found.divergences))
+
+
+def _divergences(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="A learning rate that grows until the loss is up by one: steps from the start of the growth")
+    for name in ("head", "seed", "diverged", "our alert", "loss spike", "gradient spike"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*("never" if value is None else str(value) for value in row.values()))
+    return table
+
+
+def write_json(results: Sequence[Comparison] | faults.Summary, path: Path) -> None:
     """Write the machine and the results as one JSON document."""
-    document = {"machine": machine(), "results": [r.as_dict() for r in results]}
+    found = results.as_dict() if isinstance(results, faults.Summary) else [r.as_dict() for r in results]
+    document = {"machine": machine(), "results": found}
     path.write_text(json.dumps(document, indent=2) + "\n")
 
 

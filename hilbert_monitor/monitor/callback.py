@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import time
 import warnings
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any, Literal
 
+import lightning
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from hilbert_monitor import __version__
+from hilbert_monitor.runs.alerts import Judge, Rules
 from hilbert_monitor.runs.metrics import values
-from hilbert_monitor.runs.record import StepRecord
+from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
 from .guard import Guard
 from .increment import Decay
 from .panel import Batch, Panel, positions_of, token_ids, with_tensors
-from .probe import Probe, find_head_module
-from .sinks import QueuedSink
+from .probe import Probe, agreed, find_head_module, unanimous
+from .sinks import Progress, QueuedSink, RunLog, Webhook
+
+Action = str | Callable[[Alert], Any]
+CHECKPOINTS = 3
+"""Blow-ups of a run that a checkpoint is saved of."""
 
 
 class HilbertMonitor(Callback):
@@ -39,6 +51,13 @@ class HilbertMonitor(Callback):
         vocab_size: rows of the head that are tokens, if it is padded.
         logit_scale: factor between the head's output and the logits.
         decode: makes a token's text from its id.
+        run_dir: folder of the run logs, in which this run gets one of its own; None for no log.
+        run_name: what the run is called; its log goes on in the same folder if it is started again.
+        config: settings to keep with the run; by default the module's hyperparameters.
+        rules: what counts as a blow-up.
+        on_blowup: what to do about one, besides logging it. Any of "warn", "checkpoint" (save one beside the run log),
+            "stop" (end training after this step, on all ranks), the address of a webhook, and a function of the alert,
+            or its full name.
         sinks: where records go besides the trainer's loggers. Each has a thread of its own.
         progress_bar: show the diameter in the progress bar.
         strict: raise what fails, in place of counting it and warning once.
@@ -58,6 +77,11 @@ class HilbertMonitor(Callback):
         vocab_size: int | None = None,
         logit_scale: float = 1.0,
         decode: Callable[[int], str] | None = None,
+        run_dir: str | None = "runs",
+        run_name: str | None = None,
+        config: dict[str, Any] | None = None,
+        rules: Rules | None = None,
+        on_blowup: str | list[Any] | Callable[[Alert], Any] = "warn",
         sinks: Iterable[Any] = (),
         progress_bar: bool = True,
         strict: bool = False,
@@ -68,10 +92,18 @@ class HilbertMonitor(Callback):
         self.hidden, self.decay, self.decode = hidden, decay, decode
         self.vocab_size, self.logit_scale = vocab_size, logit_scale
         self.sinks, self.progress_bar = tuple(sinks), progress_bar
+        self.run_dir, self.run_name, self.config, self.rules = run_dir, run_name, config, rules
+        self.on_blowup = on_blowup
         self.guard = Guard(strict=strict)
         self.probe: Probe | None = None
-        self._queues: list[QueuedSink] = []
-        self._resumed: dict[str, int] = {}
+        self.run_log: RunLog | None = None
+        self._log_queue: QueuedSink[Any] | None = None
+        self._queues: list[QueuedSink[Any]] = []
+        self._responses: list[Callable[[Trainer, Alert], None]] = []
+        self._described = (0, False)  # remarks, and whether there is a panel, that the log knows of
+        self._alive, self._saved = 0.0, 0
+        self._webhooks: list[QueuedSink[Alert]] = []
+        self._resumed: dict[str, Any] = {}
         self._tokens = self._updates = 0
         self._loss: Tensor | None = None
         self._validation_loss: float | None = None
@@ -81,9 +113,14 @@ class HilbertMonitor(Callback):
     # Lightning's hooks
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the head and its optimizer, and begin to watch."""
+        """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
+        started = False
         with self.guard("start"):
             self._start(trainer, pl_module)
+            started = True
+        if not unanimous(started, pl_module.device):
+            self._close()
+            self.probe = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -106,6 +143,9 @@ class HilbertMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Keep what the first validation delivers, where the data are a stream or the rule is the paper's."""
+        if self._log_queue is not None and time.monotonic() > self._alive + 10:
+            self._alive = time.monotonic()
+            self._log_queue.write(Progress())
         if self._kept is not None and dataloader_idx == 0:
             with self.guard("panel"):
                 if self._still_missing(trainer) > 0:
@@ -133,20 +173,24 @@ class HilbertMonitor(Callback):
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go of the optimizer and close the sinks."""
-        self._close()
+        """Let go of the optimizer and close the sinks, and say what ended the run."""
+        self._close(exception)
 
-    def state_dict(self) -> dict[str, int]:
-        """Steps and tokens so far, of plain types."""
-        return {"step": self.probe.step if self.probe is not None else 0, "tokens": self._tokens}
+    def state_dict(self) -> dict[str, Any]:
+        """Steps and tokens so far, the name of the log and the history of the rules, of plain types."""
+        if self.probe is None or self.probe.judge is None:
+            return dict(self._resumed)
+        run = self.run_log.id if self.run_log is not None else ""
+        return {"step": self.probe.step, "tokens": self._tokens, "run": run, "history": self.probe.judge.state()}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting where the run was saved."""
         self._resumed = dict(state_dict)
 
     # What they do
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._responses = [self._response(action) for action in self._actions]
         name, head = find_head_module(pl_module, self.head)
         with self.guard("panel"):
             if self._panel is None and self.perturbation_every:
@@ -165,15 +209,56 @@ class HilbertMonitor(Callback):
             vocab_size=self.vocab_size,
             logit_scale=self.logit_scale,
             decode=self.decode,
+            judge=Judge(self.rules),
             strict=self.guard.strict,
         )
         self.probe.step = self._resumed.get("step", 0)
         with self.guard("last step"):
             self.probe.last = self.probe.step + trainer.estimated_stepping_batches - trainer.global_step
         self._tokens, self._updates = self._resumed.get("tokens", 0), trainer.global_step
+        if self.probe.judge is not None and "history" in self._resumed:
+            self.probe.judge.restore(self._resumed["history"])
         if trainer.is_global_zero:
-            self._queues = [QueuedSink(sink) for sink in self.sinks]
+            self._queues += [QueuedSink(sink) for sink in self.sinks]
+            with self.guard("run log"):
+                self._open_log(trainer, pl_module)
         self.probe.attach()
+
+    def _open_log(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the run log, in its own thread: where its file system hangs, training does not."""
+        if self.run_dir is None or getattr(trainer, "fast_dev_run", False):
+            return
+        assert self.probe is not None
+        self.run_log = RunLog(self.run_dir, first_step=self.probe.step, strict=self.guard.strict)
+        self._described = len(self.probe.remarks), self._panel is not None
+        info = self._describe(trainer, pl_module)
+        if self.guard.strict:
+            self.run_log.write(info)
+        self._log_queue = QueuedSink(self.run_log, name="the run log", room=8192)
+        self._log_queue.write(info)
+
+    def _describe(self, trainer: Trainer, pl_module: LightningModule) -> RunInfo:
+        """What is known of the run now."""
+        assert self.probe is not None
+        seed = os.environ.get("PL_GLOBAL_SEED", "")
+        return RunInfo(
+            id=self._resumed.get("run", ""),
+            name=self.run_name or "",
+            head_optimizer=type(self.probe.source.optimizer).__name__,
+            model=type(pl_module).__name__,
+            seed=int(seed) if seed.lstrip("-").isdigit() else None,
+            config=dict(pl_module.hparams) if self.config is None else self.config,
+            panel_hash="" if self._panel is None else self._panel.hash,
+            panel_size=None if self._panel is None else self._panel.size,
+            remarks=tuple(self.probe.remarks),
+            versions={
+                "hilbert_monitor": __version__,
+                "torch": str(torch.__version__),
+                "lightning": lightning.__version__,
+                "python": platform.python_version(),
+            },
+            world_size=trainer.world_size,
+        )
 
     def _take_panel(self, trainer: Trainer) -> None:
         """Take the panel from what is at hand, without iterating anything."""
@@ -230,12 +315,74 @@ class HilbertMonitor(Callback):
             tokens=self._tokens,
         )
         self._loss = self._validation_loss = None
-        if record is None or not trainer.is_global_zero:
-            return
+        if record is not None and trainer.is_global_zero:
+            self._hand_on(trainer, pl_module, record, final)
+        self._respond(trainer, self.probe.alerts if record is not None else [], together=not final)
+
+    def _hand_on(self, trainer: Trainer, pl_module: LightningModule, record: StepRecord, final: bool) -> None:
+        """Give a record, and what was said of it, to the log, the sinks and the loggers."""
+        assert self.probe is not None
+        if self._log_queue is not None:
+            with self.guard("run log"):
+                known = len(self.probe.remarks), self._panel is not None
+                if known != self._described:
+                    self._described = known
+                    self._log_queue.write(self._describe(trainer, pl_module))
+            for item in (record, *self.probe.alerts):
+                self._log_queue.write(item)
         for sink in self._queues:
             sink.write(record)
         with self.guard("loggers"):
             self._log(trainer, pl_module, record, final)
+
+    def _respond(self, trainer: Trainer, alerts: list[Alert], *, together: bool) -> None:
+        """Do what is to be done about blow-ups; what takes all ranks, on all of them, while there is a next step."""
+        for alert in alerts:
+            for respond in self._responses:
+                with self.guard("response to a blow-up"):
+                    respond(trainer, alert)
+        asked = {"checkpoint", "stop"} & {action for action in self._actions if isinstance(action, str)}
+        if together and asked and self.probe is not None and agreed(bool(alerts), self.probe.weight.device):
+            if "checkpoint" in asked:
+                with self.guard("checkpoint of a blow-up"):
+                    self._save(trainer)
+            if "stop" in asked:
+                trainer.should_stop = True
+
+    @property
+    def _actions(self) -> list[Action]:
+        return list(self.on_blowup) if isinstance(self.on_blowup, list | tuple) else [self.on_blowup]
+
+    def _response(self, action: Action) -> Callable[[Trainer, Alert], None]:
+        """What rank zero does by itself about an alert."""
+        if callable(action):
+            return lambda _, alert: action(alert)
+        if action == "warn":
+            return lambda _, alert: warnings.warn(f"hilbert_monitor: step {alert.step}: {alert.message}", stacklevel=6)
+        if action in ("checkpoint", "stop"):
+            return lambda *_: None
+        if action.startswith(("http://", "https://")):
+            hook = QueuedSink(
+                Webhook(action, run=lambda: self.run_log.id if self.run_log else ""), name="the webhook", room=64
+            )
+            self._webhooks.append(hook)
+            return lambda _, alert: hook.write(alert)
+        place, _, name = action.rpartition(".")
+        if not place or not callable(function := getattr(import_module(place), name, None)):
+            raise ValueError(
+                'on_blowup takes "warn", "checkpoint", "stop", an http address, or a function of the alert or its full'
+                f" name, got {action!r}"
+            )
+        return lambda _, alert: function(alert)
+
+    def _save(self, trainer: Trainer) -> None:
+        """Save a checkpoint of the step that blew up, the first few times."""
+        assert self.probe is not None
+        if self._saved < CHECKPOINTS:
+            self._saved += 1
+            beside = self.run_log is not None and self.run_dir is not None and self.run_log.id
+            folder = os.path.join(self.run_dir, beside) if self.run_dir and beside else trainer.default_root_dir
+            trainer.save_checkpoint(os.path.join(folder, f"blow-up-step-{self.probe.step}.ckpt"))
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, record: StepRecord, final: bool) -> None:
         numbers = {metric.logged: float(value) for metric, value in values(record)}
@@ -244,11 +391,15 @@ class HilbertMonitor(Callback):
         if self.progress_bar and not final and record.diameter is not None:
             pl_module.log("D(S)", record.diameter, prog_bar=True, logger=False, rank_zero_only=True)
 
-    def _close(self) -> None:
+    def _close(self, error: BaseException | None = None) -> None:
         if self.probe is not None:
             self.probe.detach()
-        for sink in self._queues:
+        log = self.run_log
+        if self._log_queue is not None and log is not None:
+            self._log_queue.close(last=lambda: log.close(error))
+        for sink in (*self._queues, *self._webhooks):
             sink.close()
+        self._log_queue, self._webhooks, self._saved = None, [], 0
         self._queues, self._panel, self._kept, self._loss, self._validation_loss = [], None, None, None, None
 
 

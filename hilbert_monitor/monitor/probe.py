@@ -339,7 +339,10 @@ class Probe:
         """Whether the step is a blow-up, as the rank that measures it says."""
         if self.judge is None or not self.perturbation_every:
             return False
-        return agreed(self._exceeds("diameter"), self.weight.device)
+        mine = False
+        with self._guarded("rules"):
+            mine = self._exceeds("diameter")
+        return agreed(mine, self.weight.device)
 
     @contextmanager
     def _guarded(self, part: str) -> Iterator[None]:
@@ -377,6 +380,15 @@ def agreed(mine: bool, device: torch.device) -> bool:
         return mine
     said = torch.tensor([float(mine)], device=device)
     dist.broadcast(said, src=0)
+    return bool(said.item())
+
+
+def unanimous(mine: bool, device: torch.device) -> bool:
+    """Whether every rank says so, on every rank."""
+    if _world() == 1:
+        return mine
+    said = torch.tensor([float(mine)], device=device)
+    dist.all_reduce(said, op=dist.ReduceOp.MIN)
     return bool(said.item())
 
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
+import urllib.request
 import warnings
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from hilbert_monitor.runs.record import StepRecord
+import msgspec
+
+from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+
+T = TypeVar("T", contravariant=True)
 
 
 @runtime_checkable
-class Sink(Protocol):
+class Sink(Protocol[T]):
     """Takes records. A sink may raise and may be slow: it costs records, never the run."""
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: T) -> None:
         """Take one record."""
 
 
-class QueuedSink:
+class QueuedSink(Generic[T]):
     """A sink behind a bounded queue and a thread of its own: whoever writes never waits.
 
     Args:
@@ -27,14 +35,15 @@ class QueuedSink:
         room: records that may wait; beyond them new ones are dropped and counted.
     """
 
-    def __init__(self, sink: Sink, *, name: str = "", room: int = 1024) -> None:
+    def __init__(self, sink: Sink[T], *, name: str = "", room: int = 1024) -> None:
         self.sink, self.name = sink, name or type(sink).__name__
         self.failures = self.dropped = 0
-        self._waiting: queue.Queue[StepRecord | None] = queue.Queue(room)
+        self._waiting: queue.Queue[T | None] = queue.Queue(room)
+        self._last: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._work, name=f"hilbert-monitor {self.name}", daemon=True)
         self._thread.start()
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: T) -> None:
         """Hand a record over, or drop it if the sink has fallen behind."""
         try:
             self._waiting.put_nowait(record)
@@ -43,8 +52,9 @@ class QueuedSink:
             if self.dropped == 1:
                 warnings.warn(f"hilbert_monitor: {self.name} has fallen behind, records are dropped", stacklevel=2)
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Wait up to `timeout` seconds for what is waiting to be written."""
+    def close(self, timeout: float = 5.0, *, last: Callable[[], None] | None = None) -> None:
+        """Wait up to `timeout` seconds for what is waiting to be written, and then for `last`, in the same thread."""
+        self._last = last
         try:
             self._waiting.put(None, timeout=timeout)
         except queue.Full:
@@ -53,10 +63,88 @@ class QueuedSink:
 
     def _work(self) -> None:
         while (record := self._waiting.get()) is not None:
-            try:
-                self.sink.write(record)
-            except Exception as error:
-                self.failures += 1
-                if self.failures == 1:
-                    said = f"{type(error).__name__}: {error}"
-                    warnings.warn(f"hilbert_monitor: {self.name} failed ({said}); training goes on", stacklevel=1)
+            self._guarded(lambda record=record: self.sink.write(record))  # type: ignore[misc]
+        if self._last is not None:
+            self._guarded(self._last)
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self.failures += 1
+            if self.failures == 1:
+                said = f"{type(error).__name__}: {error}"
+                warnings.warn(f"hilbert_monitor: {self.name} failed ({said}); training goes on", stacklevel=1)
+
+
+class Progress:
+    """Says that a run is doing something, though it makes no step."""
+
+
+class RunLog:
+    """The run's folder on disk. Its first item is the RunInfo; it is opened then, or as soon as that is possible.
+
+    Args:
+        root: folder of the runs.
+        first_step: the step that a checkpoint goes on from.
+        strict: raise if another process is writing a run of this name.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, first_step: int = 0, strict: bool = False) -> None:
+        self.root, self.first_step, self.strict = root, first_step, strict
+        self.writer: RunWriter | None = None
+        self._info = RunInfo()
+
+    @property
+    def id(self) -> str:
+        """Name of the run's folder, once it is open."""
+        return "" if self.writer is None else self.writer.id
+
+    def write(self, record: StepRecord | Alert | RunInfo | Progress) -> None:
+        """Write what is known of the run, a step, an alert, or a sign of life."""
+        if isinstance(record, RunInfo):
+            known, self._info = self._info, record
+            if self.writer is not None:
+                self.writer.describe(**_changes(known, record))
+        if self.writer is None:
+            self.writer = RunWriter.open(self.root, self._info, first_step=self.first_step, strict=self.strict)
+        if isinstance(record, StepRecord):
+            self.writer.write(record)
+        elif isinstance(record, Alert):
+            self.writer.alert(record)
+        elif isinstance(record, Progress):
+            self.writer.progress()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Say how the run ended."""
+        if self.writer is not None:
+            self.writer.close(error)
+
+
+def _changes(old: RunInfo, new: RunInfo) -> dict[str, Any]:
+    before, after = (msgspec.structs.asdict(info) for info in (old, new))
+    return {name: value for name, value in after.items() if value != before[name]}
+
+
+class Webhook:
+    """Posts alerts as JSON with a "text", as Slack and its like take them, and the alert beside it.
+
+    Args:
+        url: where to.
+        run: what the run is called in the text.
+        timeout: seconds that a post may take.
+    """
+
+    def __init__(self, url: str, *, run: Callable[[], str] = lambda: "", timeout: float = 10.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"a webhook is an http or https address, got {url!r}")
+        self.url, self.run, self.timeout = url, run, timeout
+
+    def write(self, record: Alert) -> None:
+        """Post one alert; raise if nobody takes it."""
+        run = self.run()
+        text = f"hilbert-monitor: {f'run {run}, ' if run else ''}step {record.step}: {record.message}"
+        body = msgspec.json.encode({"text": text, "run": run, "alert": record})
+        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=self.timeout):
+            pass

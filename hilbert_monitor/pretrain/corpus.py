@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from .tokenization import Piece, check_vocabulary, token_ids, train_tokenizer
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-END = "<|endoftext|>"
 HELD_OUT = 20
 """One file in this many is for validation."""
 _FORMAT = 1
@@ -73,8 +74,7 @@ def corpus(files: Sequence[Path], vocab_size: int = 8192, *, cache: Path | None 
         vocab_size: tokens of the BPE, at most 65,536.
         cache: folder for what was made; by default the user's cache.
     """
-    if not 257 <= vocab_size <= 2**16:
-        raise ValueError(f"vocab_size must be 257 to 65,536, bytes and an end of text among them, got {vocab_size}")
+    check_vocabulary(vocab_size)
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
     digests = [hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in texts]
     key = hashlib.sha256(b"".join(digests) + f"{vocab_size} {_FORMAT}".encode()).hexdigest()[:16]
@@ -91,24 +91,14 @@ def corpus(files: Sequence[Path], vocab_size: int = 8192, *, cache: Path | None 
 
 
 def _made(texts: Sequence[str], held_out: Sequence[bool], vocab_size: int) -> Corpus:
-    from tokenizers import ByteLevelBPETokenizer
-
-    train = [text for text, out in zip(texts, held_out, strict=True) if not out]
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(train, vocab_size=vocab_size, min_frequency=2, special_tokens=[END], show_progress=False)
-    end = bpe.token_to_id(END)
+    train, rest = ([text for text, out in zip(texts, held_out, strict=True) if out is side] for side in (False, True))
+    tokenizer = train_tokenizer(train, vocab_size)
 
     def tokens(some: Sequence[str]) -> NDArray[np.uint16]:
-        return np.fromiter(_ids(bpe.encode_batch(list(some)), end), dtype=np.uint16)
+        ids = token_ids(tokenizer, [Piece(text, starts=True) for text in some])
+        return np.concatenate([np.empty(0, np.uint16), *ids])
 
-    rest = [text for text, out in zip(texts, held_out, strict=True) if out]
-    return Corpus(tokens(train), tokens(rest), bpe.to_str())
-
-
-def _ids(encodings: Sequence[object], end: int) -> Iterator[int]:
-    for encoding in encodings:
-        yield end
-        yield from encoding.ids  # type: ignore[attr-defined]
+    return Corpus(tokens(train), tokens(rest), tokenizer.to_str())
 
 
 def _keep(made: Corpus, path: Path) -> None:

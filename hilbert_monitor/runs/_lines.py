@@ -1,0 +1,251 @@
+"""A file of JSON lines that one process appends to and others read, whatever happens to the writer.
+
+A line is one write. A full disk, or a kill while the system copies it, may cut it short; then a newline comes before
+the next line, so that a torn line is skipped and never swallows its neighbour. JSON has no nan and no infinities; they
+are the strings "nan", "inf" and "-inf", which a decoder with strict=False reads as numbers where numbers belong.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+Line = TypeVar("Line")
+Step = Annotated[int, Meta(ge=-(2**62), le=2**62)]
+
+BROKEN = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What decoding a line that is none may raise."""
+
+
+class Marker(Struct, frozen=True):
+    """The line that begins an attempt: what stands above it counts up to `first_step`."""
+
+    attempt: int
+    first_step: Step
+
+
+_MARKERS = msgspec.json.Decoder(Marker)
+_encoder = msgspec.json.Encoder()
+
+
+# Values
+
+
+def clean(text: str) -> str:
+    """Text that UTF-8 can hold: lone surrogates become their escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def shown(value: object, limit: int = 1000) -> str:
+    """Any object as text of a sane length, also one that cannot print itself."""
+    try:
+        text = value if isinstance(value, str) else str(value) if isinstance(value, os.PathLike) else repr(value)
+    except Exception:
+        text = f"<{type(value).__name__} that cannot be shown>"
+    return clean(text if len(text) <= limit else text[: limit - 3] + "...")
+
+
+def plain(value: Any, depth: int = 16) -> Any:
+    """The value in what JSON knows; the rest as text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else repr(float(value))
+    if isinstance(value, int):
+        return int(value) if abs(value) < 2**63 else shown(value)
+    if depth and isinstance(value, dict):
+        return {_key(key): plain(item, depth - 1) for key, item in value.items()}
+    if depth and isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item, depth - 1) for item in value]
+    return shown(value)
+
+
+def _key(key: object) -> str:
+    return clean(key) if isinstance(key, str) else shown(key)
+
+
+def line_of(record: Struct) -> bytes:
+    """A record as one line of JSON, without its newline."""
+    values = {name: plain(value) for name, value in msgspec.structs.asdict(record).items()}
+    return _encoder.encode(msgspec.structs.replace(record, **values))
+
+
+# Writing
+
+
+class LineFile:
+    """A file that this process appends lines to.
+
+    It can be locked, for as long as the process lives. The lock is flock's, which holds between processes and between
+    threads, and which copying or reading the file does not lose. flock would be shared with forked children, and a
+    data loader's worker may outlive its killed parent; so a child closes the file as soon as it is forked.
+    """
+
+    def __init__(self, path: Path) -> None:
+        _watch_forks()
+        self.path = path
+        self._guard = threading.Lock()
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        _files.add(self)
+        size = os.fstat(self._fd).st_size
+        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be appended: it was closed, or this process was forked from the one that opened it."""
+        return self._fd < 0
+
+    def lock(self, tries: int = 10, pause: float = 0.03) -> bool | None:
+        """Whether the file is now locked, or None where there are no locks. A reader may be looking: try again."""
+        for attempt in range(tries):
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(pause if attempt + 1 < tries else 0.0)
+            except OSError:
+                return None
+            else:
+                return True
+        return False
+
+    def append(self, line: bytes) -> None:
+        """Write one line at once, or raise OSError; the file stays usable."""
+        with self._guard:
+            self._refuse_closed()
+            data = b"\n" + line + b"\n" if self._torn else line + b"\n"
+            self._torn = True
+            if os.write(self._fd, data) < len(data):
+                raise OSError(errno.ENOSPC, "no room for a whole line", str(self.path))
+            self._torn = False
+
+    def touch(self) -> None:
+        """Set the time of the last change."""
+        with self._guard:
+            self._refuse_closed()
+            os.utime(self._fd)
+
+    def close(self) -> None:
+        """Put the lines on the disk and let go of the file."""
+        with self._guard:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def _refuse_closed(self) -> None:
+        if self.closed:
+            raise OSError(
+                f"'{self.path.name}' of run '{self.path.parent.name}' is closed or was opened before this process was"
+                " forked, and takes no more lines: write from the process that opened it"
+            )
+
+    def _forked(self) -> None:
+        fd, self._fd, self._guard = self._fd, -1, threading.Lock()
+        if fd >= 0:
+            os.close(fd)
+
+
+_files: weakref.WeakSet[LineFile] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def _let_go() -> None:
+    for file in _files:
+        file._forked()
+
+
+# Reading
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process has the file locked; None where that cannot be told."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    else:
+        return False
+    finally:
+        os.close(fd)
+
+
+def blocks(path: Path, start: int = 0, size: int = 1 << 17) -> Iterator[tuple[int, bytes]]:
+    """Whole lines from a byte offset on, about `size` bytes at a time, each with the offset behind it.
+
+    A last line without its newline is not there yet. A file shorter than the offset was replaced: it is read anew.
+    """
+    try:
+        file = _open(path)
+    except FileNotFoundError:
+        return
+    with file:
+        start = file.seek(start if start <= os.fstat(file.fileno()).st_size else 0)
+        parts: list[bytes] = []
+        while block := file.read(size):
+            end = block.rfind(b"\n") + 1
+            if end:
+                whole = b"".join((*parts, block[:end]))
+                start += len(whole)
+                yield start, whole
+                parts = []
+            parts.append(block[end:])
+
+
+def tail(path: Path, size: int = 1 << 16) -> bytes:
+    """The last whole lines of a file."""
+    with _open(path) as file:
+        start = max(os.fstat(file.fileno()).st_size - size, 0)
+        file.seek(start)
+        block = file.read(size) or b""
+    return block[block.find(b"\n") + 1 if start else 0 : block.rfind(b"\n") + 1]
+
+
+def _open(path: Path) -> FileIO:
+    """A file to read. A pipe that has its name is not waited for."""
+    return open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def items(block: bytes, decoder: msgspec.json.Decoder[Line]) -> list[Line | Marker | None]:
+    """What the lines of a block say, one item a line: None for a torn one. Empty lines are nothing."""
+    try:
+        found: list[Line | Marker | None] = [*decoder.decode_lines(block)]
+    except BROKEN:
+        found = []
+    if len(found) == block.count(b"\n"):
+        return found
+    lines = (line for line in block.split(b"\n") if line.strip())
+    return [_decoded(line, decoder) or _decoded(line, _MARKERS) for line in lines]
+
+
+def _decoded(line: bytes, decoder: msgspec.json.Decoder[Line]) -> Line | None:
+    try:
+        return decoder.decode(line)
+    except BROKEN:
+        return None

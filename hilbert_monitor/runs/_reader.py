@@ -1,0 +1,277 @@
+"""Reading a run's folder: what counts of its records, and where the run stands."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import socket
+import statistics
+import time
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from ._lines import Line, Marker, Step, blocks, clean, is_locked, items, tail
+from .record import Alert, RunInfo, StepRecord
+
+INFO, STEPS, ALERTS, END, HEARTBEAT = "info.jsonl", "steps.jsonl", "alerts.jsonl", "end.jsonl", "heartbeat"
+
+
+class End(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How an attempt ended: well, or with an exception."""
+
+    attempt: int
+    time: float
+    error: str = ""
+    """Class of the exception, or empty."""
+    message: str = ""
+
+
+class _Step(Struct, gc=False):
+    step: Step
+
+
+as_info, as_end = msgspec.json.Decoder(RunInfo, strict=False), msgspec.json.Decoder(End, strict=False)
+as_record, as_alert = msgspec.json.Decoder(StepRecord, strict=False), msgspec.json.Decoder(Alert, strict=False)
+as_step = msgspec.json.Decoder(_Step, strict=False)
+
+
+class RunState(Struct, frozen=True, kw_only=True):
+    """Where a run stands."""
+
+    status: Literal["running", "finished", "failed", "stalled", "killed"]
+    step: int | None
+    """The last one that counts."""
+    time: float
+    """When it was made; without one, when the attempt began."""
+    error: str = ""
+    """Class of the exception, if it failed."""
+    message: str = ""
+
+
+class News(Struct, frozen=True, kw_only=True):
+    """What a log has new. Drop what you have beyond `keep`, then take the records, a later one for an earlier."""
+
+    records: list[StepRecord]
+    attempts: list[Marker]
+    torn: int
+    offset: int
+    """Where to go on."""
+
+    @property
+    def keep(self) -> int | None:
+        """The last step that still counts of those before this news; None for all."""
+        return min((marker.first_step for marker in self.attempts), default=None)
+
+
+class RunReader:
+    """Reads a run's folder, also while it is written. It changes nothing there and keeps no file open.
+
+    Args:
+        folder: ROOT/RUN.
+        lost_after: seconds without a sign of life after which a process counts as gone, on whichever host.
+        stalled_after: seconds without a step after which a run counts as stalled.
+        stalled_steps: and it must have had the time for so many steps, at its own pace.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        lost_after: float = 60.0,
+        stalled_after: float = 300.0,
+        stalled_steps: float = 20.0,
+    ) -> None:
+        self.folder = Path(folder)
+        self.lost_after, self.stalled_after, self.stalled_steps = lost_after, stalled_after, stalled_steps
+        self._torn = {STEPS: 0, ALERTS: 0}
+
+    @property
+    def attempts(self) -> list[RunInfo]:
+        """What is known of each attempt, the oldest first; empty if this is no run, or not yet."""
+        found = {info.attempt: info for info in self._small(INFO, as_info) if info.id}
+        return [found[attempt] for attempt in sorted(found)]
+
+    @property
+    def info(self) -> RunInfo:
+        """What is known of the newest attempt."""
+        return next(reversed(self.attempts), RunInfo(id=clean(self.folder.name)))
+
+    @property
+    def end(self) -> End | None:
+        """How the newest attempt ended, if it said so."""
+        newest = self.info.attempt
+        return next((end for end in reversed(self._small(END, as_end)) if end.attempt == newest), None)
+
+    @property
+    def torn(self) -> int:
+        """Lines that the last steps() and alerts() skipped, for they were not whole."""
+        return sum(self._torn.values())
+
+    def steps(self) -> Iterator[StepRecord]:
+        """The records that count, as they were written: of each step the last, of no attempt what a later one undid.
+
+        The log is read twice, first for the numbers of the steps alone, so that it need never be in memory.
+        """
+        return self._at(self._visible())
+
+    def alerts(self) -> list[Alert]:
+        """The alerts that count."""
+        found: list[Alert] = []
+        self._torn[ALERTS] = 0
+        for _, block in blocks(self.folder / ALERTS):
+            for item in items(block, as_alert):
+                if isinstance(item, Marker):
+                    found = [alert for alert in found if alert.step <= item.first_step]
+                elif item is not None:
+                    found.append(item)
+                else:
+                    self._torn[ALERTS] += 1
+        return found
+
+    def follow(self, offset: int = 0) -> Iterator[News]:
+        """What was written since a byte offset, in parts. Nothing, if nothing was."""
+        for end, block in blocks(self.folder / STEPS, offset):
+            found = items(block, as_record)
+            yield News(
+                records=_counting(found),
+                attempts=[item for item in found if isinstance(item, Marker)],
+                torn=found.count(None),
+                offset=end,
+            )
+
+    def state(self, now: float | None = None) -> RunState:
+        """Where the run stands at `now`, seconds since the epoch. Nobody else judges that."""
+        now = time.time() if now is None else now
+        last, step = self._last()
+        here: dict[str, Any] = {"step": step, "time": last[-1].time if last else self.info.started}
+        end = self.end
+        if end is not None:
+            return RunState(status="failed" if end.error else "finished", error=end.error, message=end.message, **here)
+        if not self.lives(now):
+            return RunState(status="killed", **here)
+        patience = max(self.stalled_after, self.stalled_steps * _pace(last))
+        return RunState(status="stalled" if self._age(STEPS, now) > patience else "running", **here)
+
+    def lives(self, now: float) -> bool:
+        """Whether there is a process that writes the run.
+
+        A lock says so at once, but only on its own host: elsewhere it may not be seen. Where there are no locks the
+        process is looked for. On whichever host, a process that gives no sign of life is gone.
+        """
+        info = self.info
+        if self._age(HEARTBEAT, now) > max(self.lost_after, 4 * info.heartbeat):
+            return False
+        if info.host != socket.gethostname():
+            return True
+        locked = is_locked(self.folder / STEPS)
+        return _exists(info.pid) if locked is None else locked
+
+    def _age(self, name: str, now: float) -> float:
+        try:
+            return now - (self.folder / name).stat().st_mtime
+        except OSError:
+            return math.inf
+
+    def _small(self, name: str, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
+        with contextlib.suppress(OSError):
+            whole = b"".join(block for _, block in blocks(self.folder / name))
+            return [item for item in items(whole, decoder) if item is not None and not isinstance(item, Marker)]
+        return []
+
+    def _last(self) -> tuple[list[StepRecord], int | None]:
+        """The last records that count, and the last step."""
+        with contextlib.suppress(OSError):
+            found = items(tail(self.folder / STEPS), as_record)
+            records = sorted(_counting(found), key=lambda record: record.step)
+            resumed = min((item.first_step for item in found if isinstance(item, Marker)), default=0)
+            return records, records[-1].step if records else resumed or None
+        return [], None
+
+    def _visible(self) -> array[int]:
+        """Which lines of the steps count."""
+        steps, lines, first, torn = array("q"), array("q"), 0, 0
+        for _, block in blocks(self.folder / STEPS):
+            found = items(block, as_step)
+            for line, item in enumerate(found, first):
+                if isinstance(item, Marker):
+                    kept = bisect_right(steps, item.first_step)
+                    del steps[kept:], lines[kept:]
+                elif item is None:
+                    torn += 1
+                elif not steps or item.step > steps[-1]:
+                    steps.append(item.step)
+                    lines.append(line)
+                else:
+                    place = bisect_left(steps, item.step)
+                    if steps[place] == item.step:
+                        del steps[place], lines[place]
+                    steps.insert(place, item.step)
+                    lines.insert(place, line)
+            first += len(found)
+        self._torn[STEPS] = torn
+        return array("q", sorted(lines))
+
+    def _at(self, lines: array[int]) -> Iterator[StepRecord]:
+        """The records of some lines."""
+        wanted, first = iter(lines), 0
+        line = next(wanted, None)
+        for _, block in blocks(self.folder / STEPS):
+            found = items(block, as_record)
+            while line is not None and line < first + len(found):
+                item = found[line - first]
+                if isinstance(item, StepRecord):
+                    yield item
+                else:
+                    self._torn[STEPS] += 1
+                line = next(wanted, None)
+            first += len(found)
+
+
+def find_runs(root: str | os.PathLike[str], **limits: float) -> list[RunReader]:
+    """Readers of the runs under a folder, by id. What is no run, or not yet one, is left out.
+
+    Args:
+        root: folder of the runs.
+        limits: those of RunReader.
+    """
+    try:
+        folders = sorted(Path(root).iterdir())
+    except OSError:
+        return []
+    readers = (RunReader(folder, **limits) for folder in folders)
+    return [reader for reader in readers if reader.attempts]
+
+
+def _counting(found: list[StepRecord | Marker | None]) -> list[StepRecord]:
+    """Of some lines' records those that count."""
+    kept: dict[int, StepRecord] = {}
+    for item in found:
+        if isinstance(item, Marker):
+            kept = {step: record for step, record in kept.items() if step <= item.first_step}
+        elif item is not None:
+            kept[item.step] = item
+    return list(kept.values())
+
+
+def _pace(records: list[StepRecord]) -> float:
+    """Seconds that a step takes, in the middle; 0 if that is not known."""
+    gaps = (after.time - before.time for before, after in itertools.pairwise(records))
+    return statistics.median([gap for gap in gaps if 0 < gap < math.inf] or [0.0])
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return pid > 0

@@ -1,0 +1,258 @@
+"""The run log: what a run leaves on disk, written by one process and read by any.
+
+ROOT/RUN/info.jsonl     one RunInfo an attempt; a further line for the same attempt says more and wins
+         steps.jsonl    the StepRecords; an attempt begins with {"attempt": 2, "first_step": 120}
+         alerts.jsonl   the Alerts, likewise
+         end.jsonl      how an attempt ended; none, if it was killed
+         heartbeat      host and process; its time of change says that the process lives
+
+Every record is one unbuffered write, so a killed process loses none. Only closing forces them to the disk: a machine
+that loses its power may lose the last seconds. Whoever holds the lock on steps.jsonl writes the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+from msgspec import Struct
+
+from ._lines import BROKEN, LineFile, Marker, clean, line_of, shown
+from ._reader import (
+    ALERTS,
+    END,
+    HEARTBEAT,
+    INFO,
+    STEPS,
+    End,
+    News,
+    RunReader,
+    RunState,
+    as_alert,
+    as_info,
+    as_record,
+    find_runs,
+)
+from .record import Alert, RunInfo, StepRecord
+
+__all__ = ["End", "Marker", "News", "RunReader", "RunState", "RunWriter", "find_runs"]
+
+
+class RunWriter:
+    """Writes a run's folder: a sink, which may be used from several threads.
+
+    What it cannot write raises OSError and is lost; the writer stays usable, and writes again when there is room.
+    A process forked from this one cannot use it.
+    """
+
+    def __init__(self, folder: Path, info: RunInfo, steps: LineFile) -> None:
+        self.folder, self.info, self._steps = folder, info, steps
+        self._closing = threading.Event()
+        with ExitStack() as files:
+            files.callback(steps.close)
+            self._alerts, self._info, self._end = (
+                files.enter_context(closing(LineFile(folder / name))) for name in (ALERTS, INFO, END)
+            )
+            self._begin()
+            self._files = files.pop_all()
+
+    @classmethod
+    def open(
+        cls,
+        root: str | os.PathLike[str],
+        info: RunInfo,
+        *,
+        first_step: int = 0,
+        strict: bool = False,
+        heartbeat: float = 5.0,
+    ) -> Self:
+        """Begin a run, or a further attempt at the one of this name if its process is gone.
+
+        It raises OSError where there is no room, and may then be tried again.
+
+        Args:
+            root: folder of the runs.
+            info: what is known of the run. Its id, attempt, time and process are filled in here.
+            first_step: the step that a checkpoint goes on from. From step 0 a finished run is not gone on with.
+            strict: raise if another process is writing a run of this name, in place of numbering this one.
+            heartbeat: seconds between two signs of life.
+        """
+        if first_step < 0 or heartbeat <= 0:
+            raise ValueError(
+                f"a run goes on from step 0 or later and has a heartbeat of some seconds, not first_step={first_step}"
+                f" and heartbeat={heartbeat}: leave them out for a new run"
+            )
+        with ExitStack() as undo:
+            folder, steps = _claim(Path(root), info, first_step, strict, undo)
+            attempts = RunReader(folder).attempts
+            known = msgspec.structs.replace(
+                info,
+                id=folder.name,
+                attempt=attempts[-1].attempt + 1 if attempts else 1,
+                first_step=first_step,
+                started=time.time(),
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                heartbeat=heartbeat,
+            )
+            writer = cls(folder, known, steps)
+            undo.pop_all()
+            return writer
+
+    @property
+    def id(self) -> str:
+        """Name of the run's folder."""
+        return self.info.id
+
+    def write(self, record: StepRecord) -> None:
+        """Add a step's record. One for a step that was written before replaces it."""
+        line = _readable(record, as_record)
+        try:
+            self._steps.append(line)
+        except OSError:
+            with suppress(OSError):
+                self.progress()  # a run with a full disk is not stalled
+            raise
+
+    def alert(self, alert: Alert) -> None:
+        """Add an alert."""
+        self._alerts.append(_readable(alert, as_alert))
+
+    def describe(self, **changes: Any) -> None:
+        """Say what has become known of the run: fields of its RunInfo."""
+        fixed = {"id", "name", "attempt", "first_step", "host", "pid"} & changes.keys()
+        if fixed:
+            raise ValueError(f"{', '.join(sorted(fixed))} of a run cannot change while it is written: leave it out")
+        info = msgspec.structs.replace(self.info, **changes)
+        self._info.append(_readable(info, as_info))
+        self.info = info
+
+    def progress(self) -> None:
+        """Say that the run is doing something, as a long validation, though it makes no step."""
+        self._steps.touch()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Say how the run ended, and let go of it. Does nothing the second time, or in a forked process."""
+        if self._steps.closed:
+            return
+        self._closing.set()
+        end = End(attempt=self.info.attempt, time=time.time())
+        if error is not None:
+            end = msgspec.structs.replace(end, error=type(error).__name__, message=_message(error))
+        with self._files:
+            self._end.append(line_of(end))
+
+    def _begin(self) -> None:
+        about = _readable(self.info, as_info)
+        (self.folder / HEARTBEAT).write_text(f"{self.info.host} {self.info.pid}\n")
+        marker = line_of(Marker(self.info.attempt, self.info.first_step))
+        self._steps.append(marker)
+        self._alerts.append(marker)
+        self._info.append(about)  # last: now it is a run
+        threading.Thread(target=self._beat, name=f"hilbert-monitor {self.id}", daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self._closing.wait(self.info.heartbeat):
+            with suppress(OSError):
+                os.utime(self.folder / HEARTBEAT)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return shown(str(error), 4000)
+    except Exception:
+        return shown(error)
+
+
+def _readable(record: Struct, decoder: msgspec.json.Decoder[Any]) -> bytes:
+    """The line of a record, if a reader will understand it."""
+    line = line_of(record)
+    try:
+        decoder.decode(line)
+    except BROKEN as error:
+        raise TypeError(f"a {type(record).__name__} cannot be read back ({error}): give it plain values") from None
+    return line
+
+
+# Whose log it is
+
+
+def _claim(root: Path, info: RunInfo, first_step: int, strict: bool, undo: ExitStack) -> tuple[Path, LineFile]:
+    """The folder for a run, and the file whose lock makes it this process's own. `undo` lets go of it."""
+    busy = ""
+    for folder in _candidates(root, info):
+        if not _suits(folder, info, first_step):
+            continue
+        new = not RunReader(folder).attempts
+        if new and busy and strict:
+            raise RuntimeError(f"run '{busy}' is being written by another process: give this run a name of its own")
+        folder.mkdir(parents=True, exist_ok=True)
+        steps = undo.enter_context(closing(LineFile(folder / STEPS)))
+        if _taken(folder, steps):
+            busy = busy or folder.name
+        elif _suits(folder, info, first_step):  # it may have changed before it was locked
+            if new and busy:
+                warnings.warn(
+                    f"run '{busy}' is being written by another process: this is '{folder.name}'", stacklevel=3
+                )
+            return folder, steps
+        steps.close()
+    raise AssertionError("numbers have run out")
+
+
+def _candidates(root: Path, info: RunInfo) -> Iterator[Path]:
+    """The run of that id, its numbered namesakes, unfinished and newer ones first; then numbers that are free."""
+    wanted = _id(info)
+    names = os.listdir(root) if root.exists() else []
+    matches = (re.fullmatch(re.escape(wanted) + r"(?:-([2-9]|[1-9]\d{1,5}))?", name) for name in names)
+    found = {int(match[1] or 1): root / match[0] for match in matches if match}
+    yield from (found[n] for n in sorted(found, key=lambda n: (found[n].name != info.id, _finished(found[n]), -n)))
+    for n in itertools.count(1):
+        if n not in found:
+            yield root / (wanted if n == 1 else f"{wanted}-{n}")
+
+
+def _suits(folder: Path, info: RunInfo, first_step: int) -> bool:
+    """Whether a run may be written there: nothing is there, or the same run, and not after its end."""
+    attempts = RunReader(folder).attempts
+    if attempts:
+        same = attempts[-1].name == clean(info.name) or folder.name == info.id
+        return same and (first_step > 0 or not _finished(folder))
+    if folder.is_dir():
+        return {*os.listdir(folder)} <= {INFO, STEPS, ALERTS, END, HEARTBEAT}
+    return not os.path.lexists(folder)
+
+
+def _taken(folder: Path, steps: LineFile) -> bool:
+    locked = steps.lock()
+    if locked is None:
+        warnings.warn(f"no locks in '{folder}': only a heartbeat tells whether a run is being written", stacklevel=4)
+        return RunReader(folder).lives(time.time())
+    return not locked
+
+
+def _finished(folder: Path) -> bool:
+    end = RunReader(folder).end
+    return end is not None and not end.error
+
+
+def _id(info: RunInfo) -> str:
+    """A file name of the run's id or name; without one, of what distinguishes the run and some chance."""
+    if info.id or info.name:
+        return _file_name(info.id or info.name)
+    moment, seed = time.strftime("%Y%m%d-%H%M%S"), "" if info.seed is None else f"seed{info.seed}"
+    return _file_name("-".join(filter(None, (moment, info.head_optimizer[:30], seed, os.urandom(3).hex()))))
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._=+-]+", "-", text)[:80].strip("-.") or "run"
