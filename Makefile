@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test check format bench clean
+.PHONY: setup demo test check format bench clean
 
 setup: $(VENV)/.installed
 
@@ -15,6 +15,9 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable . --group dev
 	touch $@
+
+demo: setup
+	$(BIN)/hilbert-monitor demo $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)

@@ -158,3 +158,146 @@ def tokenize(
         f" shards and a vocabulary of {made.vocab_size:,}, written to {out}",
         soft_wrap=True,
     )
+
+
+@app.command()
+def pretrain(
+    size: Annotated[str, typer.Option(help="190M, 380M, 640M, or demo.")],
+    data: Annotated[Path | None, typer.Option(help="Folder of the token shards.")] = None,
+    head: Annotated[str, typer.Option(help="Optimizer of the LM head: rownorm or adamw.")] = "rownorm",
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    devices: Annotated[
+        int | None, typer.Option(help="Devices of a node; by default all visible GPUs, or one CPU process.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Override any number of the recipe, as in --set width=64 --set updates=100."),
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="Folder of the run logs.")] = Path("runs"),
+    checkpoints: Annotated[Path, typer.Option(help="Folder of the checkpoints.")] = Path("checkpoints"),
+    name: Annotated[str, typer.Option(help="What the run is called; by default size, head and seed.")] = "",
+    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint of this name, if there is one.")] = True,
+    accelerator: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
+    plan: Annotated[bool, typer.Option("--plan", help="Print what the run would take, and do not run it.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Run the paper's pretraining recipe.
+
+    Example: hilbert-monitor pretrain --size 190M --head rownorm --seed 0 --data fineweb100B --devices 8
+    """
+    import torch
+    from rich.console import Console
+
+    from .pretrain import recipes
+    from .pretrain.shards import TRAIN, VALIDATION, find_shards
+
+    console = Console()
+    gpus = torch.cuda.device_count() if accelerator != "cpu" else 0
+    asked = (
+        devices
+        if devices is not None
+        else (recipes.PAPER[size].devices if plan and size in recipes.PAPER else gpus or 1)
+    )
+    try:
+        if not plan and gpus and asked > gpus:
+            raise ValueError(f"--devices {asked}: torch sees {gpus} GPUs here: ask for no more")
+        named = {"head": head, "seed": seed, "devices": asked, "nodes": nodes}
+        recipe = recipes.recipe(size, **named | recipes.parsed(change or []))
+        if plan:
+            from .pretrain import plan as projection
+
+            projection.show(projection.plan(recipe), console)
+            return
+        if data is None:
+            raise ValueError("give the folder of the token shards as --data; hilbert-monitor tokenize makes one")
+        for pattern in (TRAIN, VALIDATION):
+            find_shards(data, pattern)
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from None
+    from .pretrain.module import Places, train
+
+    if not quiet:
+        console.print(recipe.as_dict())
+    train(recipe, Places(data, runs, checkpoints, name), accelerator=accelerator, resume=resume, quiet=quiet)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for data, run logs and checkpoints.")] = Path("demo"),
+    steps: Annotated[int, typer.Option(help="Updates of each run.")] = 300,
+    seeds: Annotated[int, typer.Option(help="Pairs to train, one after the other.")] = 1,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Text files or folders to train on, in place of Python's own sources.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write the results to this file, as JSON.")] = None,
+    serve: Annotated[bool, typer.Option(help="Show the runs on a dashboard.")] = True,
+    change: Annotated[list[str] | None, typer.Option("--set", help="Override any number of the recipe.")] = None,
+) -> None:
+    """Train an AdamW head and a RowNorm head side by side, and compare them: minutes on two CPU cores.
+
+    Example: hilbert-monitor demo --steps 300 --json demo.json
+    """
+    from rich.console import Console
+
+    from .pretrain import demo as pair
+    from .pretrain import recipes
+
+    console = Console()
+    if json is not None and not json.absolute().parent.is_dir():
+        raise typer.BadParameter(f"the folder of {json} does not exist: create it first", param_hint="--json")
+    try:
+        recipe = recipes.recipe("demo", **{"updates": steps, **recipes.parsed(change or [])})
+        done = pair.run(out, recipe, seeds=seeds, texts=text or [], console=console)
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from None
+    except RuntimeError as error:
+        console.print(str(error), style="red")
+        raise typer.Exit(1) from None
+    found = pair.results(done, out / "runs")
+    pair.show(found, recipe, console)
+    if json is not None:
+        pair.write_json(found, json)
+        console.print(f"written to {json}")
+
+
+@app.command()
+def report(
+    runs: Annotated[Path, typer.Argument(help="Folder of the runs, or of one run.")],
+    out: Annotated[Path, typer.Option(help="The page; it needs no network.", dir_okay=False)] = Path("report.html"),
+    csv: Annotated[
+        Path | None, typer.Option(help="Also write table.csv and curves.csv into this folder.", file_okay=False)
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write the numbers to this file, as JSON.")] = None,
+) -> None:
+    """Compare runs: the paper's table and figures, and where each run stands, on one page.
+
+    Means and sample deviations over seeds, by the optimizer of the LM head; ratios of AdamW to RowNorm; differences
+    over pairs of one seed, model and panel.
+
+    Example: hilbert-monitor report runs --out report.html --json report.json
+    """
+    from rich.console import Console
+
+    from .service import report as service
+    from .service.statistics import compare
+
+    for path, option in ((out, "--out"), (csv, "--csv"), (json, "--json")):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"the folder of {path} does not exist: create it first", param_hint=option)
+    try:
+        found = service.load(runs)
+        compared = compare(run.series for run in found)
+        out.write_text(service.page(found, compared), encoding="utf-8")
+        if csv is not None:
+            service.write_csv(compared, csv)
+        if json is not None:
+            service.write_json(found, compared, json)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read or write: {error}") from None
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    for comparison in compared:
+        console.print(service.headline(comparison))
+    console.print("written to " + ", ".join(str(path) for path in (out, csv, json) if path is not None))

@@ -64,13 +64,17 @@ class Module(lightning.LightningModule):
 
 
 class Kept:
-    """A sink that keeps its records."""
+    """A sink that keeps its records: of each step the last, which knows most."""
 
     def __init__(self):
-        self.records = []
+        self.by_step = {}
+
+    @property
+    def records(self):
+        return list(self.by_step.values())
 
     def write(self, record):
-        self.records.append(record)
+        self.by_step[record.step] = record
 
 
 def fit(module, *callbacks, precision="32-true", workers=0, accumulate=2, logger=False, **options):
@@ -379,6 +383,22 @@ def run_on(validation, monitor, **options):
     )
     trainer.fit(Module("rownorm"), DataLoader(Text(0), batch_size=4), validation)
     return monitor
+
+
+def test_a_validation_loss_belongs_to_the_step_before_it():
+    class Losses(lightning.Callback):
+        seen = {}
+
+        def on_validation_end(self, trainer, *_):
+            if not trainer.sanity_checking:
+                self.seen[trainer.global_step] = float(trainer.callback_metrics["val_loss"])
+
+    kept, losses = Kept(), Losses()
+    monitor = HilbertMonitor(diameter_every=1, panel_size=50, sinks=[kept], strict=True)
+    fit(Module("rownorm"), losses, monitor)
+    assert {r.step: r.validation_loss for r in kept.records if r.validation_loss is not None} == losses.seen
+    assert len(losses.seen) > 1
+    assert all(r.train_loss > 0 and r.diameter > 0 and r.tokens > 0 for r in kept.records)
 
 
 def test_of_a_stream_the_first_validation_is_kept_and_nobody_else_asks_for_it():

@@ -160,7 +160,7 @@ class HilbertMonitor(Callback):
             names = ("val_loss", "validation_loss", "val/loss", "valid_loss")
             found = next((trainer.callback_metrics[n] for n in names if n in trainer.callback_metrics), None)
             if not trainer.sanity_checking and found is not None:
-                self._validation_loss = float(found)
+                self._validated(trainer, float(found))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the last update, whenever training turned out to end."""
@@ -318,6 +318,15 @@ class HilbertMonitor(Callback):
         if record is not None and trainer.is_global_zero:
             self._hand_on(trainer, pl_module, record, final)
         self._respond(trainer, self.probe.alerts if record is not None else [], together=not final)
+
+    def _validated(self, trainer: Trainer, loss: float) -> None:
+        """Add the validation loss to the record of the step before it, or keep it for the first."""
+        amended = None if self.probe is None or self.probe.stepped else self.probe.amend(validation_loss=loss)
+        if amended is None:
+            self._validation_loss = loss
+        elif trainer.is_global_zero:
+            for sink in (*([self._log_queue] if self._log_queue else []), *self._queues):
+                sink.write(amended)
 
     def _hand_on(self, trainer: Trainer, pl_module: LightningModule, record: StepRecord, final: bool) -> None:
         """Give a record, and what was said of it, to the log, the sinks and the loggers."""

@@ -317,16 +317,14 @@ class Probe:
             return None
         now = time.perf_counter()
         spent = sum(self._seconds.values())
-        made = StepRecord(
-            step=self.step,
-            time=time.time(),
-            train_loss=train_loss,
-            validation_loss=validation_loss,
-            tokens=tokens,
-            seconds=dict(self._seconds),
-            share=spent / (now - self._since) if now > self._since else None,
-            **self._measured,
-        )
+        told = {"train_loss": train_loss, "validation_loss": validation_loss, "tokens": tokens}
+        self._measured |= {name: value for name, value in told.items() if value is not None}
+        self._measured |= {
+            "time": time.time(),
+            "seconds": dict(self._seconds),
+            "share": spent / (now - self._since) if now > self._since else None,
+        }
+        made = StepRecord(step=self.step, **self._measured)
         self.alerts = []
         if self.judge is not None and _rank() == 0:
             with self._guarded("rules"):
@@ -334,6 +332,13 @@ class Probe:
         self._recorded = self._measured
         self._increment, self._measured, self._seconds, self._since = None, {}, defaultdict(float), now
         return made
+
+    def amend(self, *, validation_loss: float) -> StepRecord | None:
+        """Return the last record with what has become known of its step since, or None if there is no record yet."""
+        if not self._recorded:
+            return None
+        self._recorded["validation_loss"] = validation_loss
+        return StepRecord(step=self.step, **self._recorded)
 
     def _blown_up(self) -> bool:
         """Whether the step is a blow-up, as the rank that measures it says."""

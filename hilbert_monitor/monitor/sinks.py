@@ -20,7 +20,10 @@ T = TypeVar("T", contravariant=True)
 
 @runtime_checkable
 class Sink(Protocol[T]):
-    """Takes records. A sink may raise and may be slow: it costs records, never the run."""
+    """Takes records. A sink may raise and may be slow: it costs records, never the run.
+
+    A record of a step that it has already been given replaces that one: more has become known, as the validation loss.
+    """
 
     def write(self, record: T) -> None:
         """Take one record."""

@@ -76,7 +76,8 @@ class TrainingLoader:
 
     All iterators share the position: a new one goes on where the last one was. Lightning saves it in its checkpoints
     and restores it. There a loader must have a length, or Lightning fetches a batch ahead and the position that it
-    saves is one too far; a loader without an end says `ENDLESS`.
+    saves is one too far; a loader without an end says `ENDLESS`. Save between batches, as Lightning's own checkpoints
+    do: within a step the batch in hand counts as taken.
 
     Args:
         folder: where the shards are.
@@ -133,6 +134,8 @@ class TrainingLoader:
         return ENDLESS if self.steps is None else self.steps * self.accumulation
 
     def __iter__(self) -> Iterator[Batch]:
+        if self.steps is not None and self.taken >= len(self):  # or Lightning would run empty epochs for ever
+            raise RuntimeError(f"all {self.steps} steps of the data were taken: end training there, or give more steps")
         while self.steps is None or self.taken < len(self):
             batch = self.batch(self.taken)
             self.taken += 1

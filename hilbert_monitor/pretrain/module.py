@@ -1,0 +1,204 @@
+"""A recipe under Lightning: the module, its trainer, and a run from beginning to end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hilbert_monitor.monitor.callback import HilbertMonitor
+from hilbert_monitor.optim import pretraining_optimizer, warmup_cosine
+
+from .data import Batch, TrainingLoader, ValidationBlocks, validation_loader
+from .model import Decoder
+from .recipes import Recipe
+from .tokenization import TOKENIZER, load_decoder
+
+
+class Pretraining(lightning.LightningModule):
+    """The decoder of a recipe, its loss, its optimizers and its schedule."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.model = Decoder(recipe.model)
+        self._loss: Callable[..., Tensor] = torch.compile(self.model.loss) if recipe.compile else self.model.loss
+
+    def training_step(self, batch: Batch, _: int) -> Tensor:
+        """Mean cross entropy of a micro-batch."""
+        return self._loss(*batch, chunk=self.recipe.loss_chunk)
+
+    def validation_step(self, batch: Batch, _: int) -> None:
+        """Log the loss; the epoch's is the mean of the micro-batches' means, over all ranks."""
+        loss = self.model.loss(*batch, chunk=self.recipe.loss_chunk)
+        self.log("val_loss", loss, sync_dist=True, batch_size=1)
+
+    def configure_optimizers(self) -> Any:
+        """The paper's optimizers in one chain, and its schedule."""
+        r = self.recipe
+        assert r.updates is not None
+        optimizer = pretraining_optimizer(
+            self.model,
+            r.head,
+            head_lr=r.head_lr,
+            matrix_lr=r.matrix_lr,
+            embedding_lr=r.embedding_lr,
+            weight_decay=r.weight_decay,
+        )
+        schedule = warmup_cosine(optimizer, total_steps=r.updates, warmup=r.warmup, floor=r.final_rate)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the random state, for whoever adds dropout."""
+        checkpoint["torch_random_state"] = torch.get_rng_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on with it."""
+        if "torch_random_state" in checkpoint:
+            torch.set_rng_state(checkpoint["torch_random_state"])
+
+
+class LastValidation(Callback):
+    """Has Lightning validate after the last update too, where its interval does not end with it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.updates is not None
+        self.last, self.batches = recipe.updates - 1, recipe.updates * recipe.accumulation
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        """Make the interval the whole run, once there is no other to come."""
+        if trainer.global_step == self.last:
+            trainer.val_check_batch = self.batches
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a run reads and writes."""
+
+    data: Path
+    runs: Path = Path("runs")
+    checkpoints: Path = Path("checkpoints")
+    name: str = ""
+
+    def named(self, recipe: Recipe) -> str:
+        """The name of the run."""
+        return self.name or f"{recipe.size}-{recipe.head}-seed{recipe.seed}"
+
+
+def train(
+    recipe: Recipe,
+    places: Places,
+    *,
+    accelerator: str = "auto",
+    resume: bool = True,
+    callbacks: Sequence[Callback] = (),
+    monitor: dict[str, Any] | None = None,
+    quiet: bool = False,
+) -> lightning.Trainer:
+    """Run a recipe, or go on with it from its last checkpoint.
+
+    Args:
+        recipe: resolved.
+        places: where its data are, and where log and checkpoints go.
+        accelerator: as Lightning's.
+        resume: go on from the last checkpoint of this name, if there is one.
+        callbacks: more of them.
+        monitor: more arguments for HilbertMonitor.
+        quiet: no progress bar and no summary.
+    """
+    assert recipe.updates is not None
+    name = places.named(recipe)
+    lightning.seed_everything(recipe.seed, verbose=False)
+    trainer = _trainer(recipe, places, accelerator, [*callbacks, *_watchers(recipe, places, name, monitor)], quiet)
+    torch.manual_seed(recipe.seed + trainer.global_rank)
+    module = Pretraining(recipe)
+    last = places.checkpoints / name / "last.ckpt"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*does not have many workers.*")
+        warnings.filterwarnings("ignore", ".*`isinstance.treespec, LeafSpec.`.*")
+        trainer.fit(module, *_loaders(recipe, places, trainer), ckpt_path=last if resume and last.exists() else None)
+    return trainer
+
+
+def _loaders(recipe: Recipe, places: Places, trainer: lightning.Trainer) -> tuple[TrainingLoader, DataLoader[Batch]]:
+    rank, world = trainer.global_rank, trainer.world_size
+    training = TrainingLoader(
+        places.data,
+        context=recipe.context,
+        vocab_size=recipe.vocab_size,
+        global_batch=recipe.global_batch,
+        micro_batch=recipe.micro_batch,
+        rank=rank,
+        world=world,
+        seed=recipe.seed,
+        steps=recipe.updates,
+        pin_memory=True,
+    )
+    blocks = ValidationBlocks(
+        places.data, context=recipe.context, vocab_size=recipe.vocab_size, tokens=recipe.validation_tokens
+    )
+    return training, validation_loader(blocks, micro_batch=recipe.micro_batch, rank=rank, world=world, pin_memory=True)
+
+
+def _watchers(recipe: Recipe, places: Places, name: str, monitor: dict[str, Any] | None) -> list[Callback]:
+    assert recipe.updates is not None
+    options: dict[str, Any] = {
+        "panel_size": recipe.panel_size,
+        "diameter_every": recipe.diameter_every,
+        "perturbation_every": recipe.perturbation_every,
+        "panel": recipe.panel,
+        "hidden": hidden_of,
+        "decode": load_decoder(places.data) if (places.data / TOKENIZER).exists() else None,
+        "run_dir": str(places.runs),
+        "run_name": name,
+        "config": recipe.as_dict(),
+    }
+    saver = ModelCheckpoint(
+        dirpath=places.checkpoints / name,
+        every_n_train_steps=recipe.checkpoint_every,
+        save_last=True,
+        save_top_k=1,
+        save_on_train_epoch_end=False,
+        enable_version_counter=False,
+    )
+    return [HilbertMonitor(**options | (monitor or {})), LastValidation(recipe), saver]
+
+
+def hidden_of(module: Any, batch: Batch) -> Tensor:
+    """What the head sees of a batch: a chunked loss never calls the head itself."""
+    states: Tensor = module.model.hidden(batch[0])
+    return states
+
+
+def _trainer(
+    recipe: Recipe, places: Places, accelerator: str, callbacks: list[Callback], quiet: bool
+) -> lightning.Trainer:
+    positions = recipe.world * recipe.micro_batch * recipe.context
+    return lightning.Trainer(
+        accelerator=accelerator,
+        devices=recipe.devices,
+        num_nodes=recipe.nodes,
+        strategy="ddp" if recipe.world > 1 else "auto",
+        precision=recipe.precision,
+        max_steps=recipe.updates or -1,
+        max_epochs=-1,
+        accumulate_grad_batches=recipe.accumulation,
+        gradient_clip_val=recipe.clip,
+        val_check_interval=recipe.validation_every * recipe.accumulation,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=-(-recipe.panel_size // positions),  # from which a panel is kept
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=not quiet,
+        enable_model_summary=not quiet,
+        default_root_dir=places.runs,
+        use_distributed_sampler=False,
+    )

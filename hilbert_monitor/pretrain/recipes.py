@@ -1,0 +1,187 @@
+"""The paper's pretraining runs as data: three sizes, two head optimizers, and every number in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_type_hints
+
+import msgspec
+
+from .model import DecoderConfig
+
+Head = Literal["adamw", "rownorm"]
+HEADS: tuple[Head, ...] = ("adamw", "rownorm")
+HEAD_RATES: dict[Head, float] = {"adamw": 2.048, "rownorm": 1.6384}
+"""Learning rate of the LM head times the width of the model."""
+TOKENS_PER_PARAMETER = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One run. What is None follows from the rest, and is filled in by `resolved`."""
+
+    size: str = ""
+    """Name of the preset it began as."""
+    head: Head = "rownorm"
+    seed: int = 0
+
+    vocab_size: int = 50_257
+    width: int = 512
+    blocks: int = 32
+    head_dim: int = 64
+    context: int = 2048
+
+    global_batch: int = 256
+    """Sequences to an update."""
+    micro_batch: int = 32
+    """Sequences to a device at a time."""
+    devices: int = 1
+    nodes: int = 1
+
+    updates: int | None = None
+    """By default 20 tokens a parameter."""
+    warmup: float = 0.1
+    """Share of the updates over which learning rates rise."""
+    final_rate: float = 0.1
+    """Share of the peak at which they end."""
+    head_lr: float | None = None
+    """By default the paper's, which falls with the width."""
+    matrix_lr: float = 8e-3
+    embedding_lr: float = 4e-3
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+    diameter_every: int = 10
+    perturbation_every: int = 500
+    panel_size: int = 8192
+    panel: Literal["loader", "paper"] = "paper"
+    validation_every: int = 500
+    """Updates, not batches."""
+    validation_tokens: int = 5_242_880
+    checkpoint_every: int = 500
+
+    precision: Literal["32-true", "bf16-mixed"] = "bf16-mixed"
+    loss_chunk: int | None = 4096
+    """Positions whose logits are held at a time; None for all of a micro-batch."""
+    compile: bool = False
+
+    @property
+    def model(self) -> DecoderConfig:
+        """Sizes of the decoder."""
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            width=self.width,
+            blocks=self.blocks,
+            head_dim=self.head_dim,
+            context=self.context,
+        )
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.devices * self.nodes
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a rank to an update."""
+        return self.global_batch // (self.world * self.micro_batch)
+
+    @property
+    def tokens_per_update(self) -> int:
+        """Training tokens of one update, on all ranks."""
+        return self.global_batch * self.context
+
+    @property
+    def resolved(self) -> Recipe:
+        """The recipe with nothing left open."""
+        parameters = self.model.parameters
+        updates = max(1, TOKENS_PER_PARAMETER * parameters // self.tokens_per_update)
+        return replace(
+            self,
+            updates=updates if self.updates is None else self.updates,
+            head_lr=HEAD_RATES[self.head] / self.width if self.head_lr is None else self.head_lr,
+        )
+
+    def __post_init__(self) -> None:
+        if self.head not in HEADS:
+            raise ValueError(f"the head is trained by {' or '.join(HEADS)}, got {self.head!r}")
+        for name in ("global_batch", "micro_batch", "devices", "nodes", "panel_size", "validation_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("updates", "loss_chunk"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.global_batch % (self.world * self.micro_batch):
+            raise ValueError(
+                f"a global batch of {self.global_batch} sequences does not divide into micro-batches of"
+                f" {self.micro_batch} on {self.world} devices: choose --micro-batch so that {self.world} times it"
+                f" divides {self.global_batch}"
+            )
+        _ = self.model  # refuses sizes that do not go together
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, with what follows from them."""
+        return {**asdict(self), "parameters": self.model.parameters, "accumulation": self.accumulation}
+
+
+PAPER = {
+    "190M": Recipe(size="190M", width=512, micro_batch=32, devices=8),
+    "380M": Recipe(size="380M", width=768, micro_batch=16, devices=8),
+    "640M": Recipe(size="640M", width=1024, micro_batch=8, devices=8),
+}
+
+DEMO = Recipe(
+    size="demo",
+    vocab_size=8192,
+    width=128,
+    blocks=4,
+    head_dim=32,
+    context=128,
+    global_batch=16,
+    micro_batch=16,
+    updates=300,
+    diameter_every=5,
+    perturbation_every=20,
+    panel_size=2048,
+    panel="loader",
+    validation_every=20,
+    validation_tokens=16 * 16 * 128,
+    checkpoint_every=100,
+    precision="32-true",
+    loss_chunk=None,
+)
+"""Minutes on two CPU cores."""
+
+SIZES = {**PAPER, "demo": DEMO}
+
+
+def recipe(size: str, **overrides: Any) -> Recipe:
+    """Return a preset with some of its numbers changed, nothing left open.
+
+    Args:
+        size: "190M", "380M", "640M" or "demo".
+        **overrides: fields of a Recipe; None leaves one as it is.
+    """
+    if size not in SIZES:
+        raise ValueError(f"there is no size {size!r}: choose one of {', '.join(SIZES)}, and override its numbers")
+    unknown = overrides.keys() - {field.name for field in fields(Recipe)}
+    if unknown:
+        raise ValueError(f"a recipe has no {', '.join(sorted(unknown))}")
+    changes = {name: value for name, value in overrides.items() if value is not None}
+    return replace(SIZES[size], **changes).resolved
+
+
+def parsed(changes: Sequence[str]) -> dict[str, Any]:
+    """Return overrides that were given as name=value."""
+    kinds, found = get_type_hints(Recipe), {}
+    for change in changes:
+        name, _, value = change.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in {field.name for field in fields(Recipe)}:
+            raise ValueError(f"--set {change}: a recipe has no {name!r}; it has {', '.join(kinds)}")
+        try:
+            found[name] = msgspec.convert(None if value == "None" else value, kinds[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"--set {change}: {error}: give it as {name}=VALUE") from None
+    return found

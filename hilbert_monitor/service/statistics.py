@@ -1,0 +1,256 @@
+"""The paper's statistics: means and sample deviations over seeds, ratios of means, paired differences.
+
+Runs are compared within one model. Once a run of a model is finished, only finished ones count; before, all do, as they
+stand. Of two runs with the same optimizer, seed and panel the one that began last counts. A run's final value is that
+of the last record that has one. If that is nan or infinite it has no place in a mean, and a sentence says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from . import CURVES, RunSeries, Series
+
+BASE, OURS = "AdamW", "RowNorm"
+"""Ratios are of the first over the second, differences of the second minus the first."""
+
+METRICS = {"validation_loss": "validation_loss", "step_diameter": "diameter", "perturbation_rms": "perturbation_rms"}
+"""Metrics of the table, and the field of a run that has them."""
+
+NAMES = {"validation_loss": "validation loss", "step_diameter": "D(S)", "perturbation_rms": "Hilbert RMS"}
+
+Axis = Literal["tokens", "updates"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and sample standard deviation of some runs; None where there is none."""
+
+    mean: float | None = None
+    deviation: float | None = None
+    runs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The runs of one model, compared."""
+
+    model: str
+    optimizers: dict[str, dict[str, Spread]]
+    """By optimizer and metric."""
+    ratios: dict[str, float | None]
+    """By metric: the mean of AdamW over that of RowNorm."""
+    difference: Spread
+    """Final validation loss, RowNorm minus AdamW, over the pairs."""
+    below: int
+    checkpoints: int
+    """RowNorm's mean validation loss is below AdamW's at so many of so many checkpoints."""
+    counted: tuple[RunSeries, ...]
+    aside: tuple[RunSeries, ...]
+    """Runs that no mean has in it."""
+    notes: tuple[str, ...]
+
+
+def compare(runs: Iterable[RunSeries]) -> list[Comparison]:
+    """Compare the runs of each model; their order does not matter."""
+    ordered = sorted(runs, key=lambda run: (run.model, _rank(run.optimizer), _seed(run), run.started, run.id))
+    models = dict.fromkeys(run.model for run in ordered)
+    return [_compare_model(model, [run for run in ordered if run.model == model]) for model in models]
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Mean and sample standard deviation; of one value there is no deviation."""
+    found = list(values)
+    count = len(found)
+    if not count:
+        return Spread()
+    mean = sum(found) / count
+    if count == 1 or not math.isfinite(mean):
+        return Spread(mean if math.isfinite(mean) else None, None, count)
+    variance = sum((value - mean) * (value - mean) for value in found) / (count - 1)
+    return Spread(mean, math.sqrt(variance) if math.isfinite(variance) else None, count)
+
+
+def by_optimizer(runs: Iterable[RunSeries]) -> dict[str, list[RunSeries]]:
+    """The runs of each optimizer: AdamW and RowNorm first, then by name."""
+    found = list(runs)
+    names = sorted({run.optimizer for run in found}, key=_rank)
+    return {name: [run for run in found if run.optimizer == name] for name in names}
+
+
+def axis_of(runs: Iterable[RunSeries]) -> Axis:
+    """What curves are drawn and aligned by: tokens, if every point of every run has them."""
+    curves: Iterator[Series] = (getattr(run, name) for run in runs for name in CURVES)
+    return "updates" if any(math.isnan(tokens) for curve in curves for tokens in curve.tokens) else "tokens"
+
+
+def position(series: Series, axis: Axis) -> Sequence[float]:
+    """Where the points of a curve stand on an axis."""
+    return series.tokens if axis == "tokens" else series.steps
+
+
+def pointwise(curves: Iterable[Series], axis: Axis) -> Iterator[tuple[float, Spread, list[float]]]:
+    """Mean and deviation at every place where a curve has a finite value, and the values there."""
+    at: dict[float, list[float]] = {}
+    for curve in curves:
+        for x, value in zip(position(curve, axis), curve.values, strict=True):
+            if math.isfinite(value):
+                at.setdefault(x, []).append(value)
+    for x in sorted(at):
+        yield x, spread(at[x]), at[x]
+
+
+def final(run: RunSeries, metric: str) -> float | None:
+    """A run's final value of a metric of the table."""
+    last: float | None = getattr(run, METRICS[metric]).last
+    return last
+
+
+def ratio(over: float | None, under: float | None) -> float | None:
+    """One mean over another, if there are both and the second is not zero."""
+    if over is None or under is None or not under:
+        return None
+    found = over / under
+    return found if math.isfinite(found) else None
+
+
+def same_panel(runs: Iterable[RunSeries]) -> bool:
+    """Whether the perturbations of the runs are over one panel."""
+    return len({run.panel_hash for run in runs if len(run.perturbation_rms.values)}) < 2
+
+
+# One model
+
+
+def _compare_model(model: str, runs: list[RunSeries]) -> Comparison:
+    notes: list[str] = []
+    counted = _newest(_finished(runs, notes), notes)
+    groups = by_optimizer(counted)
+    optimizers = {
+        name: {metric: _final(name, metric, group, notes) for metric in METRICS} for name, group in groups.items()
+    }
+    pairs = _pairs(groups, notes)
+    below, checkpoints = _below(pairs, groups)
+    ids = {run.id for run in counted}
+    return Comparison(
+        model=model,
+        optimizers=optimizers,
+        ratios=_ratios(groups, optimizers, notes),
+        difference=_difference(pairs),
+        below=below,
+        checkpoints=checkpoints,
+        counted=tuple(counted),
+        aside=tuple(run for run in runs if run.id not in ids),
+        notes=tuple(notes),
+    )
+
+
+def _finished(runs: list[RunSeries], notes: list[str]) -> list[RunSeries]:
+    """The finished runs that measured something, or all if there is none."""
+    done = [run for run in runs if run.status == "finished" and any(len(getattr(run, name).values) for name in CURVES)]
+    if not done:
+        notes.append("No run is finished: these are the last values so far.")
+        return runs
+    if len(done) < len(runs):
+        ids = {run.id for run in done}
+        left = _names(run for run in runs if run.id not in ids)
+        notes.append(f"Not finished, or without a value, and therefore in no mean: {left}.")
+    return done
+
+
+def _newest(runs: list[RunSeries], notes: list[str]) -> list[RunSeries]:
+    """Of the runs with the same optimizer, seed and panel the one that began last; without a seed, all."""
+    kept = {(r.optimizer, r.panel_hash, r.id if r.seed is None else r.seed): r for r in runs}
+    if len(kept) < len(runs):
+        ids = {run.id for run in kept.values()}
+        left = _names(run for run in runs if run.id not in ids)
+        notes.append(f"A later run has the same optimizer, seed and panel, so that these are in no mean: {left}.")
+    return list(kept.values())
+
+
+def _final(optimizer: str, metric: str, runs: list[RunSeries], notes: list[str]) -> Spread:
+    """Mean and deviation of a metric's final values."""
+    if metric == "perturbation_rms" and not same_panel(runs):
+        notes.append(f"The runs of {optimizer} have different panels: their Hilbert RMS has no mean.")
+        return Spread()
+    found = [(run, last) for run in runs if (last := final(run, metric)) is not None]
+    lost = [run for run, last in found if not math.isfinite(last)]
+    if lost:
+        notes.append(f"The last {NAMES[metric]} is not finite, and therefore in no mean: {_names(lost)}.")
+    return spread(last for _, last in found if math.isfinite(last))
+
+
+def _ratios(
+    groups: dict[str, list[RunSeries]], optimizers: dict[str, dict[str, Spread]], notes: list[str]
+) -> dict[str, float | None]:
+    """Ratios of the means of D(S) and of Hilbert RMS, the latter over one panel only."""
+    means = {
+        metric: [optimizers.get(name, {}).get(metric, Spread()).mean for name in (BASE, OURS)]
+        for metric in ("step_diameter", "perturbation_rms")
+    }
+    found = {metric: ratio(*pair) for metric, pair in means.items()}
+    if not same_panel(run for name in (BASE, OURS) for run in groups.get(name, [])):
+        notes.append(f"{BASE} and {OURS} have different panels: there is no ratio of their Hilbert RMS.")
+        found["perturbation_rms"] = None
+    return found
+
+
+Pair = tuple[RunSeries, RunSeries]
+
+
+def _pairs(groups: dict[str, list[RunSeries]], notes: list[str]) -> list[Pair]:
+    """Runs of AdamW and RowNorm with the same seed and panel."""
+    base, ours = groups.get(BASE, []), groups.get(OURS, [])
+    found = [
+        (a, b) for a in base for b in ours if a.seed is not None and (a.seed, a.panel_hash) == (b.seed, b.panel_hash)
+    ]
+    if base and ours and not found:
+        notes.append(f"No run of {OURS} has the seed and the panel of one of {BASE}: there is no paired difference.")
+    return found
+
+
+def _difference(pairs: list[Pair]) -> Spread:
+    """Mean and deviation of the pairs' differences in final validation loss."""
+    losses = ((a.validation_loss.last, b.validation_loss.last) for a, b in pairs)
+    return spread(b - a for a, b in losses if a is not None and b is not None and math.isfinite(b - a))
+
+
+def _below(pairs: list[Pair], groups: dict[str, list[RunSeries]]) -> tuple[int, int]:
+    """At how many checkpoints RowNorm's mean validation loss is below AdamW's, and of how many.
+
+    The means are over the pairs, or over all runs if there is none. A checkpoint is one where each of them has a loss.
+    """
+    base, ours = ([p[i] for p in pairs] or groups.get(name, []) for i, name in enumerate((BASE, OURS)))
+    axis = axis_of([*base, *ours])
+    a, b = (_complete(runs, axis) for runs in (base, ours))
+    common = a.keys() & b.keys()
+    return sum(b[x] < a[x] for x in common), len(common)
+
+
+def _complete(runs: list[RunSeries], axis: Axis) -> dict[float, float]:
+    """The mean validation loss wherever every run has one."""
+    points = pointwise((run.validation_loss for run in runs), axis)
+    return {x: s.mean for x, s, _ in points if s.runs == len(runs) and s.mean is not None}
+
+
+# Names and order
+
+
+def _rank(optimizer: str) -> tuple[int, str]:
+    return ((BASE, OURS).index(optimizer) if optimizer in (BASE, OURS) else 2, optimizer)
+
+
+def _seed(run: RunSeries) -> tuple[bool, int]:
+    return run.seed is None, run.seed or 0
+
+
+def _names(runs: Iterable[RunSeries]) -> str:
+    return ", ".join(clip(run.label, 60) for run in runs)
+
+
+def clip(text: str, limit: int) -> str:
+    """Text of a length that a page has room for."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
