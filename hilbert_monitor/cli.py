@@ -205,9 +205,10 @@ def pretrain(
         named = {"head": head, "seed": seed, "devices": asked, "nodes": nodes}
         recipe = recipes.recipe(size, **named | recipes.parsed(change or []))
         if plan:
-            from .pretrain import plan as projection
+            from .pretrain.plan import plan as projection
+            from .pretrain.plan import show as show_plan
 
-            projection.show(projection.plan(recipe), console)
+            show_plan(projection(recipe), console)
             return
         if data is None:
             raise ValueError("give the folder of the token shards as --data; hilbert-monitor tokenize makes one")
@@ -279,6 +280,7 @@ def report(
     """
     from rich.console import Console
 
+    from .service import page
     from .service import report as service
     from .service.statistics import compare
 
@@ -288,7 +290,7 @@ def report(
     try:
         found = service.load(runs)
         compared = compare(run.series for run in found)
-        out.write_text(service.page(found, compared), encoding="utf-8")
+        out.write_text(page.page(found, compared), encoding="utf-8")
         if csv is not None:
             service.write_csv(compared, csv)
         if json is not None:

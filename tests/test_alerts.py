@@ -79,6 +79,18 @@ def test_a_learning_rate_that_grows_steadily_is_a_schedule(growth):
     assert kinds(record(t, 1e-6 * growth**t) for t in range(1, 120)) == []
 
 
+def test_a_triangular_schedule_may_turn():
+    rates = [1e-3 * (1 + abs(t % 40 - 20)) / 21 for t in range(200)]
+    assert kinds(record(t + 1, lr) for t, lr in enumerate(rates)) == []
+
+
+def test_restarts_are_jumps_unless_the_rules_say_otherwise():
+    rates = [1e-3 * (1 + math.cos(math.pi * (t % 50) / 50)) / 2 for t in range(200)]
+    records = [record(t + 1, lr) for t, lr in enumerate(rates)]
+    assert [step for step, _ in kinds(records)] == [51, 101, 151]
+    assert kinds(records, Rules(jump=math.inf)) == []
+
+
 def test_nothing_is_said_before_there_is_enough_history():
     wild = [record(t, ratio=10.0 ** (t % 3)) for t in range(1, 20)]
     assert kinds(wild) == []

@@ -144,6 +144,20 @@ def test_stop_and_checkpoint_take_both_of_two_ranks(tmp_path):
     assert saved["global_step"] == JUMP
 
 
+def test_a_checkpoint_that_cannot_be_written_makes_nobody_wait(tmp_path):
+    (tmp_path / f"blow-up-step-{JUMP}.ckpt").mkdir()
+    (tmp_path / f"blow-up-step-{JUMP}.ckpt" / "in the way").touch()
+    trainer = fit(
+        Jumps(),
+        HilbertMonitor(panel_size=50, on_blowup=["checkpoint"], run_dir=None),
+        strategy="ddp_spawn",
+        devices=2,
+        default_root_dir=tmp_path,
+    )
+    assert trainer.state.finished
+    assert os.listdir(tmp_path / f"blow-up-step-{JUMP}.ckpt") == ["in the way"]
+
+
 @pytest.fixture
 def hook():
     """A real server; `hook.delay` is how long it takes to answer."""
@@ -262,10 +276,44 @@ def test_a_killed_run_that_is_resumed_goes_on_in_the_same_log():
 
 
 def test_the_rules_go_on_with_their_history_after_a_resume(tmp_path):
-    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=JUMP - 1, enable_version_counter=False)
+    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=JUMP - 3, enable_version_counter=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fit(Jumps(), monitor(run_dir=None), saver, steps=JUMP - 1)
+        fit(Jumps(), monitor(run_dir=None), saver, steps=JUMP - 3)
         alerts = []
         fit(Jumps(), monitor(run_dir=None, on_blowup=alerts.append), checkpoint=saver.best_model_path)
     assert alerts[0].step == JUMP
+
+
+def test_a_second_fit_goes_on_where_the_first_was_and_undoes_nothing():
+    watch, module = monitor(run_name="twice"), Module("torch")
+    trainer = fit(module, watch, steps=6)
+    trainer.fit_loop.epoch_loop.max_steps = 10
+    trainer.fit(module, DataLoader(Text(0), batch_size=4), DataLoader(Text(1), batch_size=4))
+    run = RunReader("runs/twice")
+    assert [r.step for r in run.steps()] == list(range(1, 11))
+    assert [info.first_step for info in run.attempts] == [0, 6]
+
+
+def test_a_branch_with_a_name_of_its_own_leaves_its_parent_alone(tmp_path):
+    saver = ModelCheckpoint(
+        dirpath=tmp_path / "saved", every_n_train_steps=4, enable_version_counter=False, save_top_k=-1
+    )
+    fit(Module("torch"), monitor(run_name="base"), saver, steps=12)
+    middle = next(path for path in (tmp_path / "saved").iterdir() if "step=4" in path.name)
+    fit(Module("torch"), monitor(run_name="branch"), steps=6, checkpoint=middle)
+    assert [r.step for r in RunReader("runs/base").steps()] == list(range(1, 13))
+    assert [r.step for r in RunReader("runs/branch").steps()] == [5, 6]
+
+
+@pytest.mark.parametrize("history", [None, {}, {"diameter": [1.0]}])
+def test_a_history_that_cannot_be_read_costs_the_history_alone(history):
+    watch, kept = HilbertMonitor(panel_size=50, run_dir=None, on_blowup=[]), Kept()
+    watch.sinks = (kept,)
+    module = Module("torch")
+    trainer = fit(module, watch, steps=2)
+    watch.load_state_dict({"step": 2, "tokens": 8, "history": history})
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    with pytest.warns(UserWarning, match="history failed"):
+        trainer.fit(module, DataLoader(Text(0), batch_size=4), DataLoader(Text(1), batch_size=4))
+    assert [r.step for r in kept.records] == [1, 2, 3, 4]

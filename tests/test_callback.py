@@ -1,6 +1,7 @@
 """HilbertMonitor on a real Trainer: training unchanged to the bit, records whole, failures survived."""
 
 import logging
+import pickle
 import threading
 import time
 import warnings
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hilbert_monitor import ChainedOptimizer, HilbertMonitor, Probe, RowNorm, pretraining_optimizer
 from hilbert_monitor.geometry import hilbert_perturbation
 from hilbert_monitor.monitor.panel import Panel
+from hilbert_monitor.runs.alerts import Judge, Rules
 from tests.decoders import Plain
 from tests.ranks import in_ranks
 from tests.references import all_pairs_diameter
@@ -387,7 +389,8 @@ def run_on(validation, monitor, **options):
 
 def test_a_validation_loss_belongs_to_the_step_before_it():
     class Losses(lightning.Callback):
-        seen = {}
+        def __init__(self):
+            self.seen = {}
 
         def on_validation_end(self, trainer, *_):
             if not trainer.sanity_checking:
@@ -507,3 +510,169 @@ def test_what_fails_inside_the_optimizers_step_does_not_reach_it(nesterov):
             optimizer.step()
         assert probe.record() is None
     assert probe.guard.failures["increment"] == 2  # before the step, and after it
+
+
+def trained(probe, optimizer, model, steps=3, **record):
+    """Some steps of a loop of one's own; the records."""
+    made = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        ids = Text(0).ids[4 * step : 4 * step + 4]
+        nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        made.append(probe.record(**record))
+    return made
+
+
+@pytest.mark.parametrize(
+    "decode", [lambda token: [][token], lambda token: torch.tensor(token)], ids=["raises", "tensor"]
+)
+def test_a_decoder_that_fails_costs_the_texts_and_nothing_else(decode):
+    model = Plain(V, 16)
+    optimizer, panel = AdamW(model.parameters()), Panel.of_tokens(Text(1).ids, 20)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        probe = Probe(model, optimizer, panel=panel, diameter_every=1, perturbation_every=1, decode=decode)
+        with probe:
+            records = trained(probe, optimizer, model)
+    assert all(r.diameter > 0 and r.ceiling > 0 and r.perturbation_rms > 0 for r in records)
+    assert probe.guard.failures["decode"] in (0, 6)
+    assert len(seen) == bool(probe.guard.failures["decode"])
+
+
+def test_warnings_that_are_errors_do_not_end_a_run():
+    model = Plain(V, 16)
+    optimizer = AdamW(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Probe(model, optimizer, diameter_every=1, decode=lambda token: [][token]) as probe:
+            assert all(r.diameter > 0 for r in trained(probe, optimizer, model))
+
+
+def test_every_one_of_several_steps_in_a_batch_is_recorded_and_judged():
+    model = Plain(V, 16)
+    optimizer, judge = AdamW(model.parameters(), lr=1e-3), Judge(Rules(diameter_quiet=3))
+    with Probe(model, optimizer, diameter_every=2, judge=judge) as probe:
+        trained(probe, optimizer, model, 8)
+        for rate in (1e-1, 1e-3, 1e-3):
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+        last = probe.record()
+        earlier = probe.earlier()
+    assert [record.step for record, _ in earlier] == [9, 10]
+    assert last.step == 11
+    assert [record.diameter is not None for record, _ in earlier] == [True, True]  # the first was searched on suspicion
+    assert [[alert.kind for alert in alerts] for _, alerts in earlier] == [["diameter"], []]
+    assert probe.earlier() == []
+
+
+class Rateless(torch.optim.Optimizer):
+    """Has a learning rate of its own making."""
+
+    def __init__(self, params, step=1e-3):
+        super().__init__(params, {"lr": None, "weight_decay": 0.1})
+        self.size = step
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.size * p.grad)
+
+
+def test_an_optimizer_without_a_learning_rate_is_measured_and_a_nan_of_it_reported():
+    model = Plain(V, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = Rateless(model.parameters())
+        with Probe(model, optimizer, diameter_every=1, judge=Judge()) as probe:
+            records = trained(probe, optimizer, model)
+            assert all(r.diameter > 0 and r.learning_rate is None and r.ceiling is None for r in records)
+            optimizer.size = float("nan")
+            trained(probe, optimizer, model, 1)
+    assert [alert.kind for alert in probe.alerts] == ["nonfinite"]
+    assert not probe.guard.failures
+
+
+def test_plain_sgd_is_measured_though_its_gradient_is_gone_before_the_record():
+    model = Plain(V, 16)
+    optimizer, panel = SGD(model.parameters(), lr=0.1), Panel.of_tokens(Text(1).ids, 20)
+    with Probe(model, optimizer, panel=panel, diameter_every=0, perturbation_every=1, strict=True) as probe:
+        for step in range(3):
+            ids = Text(0).ids[4 * step : 4 * step + 4]
+            nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert probe.record().perturbation_rms > 0
+
+
+@pytest.mark.parametrize("make", ["torch", "rownorm"])
+def test_weights_that_cannot_hold_the_step_are_told_by_its_rounding(make):
+    torch.manual_seed(0)
+    model = Plain(V, 16).bfloat16()
+    optimizer = AdamW(model.parameters(), lr=1e-3) if make == "torch" else RowNorm([model.lm_head.weight], lr=1e-3)
+    before = model.lm_head.weight.detach().clone()
+    with Probe(model, optimizer, diameter_every=1) as probe:
+        model(Text(0).ids[:4]).float().logsumexp(-1).mean().backward()
+        optimizer.step()
+        record = probe.record()
+    decay = 1 - 1e-3 * 0.01 if make == "torch" else 1
+    moved = all_pairs_diameter(model.lm_head.weight.detach().double() - decay * before.double())
+    assert abs(record.diameter - moved) <= record.rounding
+
+
+def test_two_monitors_of_one_trainer_watch_two_heads():
+    class Twice(Module):
+        def __init__(self):
+            super().__init__("torch")
+            self.other = nn.Linear(16, V, bias=False)
+
+        def training_step(self, tokens, index):
+            return super().training_step(tokens, index) + self.other(self.model.hidden(tokens)).square().mean()
+
+    kept = Kept(), Kept()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        monitors = [
+            HilbertMonitor(head=head, perturbation_every=0, diameter_every=1, sinks=[sink], run_dir=None)
+            for head, sink in zip(("model.lm_head", "other"), kept, strict=True)
+        ]
+        fit(Twice(), *monitors)
+    assert all(len(sink.records) == UPDATES for sink in kept)
+    assert kept[0].records[-1].diameter != kept[1].records[-1].diameter
+
+
+def test_a_callback_that_has_been_used_can_be_pickled():
+    monitor = HilbertMonitor(panel_size=50, strict=True)
+    fit(Module("torch"), monitor)
+    pickle.dumps(monitor.on_blowup), pickle.dumps(monitor._responses)
+
+
+def test_a_loss_for_each_token_of_a_manual_module_costs_the_loss_alone():
+    class Manual(Module):
+        def __init__(self):
+            super().__init__("torch")
+            self.automatic_optimization = False
+
+        def training_step(self, tokens, index):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            losses = nn.functional.cross_entropy(
+                self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+            )
+            self.manual_backward(losses.mean())
+            optimizer.step()
+            return losses
+
+    kept = Kept()
+    monitor = HilbertMonitor(diameter_every=1, panel_size=50, sinks=[kept], strict=True)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[monitor],
+    )
+    trainer.fit(Manual(), DataLoader(Text(0), batch_size=4), DataLoader(Text(1), batch_size=4))
+    assert [r.step for r in kept.records] == [1, 2, 3]

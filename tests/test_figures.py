@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hilbert_monitor.service import RunSeries, Series, figures
+from hilbert_monitor.service import figures
+from hilbert_monitor.service.series import RunSeries, Series
 
 ALL = [figures.loss, figures.diameter, figures.perturbation, figures.ratios]
 

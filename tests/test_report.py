@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 from hilbert_monitor.cli import app
 from hilbert_monitor.runs.log import RunReader, RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
-from hilbert_monitor.service import RunSeries, Series, model_of, read_run
+from hilbert_monitor.service import page as pages
 from hilbert_monitor.service import report as service
 from hilbert_monitor.service.paper import PAPER
+from hilbert_monitor.service.series import RunSeries, Series, model_of, read_run
 from hilbert_monitor.service.statistics import Spread, compare, spread
 
 LOSSES = {"AdamW": [3.25, 3.5, 3.0], "RowNorm": [3.5, 3.625, 3.375]}
@@ -66,7 +67,7 @@ def compared(root):
 
 def page_of(root):
     runs = service.load(root)
-    return service.page(runs, compare(run.series for run in runs))
+    return pages.page(runs, compare(run.series for run in runs))
 
 
 def invoke(*args):
@@ -292,7 +293,7 @@ def test_the_page_is_whole_and_loads_nothing(tmp_path):
     assert page.counts["script"] == 3
     assert text.count("plotly.js v") == 1
     assert "@import" not in text
-    assert "url(" not in service.STYLE
+    assert "url(" not in pages.STYLE
     assert "default-src 'none'" in text
     assert "prefers-color-scheme: dark" in text
     assert "@media print" in text
@@ -300,7 +301,7 @@ def test_the_page_is_whole_and_loads_nothing(tmp_path):
 
 def test_the_page_says_the_numbers(tmp_path):
     text = Page(page_of(six(tmp_path))).text
-    for said in ("16.0×smaller row diameter", "+0.2500validation loss", "3.2500 ± 0.2500", "(5.000 ± 2.500) × 10−1"):  # noqa: RUF001
+    for said in ("16.0×smaller steps", "+0.2500validation loss", "3.2500 ± 0.2500", "(5.000 ± 2.500) × 10−1"):  # noqa: RUF001
         assert said in text
     assert "RowNorm minus AdamW ± 0.1250, 3 pairs; below at 0 of 2 checkpoints" in text
     assert "paper" not in text
@@ -402,7 +403,9 @@ def test_csv_comes_back_as_it_was(tmp_path):
     assert float(table["RowNorm - AdamW", "validation_loss"]["mean"]) == 0.25
     with (tmp_path / "csv" / "curves.csv").open() as file:
         rows = [
-            r for r in csv.DictReader(file) if (r["optimizer"], r["seed"], r["metric"]) == ("RowNorm", "1", "diameter")
+            r
+            for r in csv.DictReader(file)
+            if (r["optimizer"], r["seed"], r["metric"]) == ("RowNorm", "1", "step_diameter")
         ]
     assert [(int(r["step"]), int(r["tokens"]), float(r["value"])) for r in rows] == [
         (step, 1000 * step, 0.03125 * (41 - step)) for step in (10, 20, 30, 40)
@@ -421,7 +424,7 @@ def test_json_has_the_statistics_and_the_runs(tmp_path):
     write(tmp_path / "runs", seed=3, loss=math.nan)
     code, text = invoke("report", tmp_path / "runs", "--json", tmp_path / "r.json", "--csv", tmp_path / "csv")
     assert code == 0, text
-    assert "RowNorm has a 16.0× smaller row diameter" in text  # noqa: RUF001
+    assert "tiny, AdamW / RowNorm: row diameter 16.0, Hilbert RMS 0.9; RowNorm - AdamW: loss +0.2500" in text
     found = json.loads((tmp_path / "r.json").read_text())
     assert found["ratios"]["tiny"]["step_diameter"] == pytest.approx(16.0)
     assert found["paired_difference"]["tiny"] == {
@@ -469,9 +472,9 @@ def test_the_report_never_loads_torch_nor_numpy(tmp_path):
     six(tmp_path)
     command = (
         "import sys\n"
-        "from hilbert_monitor.service import report, figures, statistics, paper\n"
+        "from hilbert_monitor.service import report, page, figures, statistics, paper\n"
         f"runs = report.load({str(tmp_path)!r})\n"
-        "report.page(runs, statistics.compare(run.series for run in runs))\n"
+        "page.page(runs, statistics.compare(run.series for run in runs))\n"
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)

@@ -101,7 +101,10 @@ class Cloud:
             longest: most points in a chunk; by default as many as stay in cache.
         """
         row_bytes = 3 * self.width * self.dtype.itemsize + extra
-        length = chunk_length(row_bytes, self.max_bytes, share=4, longest=longest or max(64, _CHUNK_BYTES // row_bytes))
+        cached = (
+            max(64, _CHUNK_BYTES // row_bytes) if self.S.device.type == "cpu" else len(self)
+        )  # else calls cost more
+        length = chunk_length(row_bytes, self.max_bytes, share=4, longest=longest or cached)
         for start in range(0, len(self) if index is None else len(index), length):
             at = slice(start, start + length)
             yield at, self.points(at if index is None else index[at])

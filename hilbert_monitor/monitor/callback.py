@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any, Literal
@@ -22,10 +21,10 @@ from hilbert_monitor.runs.alerts import Judge, Rules
 from hilbert_monitor.runs.metrics import values
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
-from .guard import Guard
+from .guard import Guard, tell
 from .increment import Decay
 from .panel import Batch, Panel, positions_of, token_ids, with_tensors
-from .probe import Probe, agreed, find_head_module, unanimous
+from .probe import Probe, find_head_module, unanimous
 from .sinks import Progress, QueuedSink, RunLog, Webhook
 
 Action = str | Callable[[Alert], Any]
@@ -118,7 +117,7 @@ class HilbertMonitor(Callback):
         with self.guard("start"):
             self._start(trainer, pl_module)
             started = True
-        if not unanimous(started, pl_module.device):
+        if not unanimous(started, pl_module.device, trainer.world_size):
             self._close()
             self.probe = None
 
@@ -180,8 +179,18 @@ class HilbertMonitor(Callback):
         """Steps and tokens so far, the name of the log and the history of the rules, of plain types."""
         if self.probe is None or self.probe.judge is None:
             return dict(self._resumed)
-        run = self.run_log.id if self.run_log is not None else ""
-        return {"step": self.probe.step, "tokens": self._tokens, "run": run, "history": self.probe.judge.state()}
+        return {
+            "step": self.probe.step,
+            "tokens": self._tokens,
+            "run": self.run_log.id if self.run_log is not None else "",
+            "name": self.run_name or "",
+            "history": self.probe.judge.state(),
+        }
+
+    @property
+    def state_key(self) -> str:
+        """Two monitors of one trainer, on two heads, have two states."""
+        return self._generate_state_key(head=self.head) if isinstance(self.head, str) else type(self).__qualname__
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting where the run was saved."""
@@ -190,6 +199,8 @@ class HilbertMonitor(Callback):
     # What they do
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step == 0:
+            self._resumed = {}
         self._responses = [self._response(action) for action in self._actions]
         name, head = find_head_module(pl_module, self.head)
         with self.guard("panel"):
@@ -210,14 +221,18 @@ class HilbertMonitor(Callback):
             logit_scale=self.logit_scale,
             decode=self.decode,
             judge=Judge(self.rules),
+            world=trainer.world_size,
             strict=self.guard.strict,
         )
-        self.probe.step = self._resumed.get("step", 0)
+        if self._panel is None and not trainer.enable_validation:
+            self.probe.perturbation_every = 0  # on every rank alike
+        self.probe.step = self._resumed.get("step", trainer.global_step)
         with self.guard("last step"):
             self.probe.last = self.probe.step + trainer.estimated_stepping_batches - trainer.global_step
         self._tokens, self._updates = self._resumed.get("tokens", 0), trainer.global_step
         if self.probe.judge is not None and "history" in self._resumed:
-            self.probe.judge.restore(self._resumed["history"])
+            with self.guard("history"):  # a learning rate may be another on purpose now
+                self.probe.judge.restore({**self._resumed["history"], "rates": []})
         if trainer.is_global_zero:
             self._queues += [QueuedSink(sink) for sink in self.sinks]
             with self.guard("run log"):
@@ -241,8 +256,9 @@ class HilbertMonitor(Callback):
         """What is known of the run now."""
         assert self.probe is not None
         seed = os.environ.get("PL_GLOBAL_SEED", "")
+        same = self.run_name in (None, self._resumed.get("name"))  # or it is a branch with a name of its own
         return RunInfo(
-            id=self._resumed.get("run", ""),
+            id=self._resumed.get("run", "") if same else "",
             name=self.run_name or "",
             head_optimizer=type(self.probe.source.optimizer).__name__,
             model=type(pl_module).__name__,
@@ -267,10 +283,9 @@ class HilbertMonitor(Callback):
         elif trainer.val_dataloaders is not None and self.panel == "loader":
             self._panel = Panel.of_loader(trainer.val_dataloaders, self.panel_size)
         elif not trainer.enable_validation:
-            warnings.warn(
-                "HilbertMonitor found no validation data and measures the diameter alone: give the Trainer a validation"
-                " loader, or token ids as panel=...",
-                stacklevel=2,
+            tell(
+                "found no validation data and measures the diameter alone: give the Trainer a validation loader, or"
+                " token ids as panel=..."
             )
         if self.probe is not None:
             self.probe.panel = self._panel
@@ -294,7 +309,7 @@ class HilbertMonitor(Callback):
         """Add up the loss of the micro-batches of one update, and the tokens; notice an update that did not happen."""
         assert self.probe is not None
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if isinstance(loss, Tensor):  # Lightning has divided it by the number of micro-batches
+        if isinstance(loss, Tensor) and loss.numel() == 1:  # Lightning has divided it by the number of micro-batches
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         ids = token_ids(batch)
         if ids is not None:
@@ -315,9 +330,11 @@ class HilbertMonitor(Callback):
             tokens=self._tokens,
         )
         self._loss = self._validation_loss = None
-        if record is not None and trainer.is_global_zero:
-            self._hand_on(trainer, pl_module, record, final)
-        self._respond(trainer, self.probe.alerts if record is not None else [], together=not final)
+        found = [*self.probe.earlier(), *([(record, self.probe.alerts)] if record is not None else [])]
+        if trainer.is_global_zero:
+            for made, alerts in found:
+                self._hand_on(trainer, pl_module, made, alerts, final)
+        self._respond(trainer, [alert for _, alerts in found for alert in alerts], together=not final)
 
     def _validated(self, trainer: Trainer, loss: float) -> None:
         """Add the validation loss to the record of the step before it, or keep it for the first."""
@@ -328,7 +345,9 @@ class HilbertMonitor(Callback):
             for sink in (*([self._log_queue] if self._log_queue else []), *self._queues):
                 sink.write(amended)
 
-    def _hand_on(self, trainer: Trainer, pl_module: LightningModule, record: StepRecord, final: bool) -> None:
+    def _hand_on(
+        self, trainer: Trainer, pl_module: LightningModule, record: StepRecord, alerts: list[Alert], final: bool
+    ) -> None:
         """Give a record, and what was said of it, to the log, the sinks and the loggers."""
         assert self.probe is not None
         if self._log_queue is not None:
@@ -337,7 +356,7 @@ class HilbertMonitor(Callback):
                 if known != self._described:
                     self._described = known
                     self._log_queue.write(self._describe(trainer, pl_module))
-            for item in (record, *self.probe.alerts):
+            for item in (record, *alerts):
                 self._log_queue.write(item)
         for sink in self._queues:
             sink.write(record)
@@ -351,10 +370,9 @@ class HilbertMonitor(Callback):
                 with self.guard("response to a blow-up"):
                     respond(trainer, alert)
         asked = {"checkpoint", "stop"} & {action for action in self._actions if isinstance(action, str)}
-        if together and asked and self.probe is not None and agreed(bool(alerts), self.probe.weight.device):
+        if together and asked and self.probe is not None and self.probe.agreed(bool(alerts)):
             if "checkpoint" in asked:
-                with self.guard("checkpoint of a blow-up"):
-                    self._save(trainer)
+                self._save(trainer)
             if "stop" in asked:
                 trainer.should_stop = True
 
@@ -367,7 +385,7 @@ class HilbertMonitor(Callback):
         if callable(action):
             return lambda _, alert: action(alert)
         if action == "warn":
-            return lambda _, alert: warnings.warn(f"hilbert_monitor: step {alert.step}: {alert.message}", stacklevel=6)
+            return lambda _, alert: tell(f"step {alert.step}: {alert.message}", stacklevel=6)
         if action in ("checkpoint", "stop"):
             return lambda *_: None
         if action.startswith(("http://", "https://")):
@@ -387,11 +405,18 @@ class HilbertMonitor(Callback):
     def _save(self, trainer: Trainer) -> None:
         """Save a checkpoint of the step that blew up, the first few times."""
         assert self.probe is not None
-        if self._saved < CHECKPOINTS:
-            self._saved += 1
-            beside = self.run_log is not None and self.run_dir is not None and self.run_log.id
-            folder = os.path.join(self.run_dir, beside) if self.run_dir and beside else trainer.default_root_dir
-            trainer.save_checkpoint(os.path.join(folder, f"blow-up-step-{self.probe.step}.ckpt"))
+        if self._saved >= CHECKPOINTS:
+            return
+        self._saved += 1
+        made = None
+        with self.guard("checkpoint of a blow-up"):
+            made = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        if unanimous(made is not None, self.probe.weight.device, self.probe.world):
+            with self.guard("checkpoint of a blow-up"):  # rank zero writes; Trainer.save_checkpoint would have all wait
+                folder = (self.run_log.folder if self.run_log is not None else None) or trainer.default_root_dir
+                trainer.strategy.save_checkpoint(
+                    made or {}, os.path.join(folder, f"blow-up-step-{self.probe.step}.ckpt")
+                )
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, record: StepRecord, final: bool) -> None:
         numbers = {metric.logged: float(value) for metric, value in values(record)}
@@ -402,13 +427,18 @@ class HilbertMonitor(Callback):
 
     def _close(self, error: BaseException | None = None) -> None:
         if self.probe is not None:
+            self._resumed = self.state_dict()
             self.probe.detach()
         log = self.run_log
         if self._log_queue is not None and log is not None:
-            self._log_queue.close(last=lambda: log.close(error))
-        for sink in (*self._queues, *self._webhooks):
-            sink.close()
-        self._log_queue, self._webhooks, self._saved = None, [], 0
+            self._log_queue.end(lambda: log.close(error))
+        deadline = time.monotonic() + 5
+        sinks = [*([self._log_queue] if self._log_queue else []), *self._queues, *self._webhooks]
+        for sink in sinks:
+            sink.end()
+        for sink in sinks:
+            sink.close(max(0.1, deadline - time.monotonic()))
+        self._log_queue, self._webhooks, self._responses, self._saved = None, [], [], 0
         self._queues, self._panel, self._kept, self._loss, self._validation_loss = [], None, None, None, None
 
 

@@ -24,6 +24,8 @@ def diameter_ceiling(optimizer: Optimizer, step: HeadStep, *, count: float, widt
         count: Adam's own count of steps, the last one included.
         width: d.
     """
+    if step.lr is None:
+        return None
     if isinstance(optimizer, RowNorm):
         return 2 * step.lr
     if not isinstance(optimizer, Adam):

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+def tell(text: str, *, stacklevel: int = 2) -> None:
+    """Warn; where warnings are errors, log it instead."""
+    try:
+        warnings.warn(f"hilbert_monitor: {text}", stacklevel=stacklevel + 1)
+    except UserWarning:
+        logging.getLogger("hilbert_monitor").warning(text)
 
 
 class Guard:
@@ -29,6 +38,4 @@ class Guard:
                 raise
             self.failures[part] += 1
             if self.failures[part] == 1:
-                warnings.warn(
-                    f"hilbert_monitor: {part} failed ({type(error).__name__}: {error}); training goes on", stacklevel=3
-                )
+                tell(f"{part} failed ({type(error).__name__}: {error}); training goes on", stacklevel=3)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
 from hilbert_monitor.geometry._arithmetic import compute_dtype
-from hilbert_monitor.optim import ChainedOptimizer
+from hilbert_monitor.optim import ChainedOptimizer, Muon
 from hilbert_monitor.optim._matrix import Group, LastStep, MatrixOptimizer, cache_chunks, options_of
 
 Decay = Literal["decoupled", "coupled"]
@@ -41,9 +41,10 @@ class HeadStep:
     """The hyperparameters of the parameter's group at that step: a scheduler moves lr soon after."""
 
     @property
-    def lr(self) -> float:
-        """Learning rate of the step."""
-        return float(self.options["lr"])
+    def lr(self) -> float | None:
+        """Learning rate of the step, if the optimizer has one."""
+        lr = self.options.get("lr")
+        return None if lr is None else float(lr)
 
     @property
     def decay(self) -> float:
@@ -57,7 +58,8 @@ class Increment:
 
     S: Tensor  # as the parameter, in fp32 or better
     rounding: float
-    """Bound on the error of an entry from the rounding of U; zero where S was formed from state."""
+    """Bound on the difference of an entry from what U did, by the rounding of U: zero where S was formed from state,
+    unless U is of less than fp32 and cannot hold what the step adds."""
 
 
 class IncrementSource:
@@ -85,6 +87,13 @@ class IncrementSource:
     def from_state(self) -> bool:
         """Whether the increment is formed without a copy of the weights."""
         return isinstance(self.optimizer, MatrixOptimizer) or self._formula(self.group) is not None
+
+    @property
+    def fleeting(self) -> bool:
+        """Whether the increment is formed from the gradient, and gone with it."""
+        last = self.last
+        plain = last is not None and self._formula(last.options) is _sgd and not last.options["momentum"]
+        return plain or isinstance(self.optimizer, Muon)
 
     @property
     def formable(self) -> bool:
@@ -152,6 +161,7 @@ class IncrementSource:
         def end() -> None:
             for handle in handles:
                 handle.remove()
+            self._outermost = self._before = None  # which hold on to what the caller has
 
         return end
 
@@ -170,19 +180,21 @@ class IncrementSource:
         dtype, U = compute_dtype(self.param), self.param.detach()
         if self.last.skipped:
             return Increment(torch.zeros_like(U, dtype=dtype), 0.0)
+        stored = 0.0 if U.dtype.itemsize >= 4 else torch.finfo(U.dtype).eps * float(U.abs().amax())
         if isinstance(self.optimizer, MatrixOptimizer):
-            return Increment(self.optimizer.increment(self.param, out=out), 0.0)
+            return Increment(self.optimizer.increment(self.param, out=out), stored)
         formula = self._formula(self.last.options)
         if formula is _sgd and not self.last.options["momentum"] and not self._has_gradient():
             raise RuntimeError("the gradient of the last step is gone or changed, and SGD's increment needs it")
         if formula is not None:
-            return Increment(formula(self.param, self.optimizer.state[self.param], self.last.options, out), 0.0)
+            return Increment(formula(self.param, self.optimizer.state[self.param], self.last.options, out), stored)
         if self._before is None:
             raise RuntimeError(
                 f"the increment of {type(self.optimizer).__name__} is a difference of weights, and none were kept of"
                 " before this step: it was not to be measured"
             )
-        kept = 1 - self.last.options["lr"] * self.last.decay if self.decoupled and self.last.decay else 1.0
+        shrinks = self.decoupled and self.last.decay and self.last.lr is not None
+        kept = 1 - self.last.options["lr"] * self.last.decay if shrinks else 1.0
         S = U.to(dtype) - self._before.to(dtype) * kept
         largest = float(torch.maximum(U.abs().amax(), self._before.abs().amax()))
         return Increment(S, 2 * torch.finfo(U.dtype).eps * largest)

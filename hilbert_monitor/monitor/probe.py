@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, StepRecord
 
 from .ceiling import diameter_ceiling
-from .guard import Guard
+from .guard import Guard, tell
 from .hidden import AutocastFactory, HiddenStates, hidden_states
 from .increment import Decay, HeadStep, IncrementSource
 from .panel import Panel
@@ -55,6 +54,7 @@ class Probe:
         decode: makes a token's text from its id.
         judge: blow-up rules. Where the bounds of a step do not rule one out its diameter is searched for, and where
             that is one the panel is looked at too. Give it on every rank.
+        world: ranks that train together, if they are not those of torch.distributed: 1 for a process by itself.
         strict: raise what fails, in place of counting it and warning once.
     """
 
@@ -75,6 +75,7 @@ class Probe:
         logit_scale: float = 1.0,
         decode: Callable[[int], str] | None = None,
         judge: Judge | None = None,
+        world: int | None = None,
         strict: bool = False,
     ) -> None:
         self.model, self.panel = model, panel
@@ -97,6 +98,8 @@ class Probe:
         self.tied = any(weight is m.weight for m in model.modules() if isinstance(m, Embedding | EmbeddingBag))
         if self.tied:
             self._remark("the head's weight is an embedding's too: a step also moves the hidden states through it")
+        self.world = _world() if world is None else world
+        self.rank = _rank() if self.world > 1 else 0
         self.alerts: list[Alert] = []
         """What the judge said of the last record."""
         self.step = 0
@@ -108,6 +111,7 @@ class Probe:
         self._buffer: Tensor | None = None
         self._measured: dict[str, Any] = {}
         self._recorded: dict[str, Any] = {}
+        self._earlier: list[tuple[StepRecord, list[Alert]]] = []
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._since = time.perf_counter()
 
@@ -150,6 +154,8 @@ class Probe:
         return every > 0 and (step % every == 0 or step == self.last)
 
     def _on_step(self, step: HeadStep) -> None:
+        if self._measured:  # and nobody asked for it: several steps to a batch
+            self._earlier.append((self._made(), self.alerts))
         self.step += 1
         self._increment, self._measured = None, {"skipped": step.skipped}
         with self._guarded("learning_rate"):
@@ -157,6 +163,9 @@ class Probe:
         elsewhere = self.bias is not None and self.bias.optimizer is not self.source.optimizer
         if not elsewhere:
             self._measure_step()
+        if self._increment is None and self._due(self.step, self.perturbation_every) and self.source.fleeting:
+            with self._guarded("increment"):
+                self._increment = self.increment()
 
     def _measure_step(self) -> None:
         """Measure a step that is new: in its hook, or at its record where the bias has an optimizer of its own."""
@@ -167,7 +176,7 @@ class Probe:
 
     def _measure(self, *, exact: bool) -> None:
         """D(S) or its bracket, on the rank that writes."""
-        if not (exact or self.bracket) or _rank() != 0:
+        if not (exact or self.bracket) or self.rank != 0:
             return
         S: Tensor | None = None
         with self._guarded("increment"):
@@ -202,9 +211,10 @@ class Probe:
 
     def _exceeds(self, name: str) -> bool:
         """Whether something that was measured is more than the rules allow."""
-        if self.judge is None or name not in self._measured:
+        lr = self._measured.get("learning_rate")
+        if self.judge is None or name not in self._measured or lr is None:
             return False
-        limit = self.judge.limit(self.step, self._measured["learning_rate"])
+        limit = self.judge.limit(self.step, lr)
         return limit is not None and self._measured[name] > limit
 
     def _diameter(self, S: Tensor, found: DiameterBracket) -> None:
@@ -215,8 +225,7 @@ class Probe:
             norms = torch.linalg.vector_norm(S, dim=1)
             token = int(norms.argmax())
             self._measured.update(diameter=found.lower, row_norm=float(norms[token]), row_token=token)
-        if self.decode is not None:
-            self._measured["pair_text"] = tuple(self.decode(token) for token in found.pair)
+        self._measured["pair_text"] = self._texts(found.pair)
         if self.source.last is not None and self.bias is None:
             count = float(self.source.optimizer.state[self.weight].get("step", 0))
             ceiling = diameter_ceiling(self.source.optimizer, self.source.last, count=count, width=self.weight.shape[1])
@@ -226,7 +235,7 @@ class Probe:
         """Note once why the identity is not exact, and warn of it."""
         if text not in self.remarks:
             self.remarks.append(text)
-            warnings.warn(f"hilbert_monitor: identity not exact, {text}", stacklevel=3)
+            tell(f"identity not exact, {text}", stacklevel=3)
 
     @torch.no_grad()
     def _gradient(self) -> None:
@@ -247,13 +256,13 @@ class Probe:
 
     def _perturbation(self) -> None:
         """Perturbation of the panel: each rank takes its share, and all of them learn of a failure by one gather."""
-        if self.panel is None and _world() == 1:
+        if self.panel is None and self.world == 1:
             return
         mine = torch.zeros(7, dtype=torch.float64)  # went well, positions, sum of squares, max, its pair, largest |h|
         with self._guarded("panel"):
             if self.panel is None:
                 raise RuntimeError("this rank has no panel")
-            share = self.panel.share(_rank(), _world())
+            share = self.panel.share(self.rank, self.world)
             mine[0] = 1
             if share.size:
                 mine[0] = 0
@@ -266,7 +275,7 @@ class Probe:
                 mine = torch.tensor(
                     [1, share.size, share.size * found.rms**2, found.max, *found.pair, largest], dtype=torch.float64
                 )
-        ranks = _gathered(mine, self.weight.device)
+        ranks = self._gathered(mine)
         if not bool(ranks[:, 0].all()):
             return
         worst = ranks[ranks[:, 3].argmax()]
@@ -277,8 +286,15 @@ class Probe:
             perturbation_pair=pair,
             hidden_norm=float(ranks[:, 6].max()),
         )
+        self._measured["perturbation_pair_text"] = self._texts(pair)
+
+    def _texts(self, pair: tuple[int, int]) -> tuple[str, str] | None:
+        """Texts of two tokens, if there is a decoder and it knows them."""
+        texts = None
         if self.decode is not None:
-            self._measured["perturbation_pair_text"] = tuple(self.decode(token) for token in pair)
+            with self.guard("decode"):
+                texts = str(self.decode(pair[0])), str(self.decode(pair[1]))
+        return texts
 
     def record(
         self,
@@ -315,10 +331,19 @@ class Probe:
                 self._perturbation()
         if not fresh:
             return None
-        now = time.perf_counter()
-        spent = sum(self._seconds.values())
         told = {"train_loss": train_loss, "validation_loss": validation_loss, "tokens": tokens}
         self._measured |= {name: value for name, value in told.items() if value is not None}
+        return self._made()
+
+    def earlier(self) -> list[tuple[StepRecord, list[Alert]]]:
+        """Return records, with their alerts, of steps that others followed before `record` was called."""
+        made, self._earlier = self._earlier, []
+        return made
+
+    def _made(self) -> StepRecord:
+        """Make the record of what was measured, and have it judged."""
+        now = time.perf_counter()
+        spent = sum(self._seconds.values())
         self._measured |= {
             "time": time.time(),
             "seconds": dict(self._seconds),
@@ -326,7 +351,7 @@ class Probe:
         }
         made = StepRecord(step=self.step, **self._measured)
         self.alerts = []
-        if self.judge is not None and _rank() == 0:
+        if self.judge is not None and self.rank == 0:
             with self._guarded("rules"):
                 self.alerts = self.judge.judge(made)
         self._recorded = self._measured
@@ -347,7 +372,26 @@ class Probe:
         mine = False
         with self._guarded("rules"):
             mine = self._exceeds("diameter")
-        return agreed(mine, self.weight.device)
+        return self.agreed(mine)
+
+    # Ranks
+
+    def agreed(self, mine: bool) -> bool:
+        """What rank zero says, on every rank."""
+        if self.world == 1:
+            return mine
+        said = torch.tensor([float(mine)], device=self.weight.device)
+        dist.broadcast(said, src=0)
+        return bool(said.item())
+
+    def _gathered(self, mine: Tensor) -> Tensor:
+        """Rows of all ranks, on the CPU."""
+        if self.world == 1:
+            return mine[None]
+        sent = mine.to(self.weight.device)
+        everyone = [torch.empty_like(sent) for _ in range(self.world)]
+        dist.all_gather(everyone, sent)
+        return torch.stack(everyone).cpu()
 
     @contextmanager
     def _guarded(self, part: str) -> Iterator[None]:
@@ -379,29 +423,10 @@ def _world() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def agreed(mine: bool, device: torch.device) -> bool:
-    """What rank zero says, on every rank."""
-    if _world() == 1:
-        return mine
-    said = torch.tensor([float(mine)], device=device)
-    dist.broadcast(said, src=0)
-    return bool(said.item())
-
-
-def unanimous(mine: bool, device: torch.device) -> bool:
+def unanimous(mine: bool, device: torch.device, world: int) -> bool:
     """Whether every rank says so, on every rank."""
-    if _world() == 1:
+    if world == 1:
         return mine
     said = torch.tensor([float(mine)], device=device)
     dist.all_reduce(said, op=dist.ReduceOp.MIN)
     return bool(said.item())
-
-
-def _gathered(mine: Tensor, device: torch.device) -> Tensor:
-    """Rows of all ranks, on the CPU."""
-    if _world() == 1:
-        return mine[None]
-    sent = mine.to(device)
-    everyone = sent.new_empty(_world(), len(mine))
-    dist.all_gather_into_tensor(everyone.view(-1), sent)
-    return everyone.cpu()

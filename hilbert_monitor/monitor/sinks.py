@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import urllib.request
-import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+
+from .guard import tell
 
 T = TypeVar("T", contravariant=True)
 
@@ -53,16 +57,23 @@ class QueuedSink(Generic[T]):
         except queue.Full:
             self.dropped += 1
             if self.dropped == 1:
-                warnings.warn(f"hilbert_monitor: {self.name} has fallen behind, records are dropped", stacklevel=2)
+                tell(f"{self.name} has fallen behind, records are dropped")
 
     def close(self, timeout: float = 5.0, *, last: Callable[[], None] | None = None) -> None:
         """Wait up to `timeout` seconds for what is waiting to be written, and then for `last`, in the same thread."""
-        self._last = last
+        deadline = time.monotonic() + timeout
+        self.end(last)
         try:
             self._waiting.put(None, timeout=timeout)
         except queue.Full:
             return
-        self._thread.join(timeout)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+
+    def end(self, last: Callable[[], None] | None = None) -> None:
+        """Take nothing more, and do `last` after what is waiting."""
+        self._last = self._last or last
+        with suppress(queue.Full):
+            self._waiting.put_nowait(None)
 
     def _work(self) -> None:
         while (record := self._waiting.get()) is not None:
@@ -76,8 +87,7 @@ class QueuedSink(Generic[T]):
         except Exception as error:
             self.failures += 1
             if self.failures == 1:
-                said = f"{type(error).__name__}: {error}"
-                warnings.warn(f"hilbert_monitor: {self.name} failed ({said}); training goes on", stacklevel=1)
+                tell(f"{self.name} failed ({type(error).__name__}: {error}); training goes on", stacklevel=1)
 
 
 class Progress:
@@ -102,6 +112,11 @@ class RunLog:
     def id(self) -> str:
         """Name of the run's folder, once it is open."""
         return "" if self.writer is None else self.writer.id
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's folder, once it is open."""
+        return None if self.writer is None else self.writer.folder
 
     def write(self, record: StepRecord | Alert | RunInfo | Progress) -> None:
         """Write what is known of the run, a step, an alert, or a sign of life."""

@@ -22,6 +22,9 @@ STACK_BYTES = {"cpu": 16 * 2**20}
 staying in the cache. Elsewhere 256 MiB."""
 
 
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+
+
 class Muon(MatrixOptimizer):
     """Muon with Nesterov momentum, as the paper ran it.
 
@@ -154,7 +157,7 @@ class Muon(MatrixOptimizer):
                 results[slots[p]] = x.flatten()
                 present[slots[p]] = 1
         gathered = mine.new_empty(world, len(mine))
-        dist.all_gather_into_tensor(gathered.view(-1), mine, group=self.process_group)
+        _gather(gathered.view(-1), mine, group=self.process_group)
         flags = gathered[:, share * size :].to(compute_dtype(alike[0]))
         shrinks = 1 - options["lr"] * options["weight_decay"] * flags  # one where there was no gradient
         for index, p in enumerate(alike):
@@ -193,7 +196,7 @@ class Muon(MatrixOptimizer):
         mine = torch.tensor([shapes >> 16, shapes & 0xFFFF, len(params), 0.0], device=device)
         mine[3] = sum(p.float().abs().sum().to(device) for p in params)
         held = mine.new_empty(world, len(mine))
-        dist.all_gather_into_tensor(held.view(-1), mine, group=self.process_group)
+        _gather(held.view(-1), mine, group=self.process_group)
         same = (held[:, :3] == held[0, :3]).all() and torch.allclose(held[:, 3], held[0, 3], rtol=1e-4)
         if not same:
             raise ValueError(

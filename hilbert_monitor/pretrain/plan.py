@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
@@ -23,15 +24,17 @@ from .recipes import Head, Recipe
 NEWTON_SCHULZ_STEPS = 5
 FP32, BF16, INT64 = 4, 2, 8  # bytes
 
-SEARCH_FLOPS: dict[Head, int] = {"adamw": 43, "rownorm": 73}
-SEARCH_READS = 20
-SEARCH_CALLS = 850
-"""A typical exact search: FLOPs by V d, bytes by those of S, and calls of torch.
+SEARCH_FLOPS: dict[Head, float] = {"adamw": 42.9, "rownorm": 72.8}
+SEARCH_READS: dict[Head, float] = {"adamw": 7.3, "rownorm": 10.5}
+SEARCH_CALLS: dict[Head, int] = {"adamw": 613, "rownorm": 877}
+"""A typical exact search: FLOPs of products by V d, bytes moved by those of S, and calls of torch.
 
-Means over increments that the bench makes by forty steps of training a softmax head, at V = 50,257 and d = 256, 512 and
-1024; FLOPs ranged from 41 to 46 and from 62 to 91. No bound: an increment that nothing can be dropped of costs V^2 d.
+Counted, as means, on three increments that the bench makes by forty steps of training a softmax head, at V = 50,257 and
+d = 256, 512 and 1024. FLOPs ranged from 41 to 46 and from 62 to 91, calls from 473 to 769 and from 655 to 1,208. Not of
+the paper's runs, and no bound: an increment that nothing can be dropped of costs V^2 d.
 """
 
+BRACKET_CALLS = 77  # beside those of its passes
 SURVEY_BYTES, SURVEY_CALLS = 2**22, 3  # rows that a pass over S takes at a time, with room for three copies; calls each
 STREAM_ROWS, STREAM_CALLS = 512, 8  # the same of the product with a panel
 
@@ -85,6 +88,8 @@ class Plan:
     """Bytes of a rank."""
     flops: dict[str, int]
     """Of one update, all ranks together."""
+    validation_flops: int
+    """Of all ranks, as a mean over updates."""
     newton_schulz: dict[str, int]
     """FLOPs of one update on all ranks: replicated, shared, and of the busiest rank as the code runs it."""
     monitor: dict[str, Cost]
@@ -94,7 +99,7 @@ class Plan:
 
     @property
     def update_flops(self) -> int:
-        """FLOPs of one update on all ranks, the monitor's left out."""
+        """FLOPs of one update on all ranks, validation and monitor left out."""
         return sum(self.flops.values())
 
     @property
@@ -139,7 +144,7 @@ def plan(recipe: Recipe, device: Device | None = None) -> Plan:
     monitor = monitor_costs(r, device)
     flops = decoder_flops(r.model, r.global_batch, chunked=r.loss_chunk is not None)
     flops["newton-schulz"] = polar["shared"]
-    flops["validation, a mean"] = validation_flops(r)
+    checked = validation_flops(r)
     return Plan(
         size=r.size,
         head=r.head,
@@ -154,9 +159,10 @@ def plan(recipe: Recipe, device: Device | None = None) -> Plan:
         accumulation=r.accumulation,
         memory=memory(r),
         flops=flops,
+        validation_flops=checked,
         newton_schulz=polar,
         monitor=monitor,
-        seconds=_seconds(r, flops, polar["busiest"], monitor, device),
+        seconds=_seconds(r, flops, polar["busiest"], checked, monitor, device),
         device=device,
     )
 
@@ -189,7 +195,9 @@ def memory(r: Recipe) -> dict[str, int]:
         **{f"optimizer: {name}": size for name, size in optimizer_state(r).items()},
         "gradient buckets of DDP": FP32 * total if r.world > 1 else 0,
         "bf16 copies of weights": BF16 * (count["matrices"] + count["head"]) if bf16 else 0,
-        "activations of a micro-batch": activations(r.model, r.micro_batch, bf16=bf16),
+        "activations of a micro-batch": activations(
+            r.model, r.micro_batch, bf16=bf16, chunked=r.loss_chunk is not None
+        ),
         "logits of a loss chunk": 3 * FP32 * chunk * r.vocab_size,  # log-probabilities, their gradient, the logits'
         "monitor: increment": FP32 * count["head"],
         "monitor: panel": _panel_memory(r),
@@ -204,19 +212,19 @@ def optimizer_state(r: Recipe) -> dict[str, int]:
     return state if adamw else {**state, "RowNorm": FP32 * count["head"]}
 
 
-def activations(config: DecoderConfig, sequences: int, *, bf16: bool) -> int:
+def activations(config: DecoderConfig, sequences: int, *, bf16: bool, chunked: bool) -> int:
     """Bytes that a forward pass keeps for its backward pass, up to what the head is given, and targets.
 
     A block keeps, of d entries a position: both inputs of norms (the stream, fp32); queries and keys before their norm
     (fp32) and after their rotation; values; what attention mixed, as the kernel left it and in order; the input of q, k
     and v; that of gate and up; and of 4 d entries gate, its SiLU, up and their product. Autocast casts the input of a
     product anew for each, so that two inputs become five. One number a row is kept of each norm, and one a head of
-    attention. The ends keep the last norm's input and output in fp32, tokens and targets.
+    attention. The ends keep the last norm's input in fp32, what the loss is given of its output, tokens and targets.
     """
     d, inner, heads = config.width, config.mlp_ratio * config.width, config.width // config.head_dim
     wide, inputs, small = (4, 5, BF16) if bf16 else (4, 2, FP32)
     block = wide * FP32 * d + (5 + inputs) * small * d + 4 * small * inner + FP32 * (2 + 3 * heads)
-    ends = 2 * FP32 * d + FP32 + 2 * INT64
+    ends = FP32 * d + (FP32 if chunked else small) * d + FP32 + 2 * INT64
     return sequences * config.context * (config.blocks * block + ends)
 
 
@@ -328,13 +336,14 @@ def _bracketing(r: Recipe) -> tuple[float, float, float]:
     entries = r.vocab_size * r.width
     chunks = math.ceil(r.vocab_size / max(64, SURVEY_BYTES // (3 * FP32 * r.width)))
     flops = 2 * 3 * entries + 2 * 16 * min(2048, r.vocab_size) * r.width
-    return flops, 2 * 3 * FP32 * entries, 2 * SURVEY_CALLS * chunks
+    return flops, 2 * 3 * FP32 * entries, 2 * SURVEY_CALLS * chunks + BRACKET_CALLS
 
 
 def _searching(r: Recipe) -> tuple[float, float, float]:
     """The search, and beside it the norms of S and of the gradient, and the gradient's sum."""
     entries = r.vocab_size * r.width
-    return (SEARCH_FLOPS[r.head] + 5) * entries, (SEARCH_READS + 3) * FP32 * entries, SEARCH_CALLS
+    flops, reads = SEARCH_FLOPS[r.head] + 5, SEARCH_READS[r.head] + 3
+    return flops * entries, reads * FP32 * entries, SEARCH_CALLS[r.head]
 
 
 def _panel_cost(r: Recipe, device: Device, often: float, *forming: float) -> Cost:
@@ -364,7 +373,7 @@ def _panel_shares(r: Recipe) -> list[tuple[int, int]]:
     """For each rank its positions, and the rows of text that it runs for them."""
     bounds = [r.panel_size * rank // r.world for rank in range(r.world + 1)]
     shares = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         first = 0 if r.panel == "paper" else start % r.context  # the paper's ranks begin each with a row of their own
         shares.append((stop - start, math.ceil((first + stop - start) / r.context) if stop > start else 0))
     return shares
@@ -379,15 +388,14 @@ def _speed(r: Recipe, device: Device) -> float:
 
 
 def _seconds(
-    r: Recipe, flops: dict[str, int], polar: int, monitor: dict[str, Cost], device: Device
+    r: Recipe, flops: dict[str, int], polar: int, checked: int, monitor: dict[str, Cost], device: Device
 ) -> dict[str, float]:
     """Seconds of an update: Newton-Schulz is fp32 work, on each rank its share."""
-    trained = sum(count for name, count in flops.items() if name not in ("newton-schulz", "validation, a mean"))
-    each = r.world * _speed(r, device)
+    trained, ranks = sum(flops.values()) - flops["newton-schulz"], r.world * _speed(r, device)
     return {
-        "forward and backward": trained / each,
+        "forward and backward": trained / ranks,
         "newton-schulz": polar / (device.utilisation * device.fp32),
-        "validation": flops["validation, a mean"] / each,
+        "validation": checked / ranks,
         "monitor": sum(cost.seconds for cost in monitor.values()),
     }
 
@@ -397,9 +405,8 @@ def _seconds(
 
 def show(plan: Plan, console: Console) -> None:
     """Print a plan."""
-    title = (
-        f"{plan.size} with {plan.head} on its head, {plan.precision}: {plan.nodes} x {plan.devices} {plan.device.name}"
-    )
+    ranks = f"{plan.nodes} x {plan.devices} {plan.device.name}"
+    title = f"{plan.size} with {plan.head} on its head, {plan.precision}: {ranks}"
     console.print(_run_table(plan, title), _memory_table(plan), _flops_table(plan), _monitor_table(plan))
     d, shares = plan.device, plan.newton_schulz_share
     console.print(
@@ -410,7 +417,8 @@ def show(plan: Plan, console: Console) -> None:
         f"Hours assume, and nobody has measured, {d.utilisation:.0%} of what is printed for an {d.name}:"
         f" {d.bf16 / 1e12:.0f} TFLOP/s bf16, {d.fp32 / 1e12:.0f} fp32 without TF32 (Newton-Schulz, monitor),"
         f" {d.bandwidth / 1e12:.1f} TB/s; and {d.call * 1e6:.0f} µs a call. The exact search is a mean over increments"
-        " made by training a small head; the memory leaves out workspaces and what an allocator wastes.",
+        " made by training a head on synthetic data, not over those of such a run; the memory leaves out workspaces"
+        " and what an allocator wastes.",
         style="dim",
     )
 
@@ -434,39 +442,38 @@ def _run_table(plan: Plan, title: str) -> Table:
     table.add_row("micro-batches to an update", f"{plan.accumulation} of {plan.micro_batch} sequences")
     for name, seconds in plan.seconds.items():
         table.add_row(f"assumed time of an update: {name}", f"{seconds * 1e3:,.2f} ms")
-    table.add_row("assumed hours", f"{plan.hours:,.1f}")
-    table.add_row("assumed device hours", f"{plan.hours * plan.devices * plan.nodes:,.1f}")
+    table.add_row("assumed hours", f"{plan.hours:,.3g}")
+    table.add_row("assumed device hours", f"{plan.hours * plan.devices * plan.nodes:,.3g}")
     return table
 
 
 def _memory_table(plan: Plan) -> Table:
     table = _table("Memory of a rank", "part", "GiB")
     for name, size in plan.memory.items():
-        table.add_row(name, f"{size / 2**30:,.3f}")
+        table.add_row(name, f"{size / 2**30:,.4g}")
     table.add_section()
-    table.add_row("all", f"{sum(plan.memory.values()) / 2**30:,.3f}")
+    table.add_row("all", f"{sum(plan.memory.values()) / 2**30:,.4g}")
     return table
 
 
 def _flops_table(plan: Plan) -> Table:
     table = _table("One update on all ranks", "part", "TFLOP", "share")
     for name, flops in plan.flops.items():
-        table.add_row(name, f"{flops / 1e12:,.2f}", f"{flops / plan.update_flops:.2%}")
+        table.add_row(name, f"{flops / 1e12:,.4g}", f"{flops / plan.update_flops:.2%}")
     table.add_section()
-    table.add_row("all", f"{plan.update_flops / 1e12:,.2f}", "")
+    table.add_row("all", f"{plan.update_flops / 1e12:,.4g}", "")
     return table
 
 
 def _monitor_table(plan: Plan) -> Table:
-    table = _table(
-        "The monitor beside it, a mean over updates", "part", "GFLOP", "of the FLOPs", "GB moved", "assumed ms"
-    )
+    title = "The monitor beside it, a mean over updates"
+    table = _table(title, "part", "GFLOP", "of the FLOPs", "GB moved", "assumed ms")
     for name, cost in plan.monitor.items():
         share = f"{cost.flops / plan.update_flops:.5%}"
         table.add_row(name, f"{cost.flops / 1e9:,.3f}", share, f"{cost.bytes / 1e9:,.3f}", f"{cost.seconds * 1e3:.3f}")
     table.add_section()
     flops, moved = (sum(getattr(cost, name) for cost in plan.monitor.values()) for name in ("flops", "bytes"))
-    share = plan.monitor_share
-    timed = f"{plan.seconds['monitor'] * 1e3:.3f} ({share['seconds']:.2%})"
-    table.add_row("all", f"{flops / 1e9:,.3f}", f"{share['flops']:.5%}", f"{moved / 1e9:,.3f}", timed)
+    shares = plan.monitor_share
+    timed = f"{plan.seconds['monitor'] * 1e3:.3f} ({shares['seconds']:.2%})"
+    table.add_row("all", f"{flops / 1e9:,.3f}", f"{shares['flops']:.5%}", f"{moved / 1e9:,.3f}", timed)
     return table

@@ -40,7 +40,8 @@ class Rules:
     perturbation_factor: float = 2.0
     """No alert up to this factor over the third largest of the history."""
     jump: float = 1.1
-    """Factor over what the last two steps led to expect from which a learning rate has jumped."""
+    """Factor over what the last two steps led to expect from which a learning rate has jumped. Infinite for a schedule
+    with restarts, which jump on purpose."""
     jump_factor: float = 1.65
     """No alert up to this factor over the median of the history, where the learning rate has jumped."""
     ceiling_factor: float = 1.01
@@ -129,17 +130,23 @@ class Judge:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on with a history."""
-        self.diameter.logs.extend(state["diameter"])
-        self.perturbation.logs.extend(state["perturbation"])
-        self._rates.extend((int(step), float(lr)) for step, lr in state["rates"])
-        self._lasting.update({kind: BlowUp(*values) for kind, values in state["lasting"].items()})
+        diameter, perturbation = ([float(x) for x in state[name]] for name in ("diameter", "perturbation"))
+        rates = [(int(step), float(lr)) for step, lr in state["rates"]]
+        lasting = {kind: BlowUp(*values) for kind, values in state["lasting"].items()}
+        self.diameter.logs.extend(diameter)
+        self.perturbation.logs.extend(perturbation)
+        self._rates.extend(rates)
+        self._lasting.update(lasting)
 
     def judge(self, record: StepRecord) -> list[Alert]:
         """Return the alerts of a record, and make it part of the history."""
         lr, value = record.learning_rate, _diameter(record)
-        if record.skipped or lr is None:
+        if record.skipped:
             return []
-        found = [*self._nonfinite(record), *self._ceiling(record, value), *self._blow_ups(record, lr, value)]
+        found = list(self._nonfinite(record))
+        if lr is None:
+            return found
+        found += [*self._ceiling(record, value), *self._blow_ups(record, lr, value)]
         if value is not None and self._is_usual("diameter"):
             self.diameter.add(value, lr)
         if record.perturbation_rms is not None and self._is_usual("perturbation"):
@@ -222,7 +229,7 @@ class Judge:
         if len(self._rates) < 2:
             return lr
         (before, first), (last, second) = self._rates
-        ahead = second + max(second - first, 0.0) * (step - last) / (last - before)
+        ahead = second + abs(second - first) * (step - last) / (last - before)  # a schedule may turn
         return ahead if second > 0 and lr > self.rules.jump * ahead else lr
 
     def _begins(self, kind: Kind, value: float, is_one: bool) -> bool:

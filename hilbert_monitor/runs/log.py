@@ -93,7 +93,7 @@ class RunWriter:
                 f" and heartbeat={heartbeat}: leave them out for a new run"
             )
         with ExitStack() as undo:
-            folder, steps = _claim(Path(root), info, first_step, strict, undo)
+            folder, steps = _claim(Path(root).absolute(), info, first_step, strict, undo)
             attempts = RunReader(folder).attempts
             known = msgspec.structs.replace(
                 info,

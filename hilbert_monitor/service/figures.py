@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 
-from . import RunSeries, Series
+from .series import RunSeries, Series
 from .statistics import BASE, OURS, Axis, by_optimizer, clip, pointwise, position, ratio, same_panel
 
 Theme = Literal["light", "dark"]

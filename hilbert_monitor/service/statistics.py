@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from . import CURVES, RunSeries, Series
+from .series import CURVES, RunSeries, Series
 
 BASE, OURS = "AdamW", "RowNorm"
 """Ratios are of the first over the second, differences of the second minus the first."""

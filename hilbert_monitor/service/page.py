@@ -1,0 +1,442 @@
+"""The page of a report: one HTML file that needs no network.
+
+Names, tokens, settings and exceptions come from others: they are escaped, and clipped to what a page has room for.
+The curves are thinned, see `figures.thin`.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+
+from hilbert_monitor.runs.record import Alert, RunInfo
+
+from . import figures
+from .paper import PAPER, Figure, Published
+from .report import DASH, MINUS, TIMES, Run
+from .series import CURVES, RunSeries
+from .statistics import BASE, METRICS, OURS, Comparison, Spread, axis_of, clip, final
+
+ALERTS = 30
+"""Alerts of a run that the page shows, the last ones."""
+SETTINGS = 100
+"""Settings that differ, at most."""
+HEADS = ("LM head", "Validation loss", "D(S)", "Hilbert RMS", "Runs")
+FIGURES = {
+    "Loss": figures.loss,
+    "Row diameter of a step": figures.diameter,
+    "Hilbert RMS perturbation": figures.perturbation,
+    f"{BASE} over {OURS}": figures.ratios,
+}
+
+Value = Spread | Figure
+
+
+def page(runs: Sequence[Run], comparisons: Sequence[Comparison], *, now: float | None = None) -> str:
+    """The report as one HTML file, with plotly.js in it."""
+    drawn: list[dict[str, Any]] = []
+    models = "".join(_model(c, drawn, several=len(comparisons) > 1) for c in comparisons)
+    themes = {theme: figures.template(theme).to_plotly_json() for theme in ("light", "dark")}
+    when = time.strftime("%d %B %Y, %H:%M", time.localtime(now))
+    known = {r.id for c in comparisons for r in c.counted}
+    body = [
+        f"<header><h1>LM-head step geometry</h1><p>{_plural(len(runs), 'run')}, {when}</p></header>",
+        models,
+        _runs(runs, known),
+        _alerts(runs),
+        _remarks(runs),
+        _differences(runs),
+        "<footer>Made with hilbert-monitor report.</footer>",
+    ]
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            f"<title>LM-head step geometry</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
+            *body,
+            "</main>",
+            f'<script type="application/json" id="figures">{_script({"figures": drawn, "themes": themes})}</script>',
+            f"<script>{get_plotlyjs()}</script>\n<script>{DRAW}</script>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _script(value: Any) -> str:
+    """JSON that cannot end the script it stands in."""
+    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
+
+
+def _text(value: object, limit: int = 100) -> str:
+    return html.escape(clip(str(value), limit))
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+# One model
+
+
+def _model(c: Comparison, drawn: list[dict[str, Any]], *, several: bool) -> str:
+    """A model's section; its figures are added to `drawn`."""
+    name = f"<h2>{_text(c.model)}</h2>" if several or c.model in PAPER else ""
+    notes = "".join(f"<li>{_text(note, 1000)}</li>" for note in (*c.notes, *_protocol(c)))
+    notes = f'<ul class="notes">{notes}</ul>' if notes else ""
+    return f'<section class="model">{name}{_hero(c)}{_table(c)}{notes}{_figures(c, drawn)}</section>'
+
+
+def _protocol(c: Comparison) -> Iterator[str]:
+    """How far these runs are from the paper's, where they stand beside them."""
+    published, steps = PAPER.get(c.model), {run.step for run in c.counted if run.step is not None}
+    if published and steps and steps != {published.updates}:
+        made = " to ".join(f"{step:,}" for step in sorted({min(steps), max(steps)}))
+        yield f"The paper trained this model for {published.updates:,} updates, these runs made {made}."
+
+
+def _hero(c: Comparison) -> str:
+    """The three figures that matter, large."""
+    paper = PAPER.get(c.model)
+    cards = [
+        _ratio_card(c, "step_diameter", "steps", "Row diameter D(S)"),
+        _ratio_card(c, "perturbation_rms", "perturbation", "Hilbert RMS on the panel"),
+        _difference_card(c, paper),
+    ]
+    shown = "".join(cards)
+    return f'<div class="hero">{shown}</div>' if shown else ""
+
+
+def _ratio_card(c: Comparison, metric: str, noun: str, what: str) -> str:
+    factor, paper = _factor(c.ratios[metric]), PAPER.get(c.model)
+    if not factor:
+        return ""
+    number, word = factor.split(" ")
+    beside = f"; in the paper {paper.ratios[metric].mean}{TIMES}" if paper else ""
+    return _card(number, f"{word} {noun}", f"{what}, {OURS} against {BASE}{beside}")
+
+
+def _difference_card(c: Comparison, paper: Published | None) -> str:
+    d = c.difference
+    if d.mean is None:
+        return ""
+    spread = f" ± {d.deviation:.4f}" if d.deviation is not None else ""
+    below = f"; below at {c.below} of {_plural(c.checkpoints, 'checkpoint')}" if c.checkpoints else ""
+    beside = f"; in the paper {_signed(paper.difference.mean)}" if paper else ""
+    about = f"{OURS} minus {BASE}{spread}, {_plural(d.runs, 'pair')}{below}{beside}"
+    return _card(_signed(d.mean), "validation loss", about)
+
+
+def _card(number: str, label: str, about: str) -> str:
+    return (
+        f'<div class="card"><b>{_text(number)}</b><span>{_text(label)}</span><small>{_text(about, 300)}</small></div>'
+    )
+
+
+def _figures(c: Comparison, drawn: list[dict[str, Any]]) -> str:
+    """Places for the model's figures; one without a curve has none."""
+    runs, aside = (*c.counted, *c.aside), {run.id for run in c.aside}
+    axis, places = axis_of(runs), []
+    for title, draw in FIGURES.items():
+        figure = draw(runs, axis=axis, aside=aside)
+        if figure.data:
+            figure.update_layout(template=None, yaxis_title=None)  # the page has both
+            drawn.append(json.loads(figure.to_json()))
+            label = f"{title} of {c.model}"
+            places.append(
+                f'<figure><h3>{title}</h3><div class="plot" role="img" aria-label="{_text(label)}"></div></figure>'
+            )
+    warning = "<noscript><p>The curves need JavaScript; the numbers above do not.</p></noscript>" if places else ""
+    return f'{warning}<div class="figures">{"".join(places)}</div>'
+
+
+# The table
+
+
+def _table(c: Comparison) -> str:
+    """The paper's table, of these runs."""
+    paper = PAPER.get(c.model)
+    rows = [_optimizer_row(name, found, paper) for name, found in c.optimizers.items()]
+    if {BASE, OURS} <= c.optimizers.keys():
+        rows.append(_row(f"{BASE} / {OURS}", ["", *(_ratio_cell(c, metric, paper) for metric in c.ratios), ""]))
+        difference = _beside(c.difference, paper.difference if paper else None, _signed_spread, _absolute)
+        rows.append(_row(f"{OURS} {MINUS} {BASE}", [difference, "", "", _plural(c.difference.runs, "pair")]))
+    head = "".join(f'<th scope="col">{name}</th>' for name in HEADS)
+    caption = "Final values: mean ± one sample standard deviation over seeds"
+    return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _optimizer_row(name: str, found: dict[str, Spread], paper: Published | None) -> str:
+    published = paper.optimizers.get(name, {}) if paper else {}
+    loss = _beside(found["validation_loss"], published.get("validation_loss"), _fixed, _absolute)
+    geometry = ("step_diameter", "perturbation_rms")
+    cells = [loss, *(_beside(found[metric], published.get(metric), _scientific, _relative) for metric in geometry)]
+    runs = max(s.runs for s in found.values())
+    return _row(name, [*cells, str(runs)], f'<i class="dot" style="background:{figures.colour(name)}"></i>')
+
+
+def _ratio_cell(c: Comparison, metric: str, paper: Published | None) -> str:
+    ours, theirs = Spread(c.ratios[metric]), paper.ratios[metric] if paper else None
+    return _beside(ours, theirs, lambda value: f"{value.mean:,.1f}{TIMES}", _relative)
+
+
+def _row(name: str, cells: Sequence[str], dot: str = "") -> str:
+    return f'<tr><th scope="row">{dot}{_text(name)}</th>{_cells(HEADS, cells)}</tr>'
+
+
+def _cells(heads: Sequence[str], cells: Sequence[str]) -> str:
+    """Cells that carry their column's name, for a phone has no room for columns."""
+    filled = (f"<div>{cell}</div>" if cell else "" for cell in cells)
+    return "".join(f'<td data-label="{head}">{cell}</td>' for head, cell in zip(heads[1:], filled, strict=True))
+
+
+def _beside(
+    ours: Spread, paper: Figure | None, form: Callable[[Value], str], off: Callable[[float, float], str]
+) -> str:
+    """Our number, and under it the paper's and how far ours is from it."""
+    if ours.mean is None:
+        return DASH
+    under = f"<small>paper {form(paper)}, <span>here {off(ours.mean, paper.mean)}</span></small>" if paper else ""
+    return form(ours) + under
+
+
+# Numbers
+
+
+def _fixed(value: Value) -> str:
+    return f"{_minus(f'{value.mean:.4f}')} ± {DASH if value.deviation is None else f'{value.deviation:.4f}'}"
+
+
+def _signed_spread(value: Value) -> str:
+    return ("+" if value.mean is not None and value.mean >= 0 else "") + _fixed(value)
+
+
+def _scientific(value: Value) -> str:
+    """(2.870 ± 0.140) times a power of ten, as in the paper."""
+    mean, power = value.mean or 0.0, math.floor(math.log10(abs(value.mean))) if value.mean else 0
+    unit = 10.0**power
+    deviation = DASH if value.deviation is None else f"{value.deviation / unit:.3f}"
+    return f"({mean / unit:.3f} ± {deviation}) {TIMES} 10<sup>{_minus(str(power))}</sup>"
+
+
+def _factor(ratio: float | None) -> str:
+    """How many times smaller, or larger; nothing without a ratio."""
+    if ratio is None or ratio <= 0:
+        return ""
+    factor, word = (ratio, "smaller") if ratio >= 1 else (1 / ratio, "larger")
+    return f"{factor:,.{1 if factor < 1000 else 0}f}{TIMES} {word if factor >= 1.05 else 'the'}"
+
+
+def _signed(value: float) -> str:
+    return _minus(f"{value:+.4f}")
+
+
+def _absolute(ours: float, paper: float) -> str:
+    return _signed(ours - paper)
+
+
+def _relative(ours: float, paper: float) -> str:
+    return _minus(f"{100 * (ours / paper - 1):+.1f} %")
+
+
+def _minus(text: str) -> str:
+    return text.replace("-", MINUS)
+
+
+# The runs
+
+
+def _runs(runs: Sequence[Run], counted: set[str]) -> str:
+    heads = ("Run", "LM head", "Seed", "State", "Last step", "Validation loss", "D(S)", "Hilbert RMS")
+    rows = "".join(_run_row(run, heads, run.series.id in counted) for run in runs)
+    head = "".join(f'<th scope="col">{name}</th>' for name in heads)
+    return f"<section><h2>Runs</h2><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></section>"
+
+
+def _run_row(run: Run, heads: Sequence[str], counted: bool) -> str:
+    s = run.series
+    error = f": {run.state.error} {run.state.message}" if run.state.error else ""
+    state = f'<em class="{s.status}">{s.status}</em><span>{_text(error, 400)}</span>' + (
+        "" if counted else "<small>in no mean</small>"
+    )
+    values = [DASH if (v := final(s, metric)) is None else _minus(f"{v:.5g}") for metric in METRICS]
+    dot = f'<i class="dot" style="background:{figures.colour(s.optimizer)}"></i>'
+    seed, step = (DASH if number is None else f"{number:,}" for number in (s.seed, s.step))
+    cells = (f"{dot}<span>{_text(s.optimizer, 40)}</span>", seed, state, step, *values)
+    name = _text(s.label) + (f"<small>{_text(s.id)}</small>" if s.label != s.id else "")
+    return f'<tr><th scope="row">{name}</th>{_cells(heads, cells)}</tr>'
+
+
+def _alerts(runs: Sequence[Run]) -> str:
+    parts = "".join(_alert_list(run) for run in runs if run.alerts)
+    return f"<section><h2>Alerts</h2>{parts or '<p>None.</p>'}</section>"
+
+
+def _alert_list(run: Run) -> str:
+    shown = run.alerts[-ALERTS:]
+    lines = "".join(f"<li><b>{alert.step:,}</b> {_text(_sentence(alert), 600)}</li>" for alert in shown)
+    left = f"<p>The last {len(shown)} of {len(run.alerts):,}.</p>" if len(shown) < len(run.alerts) else ""
+    return f'<h3>{_text(run.series.label)}</h3>{left}<ul class="alerts">{lines}</ul>'
+
+
+def _sentence(alert: Alert) -> str:
+    """An alert's own words; without them, what it measured and on which tokens."""
+    tokens = f", tokens {alert.pair_text[0]!r} and {alert.pair_text[1]!r}" if alert.pair_text else ""
+    return alert.message or f"{alert.kind}: {alert.value:.4g}{tokens}"
+
+
+def _remarks(runs: Sequence[Run]) -> str:
+    said: dict[str, list[Run]] = {}
+    for run in runs:
+        for remark in (*run.info.remarks, *_lost(run.series)):
+            said.setdefault(remark, []).append(run)
+    lines = "".join(f"<li>{_text(remark, 1000)} <small>{_who(who, runs)}</small></li>" for remark, who in said.items())
+    return f"<section><h2>Remarks</h2><ul>{lines}</ul></section>" if lines else ""
+
+
+def _lost(series: RunSeries) -> Iterator[str]:
+    """What a curve cannot show."""
+    for name in CURVES:
+        curve = getattr(series, name)
+        bad = [step for step, value in zip(curve.steps, curve.values, strict=True) if not math.isfinite(value)]
+        if bad:
+            yield f"{name} is nan or infinite at {_plural(len(bad), 'step')}, first at {bad[0]:,}."
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    """Settings that are not the same in all runs."""
+    settings = [dict(_flat(_settings(run.info))) for run in runs]
+    rows = []
+    for key in sorted({key for setting in settings for key in setting}):
+        values: dict[str, list[Run]] = {}
+        for run, setting in zip(runs, settings, strict=True):
+            values.setdefault(setting.get(key, DASH), []).append(run)
+        if len(values) > 1:
+            cells = "".join(f"<li>{_text(v, 200)} <small>{_who(who, runs)}</small></li>" for v, who in values.items())
+            rows.append(f'<tr><th scope="row">{_text(key)}</th><td><ul>{cells}</ul></td></tr>')
+    table = f'<table class="settings"><tbody>{"".join(rows[:SETTINGS])}</tbody></table>'
+    left = f"<p>The first {SETTINGS} of {len(rows):,}.</p>" if len(rows) > SETTINGS else ""
+    shown = left + table if rows else "<p>None.</p>"
+    return f"<section><h2>Configuration differences</h2>{shown}</section>" if len(runs) > 1 else ""
+
+
+def _settings(info: RunInfo) -> dict[str, Any]:
+    return {**info.config, "versions": info.versions, "ranks": info.world_size, "panel": info.panel_hash or DASH}
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
+
+
+def _who(who: Sequence[Run], runs: Sequence[Run]) -> str:
+    if len(who) == len(runs):
+        return "all runs"
+    names = ", ".join(clip(run.series.label, 40) for run in who[:6])
+    return _text(names + (f" and {len(who) - 6} more" if len(who) > 6 else ""), 400)
+
+
+# What the page looks like
+
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+"""Nothing is loaded from anywhere, whatever a text may contain."""
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1d2126; --soft: #667079; --line: #e7e8ea; --ground: #fdfdfc; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e8eb; --soft: #98a1ab; --line: #2a2f36; --ground: #121417; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--ground); color: var(--ink); overflow-wrap: break-word;
+  font: 16px/1.6 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 4rem 2rem 3rem; }
+header p, small, caption, footer, .notes, thead th { color: var(--soft); }
+h1 { font-size: 1.5rem; font-weight: 600; margin: 0; letter-spacing: -.01em; }
+h2 { font-size: 1.25rem; font-weight: 600; margin: 0 0 1.25rem; }
+h3 { font-size: 1rem; font-weight: 600; margin: 0 0 .5rem; }
+header p { margin: .25rem 0 0; }
+section { margin-top: 4.5rem; }
+section.model:first-of-type { margin-top: 3.5rem; }
+.hero { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: 2.5rem; margin-bottom: 4rem; }
+.card b { display: block; font-size: 4rem; line-height: 1.1; font-weight: 300; letter-spacing: -.03em;
+  white-space: nowrap; }
+.card span { display: block; font-size: 1.15rem; font-weight: 600; margin: .25rem 0; }
+small { display: block; font-size: .82rem; line-height: 1.5; font-weight: 400; }
+table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; }
+caption { text-align: left; font-size: .9rem; padding-bottom: .75rem; }
+th, td { text-align: left; vertical-align: top; padding: .8rem 1.25rem .8rem 0; border-top: 1px solid var(--line); }
+th:last-child, td:last-child { padding-right: 0; }
+thead th { border: 0; font-size: .82rem; font-weight: 500; padding-bottom: .4rem; }
+tbody th { font-weight: 600; }
+h2, h3, li, tbody th, td span { overflow-wrap: anywhere; }
+td small span { white-space: nowrap; }
+sup { line-height: 0; }
+.dot { display: inline-block; width: .6rem; height: .6rem; border-radius: 50%; margin-right: .55rem; }
+.notes { padding: 0; list-style: none; margin: 1.25rem 0 0; font-size: .9rem; }
+ul { padding-left: 1.1rem; margin: 0; }
+li { margin: .25rem 0; }
+td ul { padding: 0; list-style: none; }
+td li { margin: 0 0 .4rem; }
+.settings th { width: 30%; }
+em { font-style: normal; }
+em.failed, em.killed, em.stalled { color: #d0312d; font-weight: 600; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(28rem, 100%), 1fr));
+  gap: 3.5rem 3rem; margin-top: 4rem; }
+figure { margin: 0; min-width: 0; }
+.plot { min-height: 380px; }
+.alerts + h3 { margin-top: 1.5rem; }
+footer { margin-top: 5rem; font-size: .85rem; }
+@media (min-width: 900px) {
+  tbody th { min-width: 10rem; }
+  td:nth-child(2) { min-width: 7.5rem; }
+  td:last-child { min-width: 4.5rem; }
+}
+@media (max-width: 640px) {
+  main { padding: 2rem 1.25rem; }
+  .hero { gap: 2rem; margin-bottom: 3rem; }
+  .card b { font-size: 3.25rem; }
+  thead { display: none; }
+  tbody tr { display: block; padding: 1rem 0; border-top: 1px solid var(--line); }
+  tbody th, tbody td { display: block; border: 0; padding: .15rem 0; width: auto !important; }
+  td[data-label] { display: grid; grid-template-columns: 8.5rem 1fr; }
+  td[data-label]::before { content: attr(data-label); color: var(--soft); font-size: .85rem; }
+  td[data-label]:empty { display: none; }
+}
+@media print {
+  :root { color-scheme: light; --ink: #000; --soft: #555; --line: #ddd; --ground: #fff; }
+  main { max-width: none; padding: 0; }
+  section { margin-top: 2.5rem; }
+  .hero { grid-template-columns: repeat(3, 1fr); gap: 1.5rem; margin-bottom: 2rem; }
+  .card b { font-size: 2.5rem; }
+  .dot { print-color-adjust: exact; }
+  figure, tr, .hero { break-inside: avoid; }
+  .figures { display: block; }
+}
+"""
+
+DRAW = """
+const page = JSON.parse(document.getElementById("figures").textContent);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const places = [...document.querySelectorAll(".plot")];
+const options = {responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]]};
+function draw(theme) {
+  const template = page.themes[theme];
+  places.forEach((place, i) => {
+    const {data, layout} = page.figures[i];
+    Plotly.react(place, data, {...layout, template}, options);
+  });
+}
+const now = () => draw(dark.matches ? "dark" : "light");
+now();
+dark.addEventListener("change", now);
+addEventListener("beforeprint", () => draw("light"));
+addEventListener("afterprint", now);
+"""

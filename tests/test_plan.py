@@ -1,0 +1,307 @@
+"""A run on paper against small runs that are counted: FLOPs, bytes, and the paper's three sizes."""
+
+import io
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+from rich.console import Console
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from hilbert_monitor.bench.increments import make_increment
+from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_diameter_bracket
+from hilbert_monitor.monitor.increment import IncrementSource
+from hilbert_monitor.monitor.panel import Panel
+from hilbert_monitor.optim import pretraining_optimizer
+from hilbert_monitor.pretrain import plan as on_paper
+from hilbert_monitor.pretrain.model import Decoder, DecoderConfig
+from hilbert_monitor.pretrain.plan import plan, show
+from hilbert_monitor.pretrain.recipes import HEADS, PAPER, Recipe, recipe
+
+SIZES = [
+    DecoderConfig(vocab_size=97, width=48, blocks=3, head_dim=16, context=40),
+    DecoderConfig(vocab_size=201, width=96, blocks=2, head_dim=32, context=24, mlp_ratio=2),
+    DecoderConfig(vocab_size=64, width=32, blocks=1, head_dim=8, context=128, mlp_ratio=1),
+]
+
+
+def text(config, batch):
+    ids = torch.randint(config.vocab_size, (2, batch, config.context), generator=torch.Generator().manual_seed(0))
+    return ids[0].clone(), ids[1].clone()
+
+
+def counted(work):
+    """FLOPs of matrix products; attention as plain ones, since the CPU's flash kernel is not counted."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        work()
+    return counter.get_total_flops()
+
+
+def plain_attention(config, sequences, products):
+    """FLOPs of attention that masks what it has computed."""
+    return products * 2 * config.context**2 * config.width * config.blocks * sequences
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("config", SIZES)
+def test_flops_of_forward_and_backward_are_those_counted(config, chunk):
+    model = Decoder(config)
+    found = counted(lambda: model.loss(*text(config, 3), chunk=chunk).backward())
+    flops = on_paper.decoder_flops(config, 3, chunked=chunk is not None)
+    plain = plain_attention(config, 3, products=6)
+    assert found == sum(flops.values()) - flops["attention"] + plain
+    T = config.context  # a causal kernel leaves out the pairs above the diagonal, a flash kernel has a seventh product
+    assert flops["attention"] == pytest.approx(plain * 7 / 6 * (T + 1) / (2 * T))
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("config", SIZES)
+def test_flops_of_a_forward_pass_are_those_counted(config, head):
+    model = Decoder(config).requires_grad_(False)
+    tokens, _ = text(config, 2)
+    found = counted(lambda: model(tokens) if head else model.hidden(tokens))
+    plain, T = plain_attention(config, 2, products=2), config.context
+    assert on_paper.forward_flops(config, 2, head=head) == found - plain + plain * (T + 1) // (2 * T)
+
+
+@pytest.mark.parametrize("config", SIZES)
+def test_flops_of_newton_schulz_are_those_of_a_step_of_muon(config):
+    model = Decoder(config)
+    model.loss(*text(config, 1)).backward()
+    found = counted(pretraining_optimizer(model).step)
+    assert on_paper.newton_schulz(config, 1) == {"replicated": found, "shared": found, "busiest": found}
+
+
+def test_the_busiest_rank_has_its_share_of_every_shape_rounded_up():
+    work = on_paper.newton_schulz(SIZES[0], 5)
+    square, wide = on_paper.newton_schulz_flops(48, 48), on_paper.newton_schulz_flops(192, 48)
+    assert work["busiest"] == 3 * square + (2 + 1) * wide  # of 12, 6 and 3 matrices
+    assert work["replicated"] == 5 * work["shared"] == 5 * (12 * square + 9 * wide)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_bytes_of_parameters_gradients_and_state_are_those_of_a_run(head):
+    r = recipe("demo", head=head)
+    model = Decoder(r.model)
+    optimizer = pretraining_optimizer(model, head)
+    model.loss(*text(r.model, 1)).backward()
+    optimizer.step()
+    found = Counter()
+    for p, state in optimizer.state.items():
+        found[type(optimizer.owner(p)).__name__] += sum(x.nbytes for x in state.values() if torch.is_tensor(x))
+    part = plan(r).memory
+    assert on_paper.optimizer_state(r) == found
+    assert part["parameters"] == sum(p.nbytes for p in model.parameters())
+    assert part["gradients"] == sum(p.grad.nbytes for p in model.parameters())
+    assert part["gradient buckets of DDP"] == part["bf16 copies of weights"] == 0
+
+
+def kept(config, batch, *, bf16, chunk):
+    """Bytes that autograd keeps of a forward pass: (activations, copies of weights, log-probabilities)."""
+    model, tokens = Decoder(config), text(config, batch)
+    own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+    shapes = {tuple(sorted(p.shape)) for p in model.parameters()}
+    held, sizes = [], {}
+
+    def pack(x):
+        held.append(x)  # or another storage might take its place
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own and x.ndim:
+            weight = x.dtype == torch.bfloat16 and tuple(sorted(x.shape)) in shapes
+            kind = "weight" if weight else "logits" if x.shape[-1] == config.vocab_size else "activation"
+            sizes[storage.data_ptr()] = kind, storage.nbytes()
+        return x
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        model.loss(*tokens, chunk=chunk)
+    return tuple(
+        sum(size for kind, size in sizes.values() if kind == wanted) for wanted in ("activation", "weight", "logits")
+    )
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("config", SIZES)
+def test_bytes_of_activations_are_those_that_autograd_keeps(config, bf16, chunk):
+    found = {batch: kept(config, batch, bf16=bf16, chunk=chunk) for batch in (3, 6)}
+    count = on_paper.parameters(config)
+    copied = 2 * (count["matrices"] + (count["head"] if chunk is None else 0)) if bf16 else 0
+    for batch, (activations, weights, logits) in found.items():
+        assert activations == on_paper.activations(config, batch, bf16=bf16, chunked=chunk is not None)
+        assert weights == copied  # a chunked loss makes its copy of the head in the backward pass
+        assert logits == (0 if chunk else 4 * batch * config.context * config.vocab_size)
+    assert found[6][0] == 2 * found[3][0]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("chunk", [None, 20])
+def test_a_loss_holds_three_tables_of_logits_at_its_peak(bf16, chunk):
+    config = DecoderConfig(vocab_size=3001, width=16, blocks=1, head_dim=8, context=40)
+    model, tokens = Decoder(config), text(config, 2)
+    positions = chunk or 80
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiled:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = model.loss(*tokens, chunk=chunk)
+        loss.backward()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    tables = {size * positions * config.vocab_size for size in (2, 4)}
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        if abs(event.nbytes()) in tables:
+            held += event.nbytes()
+            peak = max(peak, held)
+    r = Recipe(
+        vocab_size=3001, width=16, blocks=1, head_dim=8, context=40, micro_batch=2, global_batch=2, loss_chunk=chunk
+    )
+    assert on_paper.memory(r)["logits of a loss chunk"] == peak
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters", "updates", "replicated"),
+    [
+        ("190M", 185_680_896, 7_083, 0.0158),
+        ("380M", 379_184_640, 14_464, 0.0268),
+        ("640M", 639_797_248, 24_406, 0.0383),
+    ],
+)
+@pytest.mark.parametrize("head", HEADS)
+def test_the_papers_sizes(size, head, parameters, updates, replicated):
+    found = plan(recipe(size, head=head))
+    assert sum(found.parameters.values()) == parameters
+    assert (found.updates, found.tokens) == (updates, updates * 524_288)
+    assert found.accumulation * found.micro_batch * 8 == 256
+    assert found.newton_schulz_share["replicated"] == pytest.approx(replicated, rel=0.01)
+    assert found.newton_schulz_share["shared"] == pytest.approx(replicated / 8, rel=0.01)
+    assert found.monitor_share["flops"] < 1e-4
+    assert sum(found.memory.values()) < 141e9  # of an H200
+
+
+@pytest.mark.parametrize(("size", "share"), [("190M", 0.027), ("380M", 0.042), ("640M", 0.058)])
+def test_the_plain_loop_on_every_rank_would_cost_more(size, share):
+    r = recipe(size)
+    count, d = on_paper.parameters(r.model), r.width
+    plain = 8 * r.blocks * 5 * (4 * 6 + 3 * 18) * d**3
+    rough = (
+        6 * (count["matrices"] + count["head"]) * r.tokens_per_update
+    )  # without attention, and the head's forward twice
+    assert plain / rough == pytest.approx(share, abs=0.001)
+    assert on_paper.newton_schulz(r.model, 8)["replicated"] == pytest.approx(plain * 300 / 390)
+    assert plain / 8 / rough < 0.008
+
+
+def test_a_plan_allocates_no_model():
+    found = plan(Recipe(width=2**16, head_dim=128, blocks=1000))
+    assert sum(found.memory.values()) > 2**50
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "kind"), [(1, 100, "loader"), (3, 100, "loader"), (3, 100, "paper"), (7, 5, "paper")]
+)
+def test_ranks_run_the_rows_that_their_positions_stand_in(world, size, kind):
+    r = Recipe(context=16, panel_size=size, panel=kind, devices=world, micro_batch=1, global_batch=world)
+    batches = [torch.zeros(4, 16, dtype=torch.long) for _ in range(8)]
+    if kind == "paper":
+        panels = [Panel.of_batches(batches, size, rank=rank, world=world) for rank in range(world)]
+    else:
+        panels = [Panel.of_batches(batches, size).share(rank, world) for rank in range(world)]
+    assert on_paper._panel_shares(r) == [(p.size, sum(map(len, p.batches))) for p in panels]
+
+
+class Traffic(TorchDispatchMode):
+    """Counts calls, views left out, and the bytes that they read and write."""
+
+    calls = moved = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            self.calls += 1
+            out = [x for x in tree_leaves(made) if torch.is_tensor(x)]
+            selects = function.overloadpacket in (torch.ops.aten.index_select, torch.ops.aten.index)
+            read = out if selects else [x for x in tree_leaves(args) if torch.is_tensor(x)]
+            if any(x.numel() for x in out):  # a product with no directions is none
+                self.moved += sum(x.nbytes for x in (*read, *out))
+        return made
+
+
+@pytest.mark.parametrize("width", [128, 512])
+def test_flops_bytes_and_calls_of_a_bracket_are_those_counted(width):
+    S = torch.randn(20_000, width)
+    r = Recipe(vocab_size=20_000, width=width)
+    flops, moved, calls = on_paper._bracketing(r)
+    with Traffic() as found:
+        row_diameter_bracket(S)
+    assert found.calls == pytest.approx(calls, rel=0.05)
+    assert found.moved == pytest.approx(moved, rel=0.2)  # samples of 2,048 rows come on top
+    assert counted(lambda: row_diameter_bracket(S)) == pytest.approx(flops - 6 * S.numel(), rel=0.1)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_bytes_of_forming_an_increment_are_those_counted(head):
+    r = recipe("demo", head=head)
+    model = Decoder(r.model)
+    optimizer = pretraining_optimizer(model, head)
+    source = IncrementSource(optimizer, model.lm_head.weight)
+    end = source.watch(lambda step: None)
+    model.loss(*text(r.model, 1)).backward()
+    optimizer.step()
+    end()
+    memory = torch.empty_like(model.lm_head.weight, requires_grad=False)
+    with Traffic() as found:
+        source.form(memory)
+    factors = 8 * 4 * r.vocab_size if head == "rownorm" else 0  # norms and what is made of them, a number a row
+    assert found.moved == on_paper._forming(r)[1] + factors
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_an_exact_search_costs_about_what_is_said_to_be_typical(head):
+    S = make_increment(head, 24_576, 128, panel=1).S
+    with Traffic() as traffic:
+        row_diameter(S)
+    typical = (on_paper.SEARCH_FLOPS[head], on_paper.SEARCH_READS[head], on_paper.SEARCH_CALLS[head])
+    found = (counted(lambda: row_diameter(S)) / S.numel(), traffic.moved / S.nbytes, traffic.calls)
+    assert all(a / 3 < b < 3 * a for a, b in zip(found, typical, strict=True)), found
+
+
+def test_the_product_with_a_panel_is_counted_in_full():
+    r = Recipe(vocab_size=4000, width=64, context=32, panel_size=96, global_batch=1, micro_batch=1, blocks=1)
+    found = counted(lambda: hilbert_perturbation(torch.randn(4000, 64), torch.randn(96, 64)))
+    forward = on_paper.forward_flops(r.model, 3, head=False)
+    often = r.perturbation_every
+    assert on_paper.monitor_costs(r, on_paper.Device())["panel"].flops * often == pytest.approx(found + forward)
+
+
+def test_a_monitor_that_measures_less_costs_less():
+    every, seldom, never = (
+        plan(recipe("640M", diameter_every=d, perturbation_every=p)) for d, p in ((1, 1), (10, 500), (0, 0))
+    )
+    assert every.monitor_share["flops"] > seldom.monitor_share["flops"] > never.monitor_share["flops"]
+    assert every.monitor["bracket"].flops == 0  # the search takes its place
+    assert never.monitor["exact search, typical"] == never.monitor["panel"] == on_paper.Cost()
+
+
+def test_twice_the_nodes_take_half_the_time_but_for_the_monitor():
+    one, two = (plan(recipe("640M", nodes=n, micro_batch=4)) for n in (1, 2))
+    for name in ("forward and backward", "newton-schulz", "validation"):
+        assert one.seconds[name] == pytest.approx(2 * two.seconds[name])
+    assert two.seconds["monitor"] == pytest.approx(one.seconds["monitor"], rel=0.02)
+    assert one.update_flops == two.update_flops
+    assert math.isclose(one.hours, one.updates * sum(one.seconds.values()) / 3600)
+
+
+@pytest.mark.parametrize("size", [*PAPER, "demo"])
+def test_a_plan_is_printed_with_its_assumptions_and_is_plain_data(size):
+    found, out = plan(recipe(size)), io.StringIO()
+    show(found, Console(file=out, width=120))
+    for words in ("nobody has measured", "40% of", f"{found.updates:,}", "gradient buckets of DDP", "exact search"):
+        assert words in out.getvalue()
+    again = json.loads(json.dumps(found.as_dict()))
+    assert again["monitor"]["bracket"]["bytes"] == found.monitor["bracket"].bytes
+    assert again["device_hours"] == found.hours * found.devices
