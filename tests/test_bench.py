@@ -50,7 +50,7 @@ def test_bench_of_the_optimizers_has_time_and_memory(tmp_path):
 def test_the_optimizers_take_no_increment(tmp_path):
     result, text = run("bench", "--optim", "--increment", tmp_path / "x.pt")
     assert result.exit_code == 2
-    assert "drop one of the two" in text
+    assert "--increment, --optim and --faults measure different things: give one of them" in text
 
 
 def test_the_loop_that_muon_is_measured_against_makes_its_step():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from torch.utils.data import DataLoader
 from hilbert_monitor import HilbertMonitor
 from hilbert_monitor.runs.alerts import alerts_of
 from hilbert_monitor.runs.log import RunReader, find_runs
-from tests.test_callback import Kept, Module, Text
+from tests.kept import Kept
+from tests.test_callback import Module, Text
 
 JUMP = 33
 """The step at which the learning rate is ten times what it was; not one that is due."""
@@ -144,18 +146,30 @@ def test_stop_and_checkpoint_take_both_of_two_ranks(tmp_path):
     assert saved["global_step"] == JUMP
 
 
+class FullDisk(lightning.Callback):
+    """Rank zero cannot write more than a few bytes to any file during the step that blows up."""
+
+    def on_train_batch_start(self, trainer, *_):
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if trainer.is_global_zero and trainer.global_step in (JUMP - 1, JUMP):
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100 if trainer.global_step == JUMP - 1 else most, most))
+
+
 def test_a_checkpoint_that_cannot_be_written_makes_nobody_wait(tmp_path):
-    (tmp_path / f"blow-up-step-{JUMP}.ckpt").mkdir()
-    (tmp_path / f"blow-up-step-{JUMP}.ckpt" / "in the way").touch()
     trainer = fit(
         Jumps(),
-        HilbertMonitor(panel_size=50, on_blowup=["checkpoint"], run_dir=None),
+        FullDisk(),
+        HilbertMonitor(panel_size=50, on_blowup=["checkpoint"], run_name="full", run_dir=str(tmp_path / "runs")),
         strategy="ddp_spawn",
         devices=2,
         default_root_dir=tmp_path,
     )
     assert trainer.state.finished
-    assert os.listdir(tmp_path / f"blow-up-step-{JUMP}.ckpt") == ["in the way"]
+    run = RunReader(tmp_path / "runs" / "full")
+    assert {*range(1, 41)} - {r.step for r in run.steps()} <= {JUMP, JUMP + 1}  # there was no room for those either
+    assert run.state(time.time()).status == "finished"
+    assert not (run.folder / f"blow-up-step-{JUMP}.ckpt").exists()
 
 
 @pytest.fixture

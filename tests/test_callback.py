@@ -20,6 +20,7 @@ from hilbert_monitor.geometry import hilbert_perturbation
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.runs.alerts import Judge, Rules
 from tests.decoders import Plain
+from tests.kept import Kept
 from tests.ranks import in_ranks
 from tests.references import all_pairs_diameter
 
@@ -63,20 +64,6 @@ class Module(lightning.LightningModule):
             return pretraining_optimizer(self.model, self.make)
         kinds = {"torch": lambda p: AdamW(p, lr=1e-2), "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9)}
         return kinds[self.make](self.parameters())
-
-
-class Kept:
-    """A sink that keeps its records: of each step the last, which knows most."""
-
-    def __init__(self):
-        self.by_step = {}
-
-    @property
-    def records(self):
-        return list(self.by_step.values())
-
-    def write(self, record):
-        self.by_step[record.step] = record
 
 
 def fit(module, *callbacks, precision="32-true", workers=0, accumulate=2, logger=False, **options):

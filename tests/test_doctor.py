@@ -192,8 +192,7 @@ def test_a_setting_that_is_not_put_back_is_found(monkeypatch):
     found, text = verdicts(exactness)
     assert found["points on a sphere, TF32 allowed"] == "FAILED"
     assert "was not put back" in text
-    torch.backends.mkldnn.matmul.fp32_precision = "none"
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    torch.backends.mkldnn.matmul.fp32_precision = before
 
 
 # Increments

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from hilbert_monitor import HilbertMonitor, Probe
 from hilbert_monitor.monitor.panel import Panel
+from tests.kept import Kept
 from tests.references import all_pairs_diameter
 
 transformers = pytest.importorskip("transformers")
@@ -71,14 +72,6 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self):
         return self.kind(self.parameters(), lr=LR, weight_decay=DECAY)
-
-
-class Kept:
-    def __init__(self):
-        self.records = []
-
-    def write(self, record):
-        self.records.append(record)
 
 
 class Snapshots(lightning.Callback):

@@ -64,9 +64,10 @@ def watched(optimizer, p, grads=None, lrs=LRS, source=None):
     return increments
 
 
-def assert_from_state(increments, references, tolerance=1e-5):
+def assert_from_state(increments, references, tolerance=1e-5, rounds=False):
+    """`rounds`: the parameter is of less than fp32, and may not have moved by what the step was."""
     for increment, (_, S) in zip(increments, references, strict=True):
-        assert increment.rounding == 0
+        assert (increment.rounding > 0) == rounds
         assert not increment.S.requires_grad
         close(increment.S, S, atol=tolerance * float(S.abs().max()))
         assert row_diameter(increment.S).value == pytest.approx(all_pairs_diameter(S), rel=tolerance, abs=0)
@@ -220,14 +221,16 @@ def test_bf16_state_goes_through_the_formula_in_fp32(amsgrad, implementation):
     assert all(increment.S.dtype == torch.float32 for increment in increments)
     state, t = optimizer.state[p], len(LRS)
     v = state["max_exp_avg_sq" if amsgrad else "exp_avg_sq"].double() / (1 - 0.999**t)
-    assert_from_state(increments[-1:], [(p, -LRS[-1] * state["exp_avg"].double() / (1 - 0.9**t) / (v.sqrt() + 1e-8))])
+    assert_from_state(
+        increments[-1:], [(p, -LRS[-1] * state["exp_avg"].double() / (1 - 0.9**t) / (v.sqrt() + 1e-8))], rounds=True
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.5}], ids=str)
 def test_sgd_of_bf16_parameters_is_formed_in_fp32(options):
     p, (G, *_) = Parameter(start(torch.bfloat16)), some_gradients(torch.bfloat16)
     increments = watched(SGD([p], **options), p, [G], [0.3])
-    assert_from_state(increments, sgd_steps(start(), [G], [0.3], **options))
+    assert_from_state(increments, sgd_steps(start(), [G], [0.3], **options), rounds=True)
 
 
 def test_a_step_of_no_learning_rate_has_no_increment():

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hilbert_monitor import HilbertMonitor, pretraining_optimizer, warmup_cosine
 from tests.decoders import Plain
+from tests.kept import Kept
 from tests.ranks import in_ranks
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -175,14 +176,6 @@ def same(a, b):
 
 def bits(x):
     return x.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-class Kept:
-    def __init__(self):
-        self.records = []
-
-    def write(self, record):
-        self.records.append(record)
 
 
 def pair_of_runs(make, folder, world=1):

@@ -161,9 +161,13 @@ class IncrementSource:
         def end() -> None:
             for handle in handles:
                 handle.remove()
-            self._outermost = self._before = None  # which hold on to what the caller has
+            self._outermost = None  # which holds on to what the caller has
 
         return end
+
+    def forget(self) -> None:
+        """Let go of what was kept of the last step."""
+        self._before = self.last = None
 
     @torch.no_grad()
     def form(self, out: Tensor | None = None) -> Increment:

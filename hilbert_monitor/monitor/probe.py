@@ -138,6 +138,8 @@ class Probe:
         """End it; the optimizer is left without a trace."""
         for end in self._ends:
             end()
+        for source in filter(None, (self.source, self.bias)):
+            source.forget()
         self._ends, self._increment, self._buffer = [], None, None
 
     def __enter__(self) -> Probe:
