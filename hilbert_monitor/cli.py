@@ -255,10 +255,11 @@ def demo(
     except RuntimeError as error:
         console.print(str(error), style="red")
         raise typer.Exit(1) from None
-    found = pair.results(done, out / "runs")
-    pair.show(found, recipe, console)
+    pair.show(done, recipe, console)
+    if any(one.step for one in done):
+        console.print(f"curves: {pair.draw(out)}; run logs: {out / 'runs'}", soft_wrap=True)
     if json is not None:
-        pair.write_json(found, json)
+        pair.write_json(pair.results(done, out / "runs"), json)
         console.print(f"written to {json}")
 
 

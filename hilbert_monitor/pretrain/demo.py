@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import numpy as np
@@ -208,20 +209,37 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def show(found: dict[str, Any], recipe: Recipe, console: Console) -> None:
-    """Print the paper's table for these runs."""
+def show(done: Sequence[Latest], recipe: Recipe, console: Console) -> None:
+    """Print the paper's table for these runs: means, and sample deviations where there are several seeds."""
     table = Table(title=f"After {recipe.updates} updates of {recipe.tokens_per_update:,} tokens", title_justify="left")
     for name in ("LM head", "validation loss", "D(S)", "Hilbert RMS"):
         table.add_column(name, justify="left" if name == "LM head" else "right")
     for head in HEADS:
-        values = found[head].values()
-        table.add_row(NAMES[head], *("" if value is None else f"{value:.4f}" for value in values))
-    ratios = found["ratios"]
+        of = [one.values for one in done if one.head == head]
+        table.add_row(NAMES[head], *(_spread([v[key] for v in of if key in v]) for key in RESULTS.values()))
+    ratios = results(done, Path())["ratios"]
     table.add_section()
     shown = (f"{ratios[name]:.1f}x" if name in ratios else "" for name in ("step_diameter", "perturbation_rms"))
     table.add_row("AdamW / RowNorm", "", *shown, style="bold")
     console.print(table)
-    console.print(f"run logs in {found['runs']}: hilbert-monitor report {found['runs']} draws them")
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    mean = f"{sum(values) / len(values):.4f}"
+    return f"{mean} \u00b1 {stdev(values):.4f}" if len(values) > 1 else mean
+
+
+def draw(out: Path) -> Path:
+    """Write the report of all runs of a demo's folder; return where it is."""
+    from hilbert_monitor.service import page, report
+    from hilbert_monitor.service.statistics import compare
+
+    runs = report.load(out / "runs")
+    path = out / "report.html"
+    path.write_text(page.page(runs, compare(run.series for run in runs)), encoding="utf-8")
+    return path
 
 
 def write_json(found: dict[str, Any], path: Path) -> None:
