@@ -232,7 +232,7 @@ def demo(
         list[Path] | None, typer.Option(help="Text files or folders to train on, in place of Python's own sources.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the results to this file, as JSON.")] = None,
-    serve: Annotated[bool, typer.Option(help="Show the runs on a dashboard.")] = True,
+    serve: Annotated[bool, typer.Option(help="Show the runs on a live dashboard; there is none yet.")] = True,
     change: Annotated[list[str] | None, typer.Option("--set", help="Override any number of the recipe.")] = None,
 ) -> None:
     """Train an AdamW head and a RowNorm head side by side, and compare them: minutes on two CPU cores.

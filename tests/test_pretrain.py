@@ -147,6 +147,15 @@ def test_a_chunked_loss_trains_the_same_model_and_the_monitor_sees_its_states(da
     assert chunked.perturbation_rms == pytest.approx(whole.perturbation_rms, rel=1e-2)
 
 
+@pytest.mark.parametrize("head", recipes.HEADS)
+def test_under_bf16_autocast_parameters_and_state_stay_fp32(data, tmp_path, head):
+    trainer = fit(data, tmp_path, updates=3, head=head, precision="bf16-mixed", loss_chunk=16)
+    assert all(p.dtype == torch.float32 for p in trainer.lightning_module.parameters())
+    states = trainer.optimizers[0].state_dict()["state"].values()
+    assert all(v.dtype == torch.float32 for state in states for v in state.values() if isinstance(v, torch.Tensor))
+    assert list(RunReader(tmp_path / "runs" / "run").steps())[-1].perturbation_rms > 0
+
+
 def command(data, folder, *more):
     sets = [f"--set={name}={value}" for name, value in TINY.items()]
     places = [f"--data={data}", f"--runs={folder / 'runs'}", f"--checkpoints={folder / 'checkpoints'}", "--name=run"]

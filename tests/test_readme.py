@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 import hilbert_monitor
-from hilbert_monitor import geometry
+from hilbert_monitor import HilbertMonitor, geometry
+from hilbert_monitor.cli import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -35,3 +37,28 @@ def test_every_optimizer_name_in_its_table_is_public():
 def test_every_make_target_that_is_named_exists():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"`make ([a-z]+)", README)) <= targets
+
+
+def test_every_command_and_option_that_is_named_exists():
+    commands = typer.main.get_command(app).commands
+    said = re.findall(r"(?:hilbert-monitor|-m hilbert_monitor) ([a-z]+)((?:[^\n`#]|\\\n)*)", README)
+    assert {name for name, _ in said} >= {"bench", "doctor", "pretrain", "report", "tokenize"}
+    for name, rest in said:
+        known = {
+            option for parameter in commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", rest)) <= known, name
+
+
+def test_every_action_on_a_blow_up_is_one_that_is_taken():
+    table = README.partition("takes any of")[2].partition("`hilbert-monitor bench --faults`")[0]
+    named = re.findall(r'^\| `"(.*?)"`', table, re.M)
+    assert len(named) == 4
+    for action in named:
+        HilbertMonitor()._response(action)
+
+
+def test_pictures_that_are_shown_are_there():
+    pictures = re.findall(r"\]\(([^)]*\.png)\)", README)
+    assert pictures
+    assert all((ROOT / picture).exists() for picture in pictures)
