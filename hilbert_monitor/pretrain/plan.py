@@ -416,9 +416,9 @@ def show(plan: Plan, console: Console) -> None:
     console.print(
         f"Hours assume, and nobody has measured, {d.utilisation:.0%} of what is printed for an {d.name}:"
         f" {d.bf16 / 1e12:.0f} TFLOP/s bf16, {d.fp32 / 1e12:.0f} fp32 without TF32 (Newton-Schulz, monitor),"
-        f" {d.bandwidth / 1e12:.1f} TB/s; and {d.call * 1e6:.0f} µs a call, counted with a CPU's smaller chunks. The exact"
-        " search is a mean over increments made by training a head on synthetic data, not over those of such a run; the memory leaves out workspaces"
-        " and what an allocator wastes.",
+        f" {d.bandwidth / 1e12:.1f} TB/s; and {d.call * 1e6:.0f} µs a call, counted with a CPU's smaller chunks. The"
+        " exact search is a mean over increments made by training a head on synthetic data, not over those of such a"
+        " run; the memory leaves out workspaces and what an allocator wastes.",
         style="dim",
     )
 
