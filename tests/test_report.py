@@ -362,7 +362,7 @@ def test_the_paper_stands_beside_runs_of_its_size(tmp_path, config):
     write(tmp_path, "AdamW", loss=3.1600, diameter=0.0287 * 1.1, config=config)
     write(tmp_path, "RowNorm", loss=3.1741, diameter=6.369e-4, config=config)
     text = Page(page_of(tmp_path)).text
-    assert "3.1600 ± –paper 3.1588 ± 0.0027, here +0.0012" in text  # noqa: RUF001
+    assert "3.1600paper 3.1588 ± 0.0027, here +0.0012" in text
     assert "paper (2.870 ± 0.140) × 10−2, here +10.0 %" in text  # noqa: RUF001
     assert "in the paper 45.1×" in text  # noqa: RUF001
     assert "The paper trained this model for 7,083 updates, these runs made 40." in text

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,9 @@ from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.optim import pretraining_optimizer, warmup_cosine
 from hilbert_monitor.pretrain.corpus import Corpus, corpus, standard_library
 from hilbert_monitor.pretrain.model import Decoder, DecoderConfig
+from hilbert_monitor.pretrain.recipes import HEAD_RATES, Head
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, StepRecord
-
-HeadKind = Literal["adamw", "rownorm"]
-HEAD_RATE = {"adamw": 2.048, "rownorm": 1.6384}
-"""Head learning rate times width, as the paper's scale."""
 
 
 @functools.cache
@@ -73,7 +70,7 @@ class Bed:
         config: sizes.
     """
 
-    def __init__(self, head: HeadKind, seed: int, config: BedConfig) -> None:
+    def __init__(self, head: Head, seed: int, config: BedConfig) -> None:
         self.head, self.seed, self.config = head, seed, config
         text = _corpus(config.vocab_size)
         self.text = torch.from_numpy(text.train.astype("int64"))
@@ -82,7 +79,7 @@ class Bed:
             vocab_size=config.vocab_size, width=config.width, blocks=2, head_dim=32, context=config.context
         )
         self.model = Decoder(sizes)  # its own draw of weights; a branch loads others
-        self.optimizer = pretraining_optimizer(self.model, head, head_lr=HEAD_RATE[head] / config.width)
+        self.optimizer = pretraining_optimizer(self.model, head, head_lr=HEAD_RATES[head] / config.width)
         self.schedule = warmup_cosine(self.optimizer, total_steps=config.steps)
         self.draw = torch.Generator().manual_seed(seed)
         held_out = torch.from_numpy(text.validation.astype("int64"))

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bed import Bed, BedConfig, HeadKind, Outcome, Spoil
+from hilbert_monitor.pretrain.recipes import HEADS, Head
 
-HEADS: tuple[HeadKind, ...] = ("adamw", "rownorm")
+from .bed import Bed, BedConfig, Outcome, Spoil
+
 VISIBLE = 2.0
 WINDOW, QUIET = 100, 20
 """Of the opponents' history, as of the rules'."""
@@ -157,7 +158,7 @@ class Divergence:
 class Trial:
     """All that was seen of one run."""
 
-    head: HeadKind
+    head: Head
     seed: int
     clean: Clean
     branches: list[Branch]
@@ -186,7 +187,7 @@ class Plan:
         return cls(seeds=(0,), config=config, strikes=(90,), horizon=5, patience=0)
 
 
-def trial(head: HeadKind, seed: int, plan: Plan) -> Trial:
+def trial(head: Head, seed: int, plan: Plan) -> Trial:
     """Train one run clean, branch it at every strike for every fault, and let one branch diverge."""
     bed, clean, spikes = Bed(head, seed, plan.config), Clean(), (Spikes(), Spikes())
     branches: list[Branch] = []

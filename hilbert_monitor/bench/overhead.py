@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,11 +13,11 @@ from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.optim import pretraining_optimizer
 from hilbert_monitor.pretrain.model import Decoder, DecoderConfig
+from hilbert_monitor.pretrain.recipes import Head
 from hilbert_monitor.runs.alerts import Judge
 
 from .measure import Comparison
 
-Head = Literal["adamw", "rownorm"]
 DIAMETER_EVERY, PERTURBATION_EVERY = 10, 500
 """The paper's cadence."""
 

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from hilbert_monitor.bench.measure import Comparison
-from hilbert_monitor.bench.overhead import Head, overhead
+from hilbert_monitor.bench.overhead import overhead
+from hilbert_monitor.pretrain.recipes import HEADS
 
 from .device import Sizes
 from .finding import Check, Outcome, judged
@@ -20,8 +21,7 @@ Measure = Callable[[], Iterator[Comparison]]
 
 def checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
     """Yield both heads."""
-    heads: tuple[Head, ...] = ("adamw", "rownorm")
-    for head in heads:
+    for head in HEADS:
         timed = partial(overhead, device, *sizes.head, sizes.turns, head)
         yield Check("overhead", f"{head} head ({sizes.head[0]:,} x {sizes.head[1]})", partial(_check, timed))
 

@@ -209,7 +209,8 @@ def _beside(
 
 
 def _fixed(value: Value) -> str:
-    return f"{_minus(f'{value.mean:.4f}')} ± {DASH if value.deviation is None else f'{value.deviation:.4f}'}"
+    mean = _minus(f"{value.mean:.4f}")
+    return mean if value.deviation is None else f"{mean} ± {value.deviation:.4f}"
 
 
 def _signed_spread(value: Value) -> str:
@@ -220,8 +221,10 @@ def _scientific(value: Value) -> str:
     """(2.870 ± 0.140) times a power of ten, as in the paper."""
     mean, power = value.mean or 0.0, math.floor(math.log10(abs(value.mean))) if value.mean else 0
     unit = 10.0**power
-    deviation = DASH if value.deviation is None else f"{value.deviation / unit:.3f}"
-    return f"({mean / unit:.3f} ± {deviation}) {TIMES} 10<sup>{_minus(str(power))}</sup>"
+    number = f"{mean / unit:.3f}"
+    if value.deviation is not None:
+        number = f"({number} ± {value.deviation / unit:.3f})"
+    return f"{number} {TIMES} 10<sup>{_minus(str(power))}</sup>"
 
 
 def _factor(ratio: float | None) -> str:
