@@ -206,7 +206,7 @@ def pretrain(
         recipe = recipes.recipe(size, **named | recipes.parsed(change or []))
         if plan:
             from .pretrain.plan import plan as projection
-            from .pretrain.plan import show as show_plan
+            from .pretrain.plan_tables import show as show_plan
 
             show_plan(projection(recipe), console)
             return
@@ -248,7 +248,10 @@ def demo(
     if json is not None and not json.absolute().parent.is_dir():
         raise typer.BadParameter(f"the folder of {json} does not exist: create it first", param_hint="--json")
     try:
-        recipe = recipes.recipe("demo", **{"updates": steps, **recipes.parsed(change or [])})
+        overrides = recipes.parsed(change or [])
+        if fixed := {"head", "head_lr", "seed"} & overrides.keys():
+            raise ValueError(f"--set {fixed.pop()}: the demo trains both heads, each at its own learning rate: drop it")
+        recipe = recipes.recipe("demo", **{"updates": steps, **overrides})
         done = pair.run(out, recipe, seeds=seeds, texts=text or [], console=console)
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None

@@ -1,14 +1,22 @@
 """Run a function in several processes that talk over gloo, and collect what each returns."""
 
+import time
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def in_ranks(function, folder, *args, world=2):
+def in_ranks(function, folder, *args, world=2, patience=300):
     """Call `function(rank, world, *args)` in `world` processes; return their results in the order of the ranks."""
     folder.mkdir(exist_ok=True, parents=True)
-    mp.spawn(_rank, (function, world, str(folder), args), nprocs=world)
+    ranks = mp.spawn(_rank, (function, world, str(folder), args), nprocs=world, join=False)
+    deadline = time.monotonic() + patience
+    while not ranks.join(max(0.1, deadline - time.monotonic())):
+        if time.monotonic() > deadline:
+            for process in ranks.processes:
+                process.kill()
+            raise TimeoutError(f"the ranks did not end within {patience} s")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 

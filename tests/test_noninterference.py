@@ -132,7 +132,7 @@ def run(make, folder, *monitors, updates=UPDATES, workers=1, world=1):
         log_every_n_steps=1,
         callbacks=[*monitors, everything],
         logger=logger,
-        enable_progress_bar=True,
+        enable_progress_bar=world == 1,  # its thread, a gloo process and a fork: CPython 3.11 can deadlock
         enable_model_summary=False,
         enable_checkpointing=False,
     )

@@ -20,7 +20,8 @@ from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.optim import pretraining_optimizer
 from hilbert_monitor.pretrain import plan as on_paper
 from hilbert_monitor.pretrain.model import Decoder, DecoderConfig
-from hilbert_monitor.pretrain.plan import plan, show
+from hilbert_monitor.pretrain.plan import plan
+from hilbert_monitor.pretrain.plan_tables import show
 from hilbert_monitor.pretrain.recipes import HEADS, PAPER, Recipe, recipe
 
 SIZES = [

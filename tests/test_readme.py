@@ -8,8 +8,10 @@ import torch
 import typer
 
 import hilbert_monitor
-from hilbert_monitor import HilbertMonitor, geometry
+from hilbert_monitor import geometry
 from hilbert_monitor.cli import app
+from hilbert_monitor.monitor.guard import Guard
+from hilbert_monitor.monitor.responses import Responses
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -55,7 +57,7 @@ def test_every_action_on_a_blow_up_is_one_that_is_taken():
     named = re.findall(r'^\| `"(.*?)"`', table, re.M)
     assert len(named) == 4
     for action in named:
-        HilbertMonitor()._response(action)
+        Responses(action, Guard(strict=True))
 
 
 def test_pictures_that_are_shown_are_there():

@@ -6,7 +6,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from typing import Any, Literal
 
 import lightning
@@ -24,12 +23,10 @@ from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from .guard import Guard, tell
 from .increment import Decay
 from .panel import Batch, Panel, positions_of, token_ids, with_tensors
-from .probe import Probe, find_head_module, unanimous
-from .sinks import Progress, QueuedSink, RunLog, Webhook
-
-Action = str | Callable[[Alert], Any]
-CHECKPOINTS = 3
-"""Blow-ups of a run that a checkpoint is saved of."""
+from .probe import Probe, find_head_module
+from .ranks import Ranks
+from .responses import Responses
+from .sinks import Progress, QueuedSink, RunLog
 
 
 class HilbertMonitor(Callback):
@@ -98,10 +95,9 @@ class HilbertMonitor(Callback):
         self.run_log: RunLog | None = None
         self._log_queue: QueuedSink[Any] | None = None
         self._queues: list[QueuedSink[Any]] = []
-        self._responses: list[Callable[[Trainer, Alert], None]] = []
+        self._responses: Responses | None = None
         self._described = (0, False)  # remarks, and whether there is a panel, that the log knows of
-        self._alive, self._saved = 0.0, 0
-        self._webhooks: list[QueuedSink[Alert]] = []
+        self._alive = 0.0
         self._resumed: dict[str, Any] = {}
         self._tokens = self._updates = 0
         self._loss: Tensor | None = None
@@ -117,7 +113,7 @@ class HilbertMonitor(Callback):
         with self.guard("start"):
             self._start(trainer, pl_module)
             started = True
-        if not unanimous(started, pl_module.device, trainer.world_size):
+        if not Ranks.of(pl_module.device, trainer.world_size).unanimous(started):
             self._close()
             self.probe = None
 
@@ -182,7 +178,7 @@ class HilbertMonitor(Callback):
         return {
             "step": self.probe.step,
             "tokens": self._tokens,
-            "run": self.run_log.id if self.run_log is not None else "",
+            "run": self.run_log.id if self.run_log is not None else self._resumed.get("run", ""),
             "name": self.run_name or "",
             "history": self.probe.judge.state(),
         }
@@ -201,7 +197,7 @@ class HilbertMonitor(Callback):
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step == 0:
             self._resumed = {}
-        self._responses = [self._response(action) for action in self._actions]
+        self._responses = Responses(self.on_blowup, self.guard, lambda: self.run_log.id if self.run_log else "")
         name, head = find_head_module(pl_module, self.head)
         with self.guard("panel"):
             if self._panel is None and self.perturbation_every:
@@ -334,7 +330,16 @@ class HilbertMonitor(Callback):
         if trainer.is_global_zero:
             for made, alerts in found:
                 self._hand_on(trainer, pl_module, made, alerts, final)
-        self._respond(trainer, [alert for _, alerts in found for alert in alerts], together=not final)
+        self._respond(trainer, [alert for _, alerts in found for alert in alerts], final)
+
+    def _respond(self, trainer: Trainer, alerts: list[Alert], final: bool) -> None:
+        """Do what is to be done about blow-ups; what takes all ranks, only while there is a next step."""
+        assert self.probe is not None
+        assert self._responses is not None
+        self._responses.tell(alerts)
+        if not final:
+            folder = (self.run_log.folder if self.run_log is not None else None) or trainer.default_root_dir
+            self._responses.act(trainer, alerts, self.probe.ranks, str(folder), self.probe.step)
 
     def _validated(self, trainer: Trainer, loss: float) -> None:
         """Add the validation loss to the record of the step before it, or keep it for the first."""
@@ -363,61 +368,6 @@ class HilbertMonitor(Callback):
         with self.guard("loggers"):
             self._log(trainer, pl_module, record, final)
 
-    def _respond(self, trainer: Trainer, alerts: list[Alert], *, together: bool) -> None:
-        """Do what is to be done about blow-ups; what takes all ranks, on all of them, while there is a next step."""
-        for alert in alerts:
-            for respond in self._responses:
-                with self.guard("response to a blow-up"):
-                    respond(trainer, alert)
-        asked = {"checkpoint", "stop"} & {action for action in self._actions if isinstance(action, str)}
-        if together and asked and self.probe is not None and self.probe.agreed(bool(alerts)):
-            if "checkpoint" in asked:
-                self._save(trainer)
-            if "stop" in asked:
-                trainer.should_stop = True
-
-    @property
-    def _actions(self) -> list[Action]:
-        return list(self.on_blowup) if isinstance(self.on_blowup, list | tuple) else [self.on_blowup]
-
-    def _response(self, action: Action) -> Callable[[Trainer, Alert], None]:
-        """What rank zero does by itself about an alert."""
-        if callable(action):
-            return lambda _, alert: action(alert)
-        if action == "warn":
-            return lambda _, alert: tell(f"step {alert.step}: {alert.message}", stacklevel=6)
-        if action in ("checkpoint", "stop"):
-            return lambda *_: None
-        if action.startswith(("http://", "https://")):
-            hook = QueuedSink(
-                Webhook(action, run=lambda: self.run_log.id if self.run_log else ""), name="the webhook", room=64
-            )
-            self._webhooks.append(hook)
-            return lambda _, alert: hook.write(alert)
-        place, _, name = action.rpartition(".")
-        if not place or not callable(function := getattr(import_module(place), name, None)):
-            raise ValueError(
-                'on_blowup takes "warn", "checkpoint", "stop", an http address, or a function of the alert or its full'
-                f" name, got {action!r}"
-            )
-        return lambda _, alert: function(alert)
-
-    def _save(self, trainer: Trainer) -> None:
-        """Save a checkpoint of the step that blew up, the first few times."""
-        assert self.probe is not None
-        if self._saved >= CHECKPOINTS:
-            return
-        self._saved += 1
-        made = None
-        with self.guard("checkpoint of a blow-up"):
-            made = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        if unanimous(made is not None, self.probe.weight.device, self.probe.world):
-            with self.guard("checkpoint of a blow-up"):  # rank zero writes; Trainer.save_checkpoint would have all wait
-                folder = (self.run_log.folder if self.run_log is not None else None) or trainer.default_root_dir
-                trainer.strategy.save_checkpoint(
-                    made or {}, os.path.join(folder, f"blow-up-step-{self.probe.step}.ckpt")
-                )
-
     def _log(self, trainer: Trainer, pl_module: LightningModule, record: StepRecord, final: bool) -> None:
         numbers = {metric.logged: float(value) for metric, value in values(record)}
         for logger in trainer.loggers:
@@ -433,12 +383,13 @@ class HilbertMonitor(Callback):
         if self._log_queue is not None and log is not None:
             self._log_queue.end(lambda: log.close(error))
         deadline = time.monotonic() + 5
-        sinks = [*([self._log_queue] if self._log_queue else []), *self._queues, *self._webhooks]
+        sinks = [*([self._log_queue] if self._log_queue else []), *self._queues]
+        sinks += self._responses.webhooks if self._responses is not None else []
         for sink in sinks:
             sink.end()
         for sink in sinks:
             sink.close(max(0.1, deadline - time.monotonic()))
-        self._log_queue, self._webhooks, self._responses, self._saved = None, [], [], 0
+        self._log_queue = self._responses = self.run_log = None
         self._queues, self._panel, self._kept, self._loss, self._validation_loss = [], None, None, None, None
 
 

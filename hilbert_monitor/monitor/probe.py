@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module
 from torch.optim import Optimizer
@@ -27,6 +26,7 @@ from .guard import Guard, tell
 from .hidden import AutocastFactory, HiddenStates, hidden_states
 from .increment import Decay, HeadStep, IncrementSource
 from .panel import Panel
+from .ranks import Ranks
 
 UNBALANCED = 0.01
 """|sum of the gradient's rows| / sum of their norms, from which on the loss is not that of a plain softmax."""
@@ -98,8 +98,7 @@ class Probe:
         self.tied = any(weight is m.weight for m in model.modules() if isinstance(m, Embedding | EmbeddingBag))
         if self.tied:
             self._remark("the head's weight is an embedding's too: a step also moves the hidden states through it")
-        self.world = _world() if world is None else world
-        self.rank = _rank() if self.world > 1 else 0
+        self.ranks = Ranks.of(weight.device, world)
         self.alerts: list[Alert] = []
         """What the judge said of the last record."""
         self.step = 0
@@ -178,7 +177,7 @@ class Probe:
 
     def _measure(self, *, exact: bool) -> None:
         """D(S) or its bracket, on the rank that writes."""
-        if not (exact or self.bracket) or self.rank != 0:
+        if not (exact or self.bracket) or self.ranks.rank != 0:
             return
         S: Tensor | None = None
         with self._guarded("increment"):
@@ -258,13 +257,13 @@ class Probe:
 
     def _perturbation(self) -> None:
         """Perturbation of the panel: each rank takes its share, and all of them learn of a failure by one gather."""
-        if self.panel is None and self.world == 1:
+        if self.panel is None and self.ranks.world == 1:
             return
         mine = torch.zeros(7, dtype=torch.float64)  # went well, positions, sum of squares, max, its pair, largest |h|
         with self._guarded("panel"):
             if self.panel is None:
                 raise RuntimeError("this rank has no panel")
-            share = self.panel.share(self.rank, self.world)
+            share = self.panel.share(self.ranks.rank, self.ranks.world)
             mine[0] = 1
             if share.size:
                 mine[0] = 0
@@ -277,7 +276,7 @@ class Probe:
                 mine = torch.tensor(
                     [1, share.size, share.size * found.rms**2, found.max, *found.pair, largest], dtype=torch.float64
                 )
-        ranks = self._gathered(mine)
+        ranks = self.ranks.gathered(mine)
         if not bool(ranks[:, 0].all()):
             return
         worst = ranks[ranks[:, 3].argmax()]
@@ -353,7 +352,7 @@ class Probe:
         }
         made = StepRecord(step=self.step, **self._measured)
         self.alerts = []
-        if self.judge is not None and self.rank == 0:
+        if self.judge is not None and self.ranks.rank == 0:
             with self._guarded("rules"):
                 self.alerts = self.judge.judge(made)
         self._recorded = self._measured
@@ -374,26 +373,7 @@ class Probe:
         mine = False
         with self._guarded("rules"):
             mine = self._exceeds("diameter")
-        return self.agreed(mine)
-
-    # Ranks
-
-    def agreed(self, mine: bool) -> bool:
-        """What rank zero says, on every rank."""
-        if self.world == 1:
-            return mine
-        said = torch.tensor([float(mine)], device=self.weight.device)
-        dist.broadcast(said, src=0)
-        return bool(said.item())
-
-    def _gathered(self, mine: Tensor) -> Tensor:
-        """Rows of all ranks, on the CPU."""
-        if self.world == 1:
-            return mine[None]
-        sent = mine.to(self.weight.device)
-        everyone = [torch.empty_like(sent) for _ in range(self.world)]
-        dist.all_gather(everyone, sent)
-        return torch.stack(everyone).cpu()
+        return self.ranks.agreed(mine)
 
     @contextmanager
     def _guarded(self, part: str) -> Iterator[None]:
@@ -415,20 +395,3 @@ def find_head_module(model: Module, head: str | Module | None) -> tuple[str, Mod
     if name not in names.values():
         raise ValueError(f"the model has no module called {name!r}: pass the LM head or its name as head=...")
     return name, model.get_submodule(name)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def unanimous(mine: bool, device: torch.device, world: int) -> bool:
-    """Whether every rank says so, on every rank."""
-    if world == 1:
-        return mine
-    said = torch.tensor([float(mine)], device=device)
-    dist.all_reduce(said, op=dist.ReduceOp.MIN)
-    return bool(said.item())

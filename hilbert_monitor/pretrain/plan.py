@@ -15,9 +15,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from .model import DecoderConfig
 from .recipes import Head, Recipe
 
@@ -398,82 +395,3 @@ def _seconds(
         "validation": checked / ranks,
         "monitor": sum(cost.seconds for cost in monitor.values()),
     }
-
-
-# Printing
-
-
-def show(plan: Plan, console: Console) -> None:
-    """Print a plan."""
-    ranks = f"{plan.nodes} x {plan.devices} {plan.device.name}"
-    title = f"{plan.size} with {plan.head} on its head, {plan.precision}: {ranks}"
-    console.print(_run_table(plan, title), _memory_table(plan), _flops_table(plan), _monitor_table(plan))
-    d, shares = plan.device, plan.newton_schulz_share
-    console.print(
-        f"Newton-Schulz is {shares['shared']:.2%} of forward and backward by FLOPs; on every rank in full it would be"
-        f" {shares['replicated']:.2%}."
-    )
-    console.print(
-        f"Hours assume, and nobody has measured, {d.utilisation:.0%} of what is printed for an {d.name}:"
-        f" {d.bf16 / 1e12:.0f} TFLOP/s bf16, {d.fp32 / 1e12:.0f} fp32 without TF32 (Newton-Schulz, monitor),"
-        f" {d.bandwidth / 1e12:.1f} TB/s; and {d.call * 1e6:.0f} µs a call, counted with a CPU's smaller chunks. The"
-        " exact search is a mean over increments made by training a head on synthetic data, not over those of such a"
-        " run; the memory leaves out workspaces and what an allocator wastes.",
-        style="dim",
-    )
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(columns[0])
-    for name in columns[1:]:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _run_table(plan: Plan, title: str) -> Table:
-    table = _table(title, "run", "")
-    for role, count in plan.parameters.items():
-        table.add_row(f"parameters: {role}", f"{count:,}")
-    table.add_row("parameters", f"{sum(plan.parameters.values()):,}")
-    table.add_row("updates", f"{plan.updates:,}")
-    table.add_row("tokens", f"{plan.tokens:,}")
-    table.add_row("tokens to an update", f"{plan.tokens_per_update:,}")
-    table.add_row("micro-batches to an update", f"{plan.accumulation} of {plan.micro_batch} sequences")
-    for name, seconds in plan.seconds.items():
-        table.add_row(f"assumed time of an update: {name}", f"{seconds * 1e3:,.2f} ms")
-    table.add_row("assumed hours", f"{plan.hours:,.3g}")
-    table.add_row("assumed device hours", f"{plan.hours * plan.devices * plan.nodes:,.3g}")
-    return table
-
-
-def _memory_table(plan: Plan) -> Table:
-    table = _table("Memory of a rank", "part", "GiB")
-    for name, size in plan.memory.items():
-        table.add_row(name, f"{size / 2**30:,.4g}")
-    table.add_section()
-    table.add_row("all", f"{sum(plan.memory.values()) / 2**30:,.4g}")
-    return table
-
-
-def _flops_table(plan: Plan) -> Table:
-    table = _table("One update on all ranks", "part", "TFLOP", "share")
-    for name, flops in plan.flops.items():
-        table.add_row(name, f"{flops / 1e12:,.4g}", f"{flops / plan.update_flops:.2%}")
-    table.add_section()
-    table.add_row("all", f"{plan.update_flops / 1e12:,.4g}", "")
-    return table
-
-
-def _monitor_table(plan: Plan) -> Table:
-    title = "The monitor beside it, a mean over updates"
-    table = _table(title, "part", "GFLOP", "of the FLOPs", "GB moved", "assumed ms")
-    for name, cost in plan.monitor.items():
-        share = f"{cost.flops / plan.update_flops:.5%}"
-        table.add_row(name, f"{cost.flops / 1e9:,.3f}", share, f"{cost.bytes / 1e9:,.3f}", f"{cost.seconds * 1e3:.3f}")
-    table.add_section()
-    flops, moved = (sum(getattr(cost, name) for cost in plan.monitor.values()) for name in ("flops", "bytes"))
-    shares = plan.monitor_share
-    timed = f"{plan.seconds['monitor'] * 1e3:.3f} ({shares['seconds']:.2%})"
-    table.add_row("all", f"{flops / 1e9:,.3f}", f"{shares['flops']:.5%}", f"{moved / 1e9:,.3f}", timed)
-    return table

@@ -1,0 +1,51 @@
+"""What the ranks of a run tell each other, so that they never part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes that train together; alone, nothing is sent. Every rank calls each of these, or none does."""
+
+    world: int
+    rank: int
+    device: torch.device
+    """Where what is sent has to be."""
+
+    @classmethod
+    def of(cls, device: torch.device, world: int | None = None) -> Ranks:
+        """Those of torch.distributed, unless a process is said to train by itself."""
+        there = dist.is_available() and dist.is_initialized()
+        world = (dist.get_world_size() if there else 1) if world is None else world
+        return cls(world, dist.get_rank() if world > 1 else 0, device)
+
+    def agreed(self, mine: bool) -> bool:
+        """What rank zero says."""
+        if self.world == 1:
+            return mine
+        said = torch.tensor([float(mine)], device=self.device)
+        dist.broadcast(said, src=0)
+        return bool(said.item())
+
+    def unanimous(self, mine: bool) -> bool:
+        """Whether every rank says so."""
+        if self.world == 1:
+            return mine
+        said = torch.tensor([float(mine)], device=self.device)
+        dist.all_reduce(said, op=dist.ReduceOp.MIN)
+        return bool(said.item())
+
+    def gathered(self, mine: Tensor) -> Tensor:
+        """Vectors of all ranks as rows, on the CPU."""
+        if self.world == 1:
+            return mine[None]
+        sent = mine.to(self.device)
+        everyone = [torch.empty_like(sent) for _ in range(self.world)]
+        dist.all_gather(everyone, sent)
+        return torch.stack(everyone).cpu()
