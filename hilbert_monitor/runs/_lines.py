@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
-import math
 import os
 import threading
 import time
@@ -18,10 +17,15 @@ import weakref
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+
+from .values import plain
+
+LONGEST = 1 << 24
+"""Bytes of a line, at most."""
 
 Line = TypeVar("Line")
 Step = Annotated[int, Meta(ge=-(2**62), le=2**62)]
@@ -39,44 +43,6 @@ class Marker(Struct, frozen=True):
 
 _MARKERS = msgspec.json.Decoder(Marker)
 _encoder = msgspec.json.Encoder()
-
-
-# Values
-
-
-def clean(text: str) -> str:
-    """Text that UTF-8 can hold: lone surrogates become their escapes."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def shown(value: object, limit: int = 1000) -> str:
-    """Any object as text of a sane length, also one that cannot print itself."""
-    try:
-        text = value if isinstance(value, str) else str(value) if isinstance(value, os.PathLike) else repr(value)
-    except Exception:
-        text = f"<{type(value).__name__} that cannot be shown>"
-    return clean(text if len(text) <= limit else text[: limit - 3] + "...")
-
-
-def plain(value: Any, depth: int = 16) -> Any:
-    """The value in what JSON knows; the rest as text."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else repr(float(value))
-    if isinstance(value, int):
-        return int(value) if abs(value) < 2**63 else shown(value)
-    if depth and isinstance(value, dict):
-        return {_key(key): plain(item, depth - 1) for key, item in value.items()}
-    if depth and isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item, depth - 1) for item in value]
-    return shown(value)
-
-
-def _key(key: object) -> str:
-    return clean(key) if isinstance(key, str) else shown(key)
 
 
 def line_of(record: Struct) -> bytes:
@@ -199,7 +165,8 @@ def is_locked(path: Path) -> bool | None:
 def blocks(path: Path, start: int = 0, size: int = 1 << 17) -> Iterator[tuple[int, bytes]]:
     """Whole lines from a byte offset on, about `size` bytes at a time, each with the offset behind it.
 
-    A last line without its newline is not there yet. A file shorter than the offset was replaced: it is read anew.
+    A last line without its newline is not there yet. A file shorter than the offset was replaced: it is read anew. Of a
+    line longer than LONGEST only the end is given, so that it counts as torn and has no need of memory.
     """
     try:
         file = _open(path)
@@ -211,11 +178,12 @@ def blocks(path: Path, start: int = 0, size: int = 1 << 17) -> Iterator[tuple[in
         while block := file.read(size):
             end = block.rfind(b"\n") + 1
             if end:
-                whole = b"".join((*parts, block[:end]))
-                start += len(whole)
-                yield start, whole
+                start = file.tell() - len(block) + end
+                yield start, b"".join((*parts, block[:end]))
                 parts = []
             parts.append(block[end:])
+            if len(parts) * size > LONGEST:
+                parts = [b"?"]
 
 
 def tail(path: Path, size: int = 1 << 16) -> bytes:

@@ -11,15 +11,16 @@ import statistics
 import time
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
-from ._lines import Line, Marker, Step, blocks, clean, is_locked, items, tail
+from ._lines import LONGEST, Line, Marker, Step, blocks, is_locked, items, tail
 from .record import Alert, RunInfo, StepRecord
+from .values import clean
 
 INFO, STEPS, ALERTS, END, HEARTBEAT = "info.jsonl", "steps.jsonl", "alerts.jsonl", "end.jsonl", "heartbeat"
 
@@ -68,7 +69,23 @@ class News(Struct, frozen=True, kw_only=True):
     @property
     def keep(self) -> int | None:
         """The last step that still counts of those before this news; None for all."""
-        return min((marker.first_step for marker in self.attempts), default=None)
+        return _keep(self.attempts)
+
+
+class AlertNews(Struct, frozen=True, kw_only=True):
+    """Alerts that a log has new."""
+
+    alerts: list[Alert]
+    keep: int | None
+    """The last step of which an earlier alert still counts; None for all."""
+    torn: int
+    offset: int
+    """Where to go on."""
+
+    def left_of(self, earlier: list[Alert]) -> list[Alert]:
+        """The earlier alerts that still count."""
+        keep = self.keep
+        return earlier if keep is None else [alert for alert in earlier if alert.step <= keep]
 
 
 class RunReader:
@@ -126,15 +143,22 @@ class RunReader:
         """The alerts that count."""
         found: list[Alert] = []
         self._torn[ALERTS] = 0
-        for _, block in blocks(self.folder / ALERTS):
-            for item in items(block, as_alert):
-                if isinstance(item, Marker):
-                    found = [alert for alert in found if alert.step <= item.first_step]
-                elif item is not None:
-                    found.append(item)
-                else:
-                    self._torn[ALERTS] += 1
+        for news in self.follow_alerts():
+            found = [*news.left_of(found), *news.alerts]
+            self._torn[ALERTS] += news.torn
         return found
+
+    def follow_alerts(self, offset: int = 0) -> Iterator[AlertNews]:
+        """What was alerted since a byte offset, in parts."""
+        for end, block in blocks(self.folder / ALERTS, offset):
+            found = items(block, as_alert)
+            alerts: list[Alert] = []
+            for item in found:
+                if isinstance(item, Marker):
+                    alerts = [alert for alert in alerts if alert.step <= item.first_step]
+                elif item is not None:
+                    alerts.append(item)
+            yield AlertNews(alerts=alerts, keep=_keep(found), torn=found.count(None), offset=end)
 
     def follow(self, offset: int = 0) -> Iterator[News]:
         """What was written since a byte offset, in parts. Nothing, if nothing was."""
@@ -182,7 +206,8 @@ class RunReader:
 
     def _small(self, name: str, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
         with contextlib.suppress(OSError):
-            whole = b"".join(block for _, block in blocks(self.folder / name))
+            parts = itertools.takewhile(lambda part: part[0] <= LONGEST, blocks(self.folder / name))
+            whole = b"".join(block for _, block in parts)
             return [item for item in items(whole, decoder) if item is not None and not isinstance(item, Marker)]
         return []
 
@@ -248,6 +273,11 @@ def find_runs(root: str | os.PathLike[str], **limits: float) -> list[RunReader]:
         return []
     readers = (RunReader(folder, **limits) for folder in folders)
     return [reader for reader in readers if reader.attempts]
+
+
+def _keep(found: Iterable[object]) -> int | None:
+    """The last step that an attempt among some lines goes on from."""
+    return min((item.first_step for item in found if isinstance(item, Marker)), default=None)
 
 
 def _counting(found: list[StepRecord | Marker | None]) -> list[StepRecord]:

@@ -27,13 +27,14 @@ from typing import Any, Self
 import msgspec
 from msgspec import Struct
 
-from ._lines import BROKEN, LineFile, Marker, clean, line_of, shown
+from ._lines import BROKEN, LineFile, Marker, line_of
 from ._reader import (
     ALERTS,
     END,
     HEARTBEAT,
     INFO,
     STEPS,
+    AlertNews,
     End,
     News,
     RunReader,
@@ -44,8 +45,22 @@ from ._reader import (
     find_runs,
 )
 from .record import Alert, RunInfo, StepRecord
+from .values import clean, shown
 
-__all__ = ["End", "Marker", "News", "RunReader", "RunState", "RunWriter", "find_runs"]
+__all__ = [
+    "ALERTS",
+    "END",
+    "INFO",
+    "STEPS",
+    "AlertNews",
+    "End",
+    "Marker",
+    "News",
+    "RunReader",
+    "RunState",
+    "RunWriter",
+    "find_runs",
+]
 
 
 class RunWriter:
