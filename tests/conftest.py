@@ -5,9 +5,9 @@ import os
 import pytest
 from hypothesis import settings
 
+settings.register_profile("here", deadline=None)
 settings.register_profile("ci", derandomize=True, deadline=None)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -22,11 +21,11 @@ from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
 from .guard import Guard, tell
 from .increment import Decay
+from .outputs import Outputs, Scraping
 from .panel import Batch, Panel, positions_of, token_ids, with_tensors
 from .probe import Probe, find_head_module
 from .ranks import Ranks
 from .responses import Responses
-from .sinks import Progress, QueuedSink, RunLog
 
 
 class HilbertMonitor(Callback):
@@ -55,6 +54,14 @@ class HilbertMonitor(Callback):
             "stop" (end training after this step, on all ranks), the address of a webhook, and a function of the alert,
             or its full name.
         sinks: where records go besides the trainer's loggers. Each has a thread of its own.
+        prometheus_port: serve the run's metrics at /metrics of this port, from rank zero; the next free one if it is
+            taken, 0 for any.
+        prometheus_address: to listen at; "0.0.0.0" for a Prometheus on another machine.
+        prometheus_tls: files of a certificate and its key, for https.
+        prometheus_registry: register the metrics there; without a port, that is all.
+        prometheus_stalled_after: seconds without a step or validation after which the run counts as stalled, unless
+            twenty of its steps take longer.
+        prometheus_linger: seconds that the metrics stay, at most, after the end, for a Prometheus that has been there.
         progress_bar: show the diameter in the progress bar.
         strict: raise what fails, in place of counting it and warning once.
     """
@@ -79,6 +86,12 @@ class HilbertMonitor(Callback):
         rules: Rules | None = None,
         on_blowup: str | list[Any] | Callable[[Alert], Any] = "warn",
         sinks: Iterable[Any] = (),
+        prometheus_port: int | None = None,
+        prometheus_address: str = "127.0.0.1",
+        prometheus_tls: tuple[str, str] | None = None,
+        prometheus_registry: Any = None,
+        prometheus_stalled_after: float = 300.0,
+        prometheus_linger: float = 30.0,
         progress_bar: bool = True,
         strict: bool = False,
     ) -> None:
@@ -90,14 +103,20 @@ class HilbertMonitor(Callback):
         self.sinks, self.progress_bar = tuple(sinks), progress_bar
         self.run_dir, self.run_name, self.config, self.rules = run_dir, run_name, config, rules
         self.on_blowup = on_blowup
+        self.scraping = Scraping(
+            port=prometheus_port,
+            address=prometheus_address,
+            tls=prometheus_tls,
+            registry=prometheus_registry,
+            stalled_after=prometheus_stalled_after,
+            linger=prometheus_linger,
+        )
         self.guard = Guard(strict=strict)
         self.probe: Probe | None = None
-        self.run_log: RunLog | None = None
-        self._log_queue: QueuedSink[Any] | None = None
-        self._queues: list[QueuedSink[Any]] = []
+        self.outputs: Outputs | None = None
+        """Where the run is written, on rank zero while it trains."""
         self._responses: Responses | None = None
         self._described = (0, False)  # remarks, and whether there is a panel, that the log knows of
-        self._alive = 0.0
         self._resumed: dict[str, Any] = {}
         self._tokens = self._updates = 0
         self._loss: Tensor | None = None
@@ -138,9 +157,8 @@ class HilbertMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Keep what the first validation delivers, where the data are a stream or the rule is the paper's."""
-        if self._log_queue is not None and time.monotonic() > self._alive + 10:
-            self._alive = time.monotonic()
-            self._log_queue.write(Progress())
+        if self.outputs is not None:
+            self.outputs.alive()
         if self._kept is not None and dataloader_idx == 0:
             with self.guard("panel"):
                 if self._still_missing(trainer) > 0:
@@ -178,7 +196,7 @@ class HilbertMonitor(Callback):
         return {
             "step": self.probe.step,
             "tokens": self._tokens,
-            "run": self.run_log.id if self.run_log is not None else self._resumed.get("run", ""),
+            "run": self.outputs.id if self.outputs is not None else self._resumed.get("run", ""),
             "name": self.run_name or "",
             "history": self.probe.judge.state(),
         }
@@ -197,7 +215,7 @@ class HilbertMonitor(Callback):
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step == 0:
             self._resumed = {}
-        self._responses = Responses(self.on_blowup, self.guard, lambda: self.run_log.id if self.run_log else "")
+        self._responses = Responses(self.on_blowup, self.guard, lambda: self.outputs.id if self.outputs else "")
         name, head = find_head_module(pl_module, self.head)
         with self.guard("panel"):
             if self._panel is None and self.perturbation_every:
@@ -230,23 +248,17 @@ class HilbertMonitor(Callback):
             with self.guard("history"):  # a learning rate may be another on purpose now
                 self.probe.judge.restore({**self._resumed["history"], "rates": []})
         if trainer.is_global_zero:
-            self._queues += [QueuedSink(sink) for sink in self.sinks]
-            with self.guard("run log"):
-                self._open_log(trainer, pl_module)
+            with self.guard("outputs"):
+                self._open(trainer, pl_module)
         self.probe.attach()
 
-    def _open_log(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the run log, in its own thread: where its file system hangs, training does not."""
-        if self.run_dir is None or getattr(trainer, "fast_dev_run", False):
-            return
+    def _open(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to write the run, in threads of their own: where a file system hangs, training does not."""
         assert self.probe is not None
-        self.run_log = RunLog(self.run_dir, first_step=self.probe.step, strict=self.guard.strict)
+        run_dir = None if getattr(trainer, "fast_dev_run", False) else self.run_dir
+        self.outputs = Outputs(self.guard, sinks=self.sinks, run_dir=run_dir, scraping=self.scraping)
         self._described = len(self.probe.remarks), self._panel is not None
-        info = self._describe(trainer, pl_module)
-        if self.guard.strict:
-            self.run_log.write(info)
-        self._log_queue = QueuedSink(self.run_log, name="the run log", room=8192)
-        self._log_queue.write(info)
+        self.outputs.open(self._describe(trainer, pl_module), first_step=self.probe.step)
 
     def _describe(self, trainer: Trainer, pl_module: LightningModule) -> RunInfo:
         """What is known of the run now."""
@@ -338,7 +350,7 @@ class HilbertMonitor(Callback):
         assert self._responses is not None
         self._responses.tell(alerts)
         if not final:
-            folder = (self.run_log.folder if self.run_log is not None else None) or trainer.default_root_dir
+            folder = (self.outputs.folder if self.outputs is not None else None) or trainer.default_root_dir
             self._responses.act(trainer, alerts, self.probe.ranks, str(folder), self.probe.step)
 
     def _validated(self, trainer: Trainer, loss: float) -> None:
@@ -346,25 +358,21 @@ class HilbertMonitor(Callback):
         amended = None if self.probe is None or self.probe.stepped else self.probe.amend(validation_loss=loss)
         if amended is None:
             self._validation_loss = loss
-        elif trainer.is_global_zero:
-            for sink in (*([self._log_queue] if self._log_queue else []), *self._queues):
-                sink.write(amended)
+        elif self.outputs is not None:
+            self.outputs.write(amended)
 
     def _hand_on(
         self, trainer: Trainer, pl_module: LightningModule, record: StepRecord, alerts: list[Alert], final: bool
     ) -> None:
         """Give a record, and what was said of it, to the log, the sinks and the loggers."""
         assert self.probe is not None
-        if self._log_queue is not None:
+        known = len(self.probe.remarks), self._panel is not None
+        if self.outputs is not None:
             with self.guard("run log"):
-                known = len(self.probe.remarks), self._panel is not None
                 if known != self._described:
                     self._described = known
-                    self._log_queue.write(self._describe(trainer, pl_module))
-            for item in (record, *alerts):
-                self._log_queue.write(item)
-        for sink in self._queues:
-            sink.write(record)
+                    self.outputs.describe(self._describe(trainer, pl_module))
+            self.outputs.write(record, alerts)
         with self.guard("loggers"):
             self._log(trainer, pl_module, record, final)
 
@@ -379,18 +387,10 @@ class HilbertMonitor(Callback):
         if self.probe is not None:
             self._resumed = self.state_dict()
             self.probe.detach()
-        log = self.run_log
-        if self._log_queue is not None and log is not None:
-            self._log_queue.end(lambda: log.close(error))
-        deadline = time.monotonic() + 5
-        sinks = [*([self._log_queue] if self._log_queue else []), *self._queues]
-        sinks += self._responses.webhooks if self._responses is not None else []
-        for sink in sinks:
-            sink.end()
-        for sink in sinks:
-            sink.close(max(0.1, deadline - time.monotonic()))
-        self._log_queue = self._responses = self.run_log = None
-        self._queues, self._panel, self._kept, self._loss, self._validation_loss = [], None, None, None, None
+        hooks = self._responses.webhooks if self._responses is not None else []
+        (self.outputs or Outputs(self.guard)).close(error, hooks)
+        self.outputs = self._responses = None
+        self._panel = self._kept = self._loss = self._validation_loss = None
 
 
 def _owner(optimizers: list[Optimizer], weight: Tensor | Module, name: str) -> Optimizer:

@@ -20,11 +20,34 @@ class Metric:
     help: str
     unit: str = ""
     axis: Literal["log", "linear"] = "linear"
+    counted: bool = False
+    """Whether Prometheus has it among the counters, as one that only grows."""
 
     @property
     def logged(self) -> str:
         """Name in a Lightning logger."""
         return f"hilbert/{self.name}"
+
+    @property
+    def exported(self) -> str:
+        """Name in Prometheus."""
+        return f"hilbert_{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What Prometheus knows of a run besides the numbers of its last step."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram", "info"]
+    help: str
+    labels: tuple[str, ...] = ()
+    """Besides `run` and `head`."""
+
+    @property
+    def exported(self) -> str:
+        """Name in Prometheus."""
+        return f"hilbert_{self.name}" + {"counter": "_total", "info": "_info"}.get(self.kind, "")
 
 
 CATALOGUE = (
@@ -46,9 +69,30 @@ CATALOGUE = (
     Metric("train_loss", "train_loss", "Training loss at the step."),
     Metric("validation_loss", "validation_loss", "Validation loss, when it was last computed."),
     Metric("learning_rate", "learning_rate", "Learning rate of the LM head at the step."),
-    Metric("tokens", "tokens", "Training tokens seen.", unit="tokens"),
+    Metric("tokens", "tokens", "Training tokens seen.", unit="tokens", counted=True),
     Metric("monitor_share", "share", "Part of the run's time that measuring took.", unit="ratio"),
 )
+
+FAMILIES = (
+    Family("run", "info", "What the run is: its name, model, seed, panel, host and versions."),
+    Family("run_status", "gauge", "1 for the state the run is in, 0 for the others.", ("status",)),
+    Family("run_start_timestamp_seconds", "gauge", "When this attempt at the run began, since the epoch."),
+    Family("heartbeat_timestamp_seconds", "gauge", "When training last made a step or validated, since the epoch."),
+    Family("stalled_after_seconds", "gauge", "Age of the heartbeat from which on the run counts as stalled."),
+    Family("step", "gauge", "The last optimizer step."),
+    Family("steps", "counter", "Optimizer steps that were recorded."),
+    Family("tokens", "counter", "Training tokens seen."),
+    Family("step_diameter_distribution", "histogram", "Row diameters of all steps: exact, or their lower bounds."),
+    Family("blowups", "counter", "Steps that blew up, by the rule that said so.", ("kind",)),
+    Family("blowup_value", "gauge", "What the last blow-up of a kind measured.", ("kind",)),
+    Family("blowup_expected", "gauge", "What it should have been at most.", ("kind",)),
+    Family("blowup_step", "gauge", "The step of the last blow-up of a kind.", ("kind",)),
+    Family("nonfinite_increments", "counter", "Increments of the LM head with an infinity or a nan."),
+    Family("skipped_steps", "counter", "Steps at which the optimizer moved nothing."),
+    Family("monitor_seconds", "counter", "Time that measuring took, by part.", ("part",)),
+    Family("monitor_failures", "counter", "What failed in the monitor or was dropped by a sink.", ("sink",)),
+)
+"""Of every run, whatever it measures."""
 
 
 def values(record: StepRecord) -> Iterator[tuple[Metric, float]]:

@@ -1,0 +1,156 @@
+"""Where rank zero writes a run: its log, the metrics that Prometheus scrapes, and the user's sinks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from hilbert_monitor.runs.exposition import STALLED_AFTER, RunSamples
+from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+
+from .exporter import Exporter
+from .guard import Guard
+from .sinks import Progress, QueuedSink, RunLog
+
+ALIVE = 10.0
+"""Seconds between two signs of life while no step is made."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scraping:
+    """How Prometheus gets at the metrics; see Exporter."""
+
+    port: int | None = None
+    address: str = "127.0.0.1"
+    tls: tuple[str, str] | None = None
+    registry: CollectorRegistry | None = None
+    linger: float = 30.0
+    stalled_after: float = STALLED_AFTER
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to export to."""
+        return self.port is not None or self.registry is not None
+
+
+class Outputs:
+    """The outputs of one run. Each has a thread of its own: training never waits for one.
+
+    Args:
+        guard: for what fails.
+        sinks: of the user.
+        run_dir: folder of the run logs; None for no log.
+        scraping: of the metrics.
+    """
+
+    def __init__(
+        self, guard: Guard, *, sinks: Iterable[Any] = (), run_dir: str | None = None, scraping: Scraping | None = None
+    ) -> None:
+        self.guard, self.run_dir, self.scraping = guard, run_dir, scraping or Scraping()
+        self.log: RunLog | None = None
+        self._log_queue: QueuedSink[Any] | None = None
+        self._queues = [QueuedSink[StepRecord](sink) for sink in sinks]
+        self._exporter: Exporter | None = None
+        self._info, self._alive = RunInfo(), 0.0
+
+    @property
+    def id(self) -> str:
+        """Name of the run's folder, once there is one."""
+        return self.log.id if self.log is not None else ""
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's folder, once there is one."""
+        return self.log.folder if self.log is not None else None
+
+    def open(self, info: RunInfo, *, first_step: int) -> None:
+        """Begin with what is known of the run."""
+        if self.run_dir is not None:
+            self.log = RunLog(self.run_dir, first_step=first_step, strict=self.guard.strict)
+        else:
+            self._info = info = _own_name(info)
+        with self.guard("exporter"):
+            if self.scraping.wanted:
+                info = self._export(info)
+        if self.log is not None:
+            if self.guard.strict:
+                self.log.write(info)
+            self._log_queue = QueuedSink(self.log, name="the run log", room=8192)
+            self._log_queue.write(info)
+
+    def describe(self, info: RunInfo) -> None:
+        """Say what has become known of the run."""
+        if self._exporter is not None:
+            info = msgspec.structs.replace(info, port=self._exporter.port)
+        if self._log_queue is not None:
+            self._log_queue.write(info)
+
+    def write(self, record: StepRecord, alerts: Sequence[Alert] = ()) -> None:
+        """Write a step's record, and what was said of it; one for a step that was written before replaces it."""
+        items: tuple[StepRecord | Alert, ...] = (record, *alerts)
+        for item in items:
+            if self._exporter is not None:
+                self._exporter.samples.write(item)
+            if self._log_queue is not None:
+                self._log_queue.write(item)
+        for sink in self._queues:
+            sink.write(record)
+
+    def alive(self) -> None:
+        """Say that the run is doing something, though it makes no step."""
+        if time.monotonic() > self._alive + ALIVE:
+            self._alive = time.monotonic()
+            if self._exporter is not None:
+                self._exporter.samples.alive()
+            if self._log_queue is not None:
+                self._log_queue.write(Progress())
+
+    def close(self, error: BaseException | None = None, also: Sequence[QueuedSink[Any]] = ()) -> None:
+        """Say how the run ended, and give what is waiting to be written a few seconds, that of `also` included."""
+        log, deadline = self.log, time.monotonic() + 5
+        if self._log_queue is not None and log is not None:
+            self._log_queue.end(lambda: log.close(error))
+        if self._exporter is not None:
+            self._exporter.end("failed" if error is not None else "finished")
+        sinks = [*([self._log_queue] if self._log_queue else []), *self._queues, *also]
+        for sink in sinks:
+            sink.end()
+        for sink in sinks:
+            sink.close(max(0.1, deadline - time.monotonic()))
+
+    def about(self) -> RunInfo:
+        """What is known of the run; its log knows most."""
+        writer = self.log.writer if self.log is not None else None
+        return writer.info if writer is not None else self._info
+
+    def failures(self) -> Counter[str]:
+        """What failed or was dropped so far, by part or sink."""
+        found = Counter(self.guard.failures)
+        for sink in (*([self._log_queue] if self._log_queue else []), *self._queues):
+            found[sink.name] += sink.failures + sink.dropped
+        return found
+
+    def _export(self, info: RunInfo) -> RunInfo:
+        """Begin to export; return the info with the port in it."""
+        s = self.scraping
+        samples = RunSamples(self.about, failures=self.failures, stalled_after=s.stalled_after)
+        self._exporter = Exporter(
+            samples, port=s.port, address=s.address, tls=s.tls, registry=s.registry, linger=s.linger
+        )
+        return msgspec.structs.replace(info, port=self._exporter.port)
+
+
+def _own_name(info: RunInfo) -> RunInfo:
+    """The info of a run that has no log to give it a name and a time."""
+    host, pid = socket.gethostname(), os.getpid()
+    id = info.id or info.name or f"{host}-{pid}"
+    return msgspec.structs.replace(info, id=id, host=host, pid=pid, started=time.time())

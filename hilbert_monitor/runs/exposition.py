@@ -1,0 +1,242 @@
+"""From records to Prometheus samples: what is scraped of a run, in its own process or from its log.
+
+A gauge shows a scraper the last step alone. What must not be lost between two scrapes is also counted: blow-ups, steps
+that were not finite, and every row diameter, in a histogram.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from .metrics import CATALOGUE, FAMILIES, Family
+from .record import Alert, RunInfo, StepRecord
+
+BUCKETS = (*(float(f"{10 ** (power / 4):.2e}") for power in range(-24, 9)), math.inf)
+"""Upper ends of the histogram's buckets: four to a decade, from 1e-6 to 100."""
+
+STALLED_AFTER, STALLED_STEPS = 300.0, 20.0
+"""A run is stalled after so many seconds without a sign of life, and after so many steps at its own pace."""
+
+STATUSES = ("running", "finished", "failed", "stalled", "killed")
+
+
+@dataclass(kw_only=True)
+class Samples:
+    """What is told of one run."""
+
+    info: RunInfo
+    status: str = "running"
+    heartbeat: float = 0.0
+    """Seconds since the epoch."""
+    stalled_after: float = STALLED_AFTER
+    step: int | None = None
+    steps: int = 0
+    skipped: int = 0
+    nonfinite: int = 0
+    tokens: float | None = None
+    latest: dict[str, float] = field(default_factory=dict)
+    """The last number of each metric of the catalogue, by its name."""
+    seconds: Counter[str] = field(default_factory=Counter)
+    buckets: Sequence[int] = (0,) * len(BUCKETS)
+    """How many diameters each bucket has by itself."""
+    total: float = 0.0
+    """Sum of the diameters."""
+    alerts: dict[str, Alert] = field(default_factory=dict)
+    """The last blow-up of each kind."""
+    blowups: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+
+
+class RunSamples:
+    """Makes the samples of a run that is going on: a sink of its records and alerts, safe between threads.
+
+    Args:
+        info: gives what is known of the run now.
+        failures: what failed so far, by part or sink.
+        stalled_after: seconds without a sign of life from which on the run is stalled, if its steps are not longer.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        info: Callable[[], RunInfo],
+        *,
+        failures: Callable[[], Mapping[str, int]] = dict,
+        stalled_after: float = STALLED_AFTER,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._info, self._failures, self._clock, self._lock = info, failures, clock, threading.Lock()
+        self._samples = Samples(info=info(), heartbeat=clock(), stalled_after=stalled_after)
+        self._stalled_after, self._last = stalled_after, math.nan
+        self._buckets = [0] * len(BUCKETS)
+
+    def write(self, record: StepRecord | Alert) -> None:
+        """Take what is new of the run; a record for the same step again has only become more complete."""
+        with self._lock:
+            if isinstance(record, Alert):
+                self._samples.alerts[record.kind] = record
+                self._samples.blowups[record.kind] += 1
+            else:
+                self._take(record)
+
+    def alive(self) -> None:
+        """Note that training is doing something, though it makes no step."""
+        self._samples.heartbeat = self._clock()
+
+    def end(self, status: str) -> None:
+        """Note how the run ended."""
+        self._samples.status = status
+        self.alive()
+
+    def samples(self) -> Samples:
+        """What is to be told now."""
+        with self._lock:
+            made = Samples(**vars(self._samples))
+            made.latest, made.alerts = dict(made.latest), dict(made.alerts)
+            made.seconds, made.blowups = Counter(made.seconds), Counter(made.blowups)
+            made.buckets = tuple(self._buckets)
+        made.info, made.failures = self._info(), Counter(self._failures())
+        return made
+
+    def _take(self, record: StepRecord) -> None:
+        known = self._samples
+        known.heartbeat = self._clock()
+        for metric in CATALOGUE:
+            value = getattr(record, metric.field)
+            if value is not None:
+                known.latest[metric.name] = float(value)
+        if known.step is not None and record.step <= known.step:
+            return
+        pace = record.time - self._last
+        if pace > 0:  # the slower of the last steps and a memory of those before
+            remembered = max(STALLED_STEPS * pace, 0.9 * known.stalled_after)
+            known.stalled_after = max(self._stalled_after, remembered)
+        self._last = record.time
+        known.step, known.steps = record.step, known.steps + 1
+        known.tokens = known.tokens if record.tokens is None else float(record.tokens)
+        known.skipped += bool(record.skipped)
+        known.nonfinite += bool(record.nonfinite_rows)
+        known.seconds.update(record.seconds)
+        diameter = record.diameter if record.diameter is not None else record.diameter_lower
+        if diameter is not None and math.isfinite(diameter):
+            self._buckets[bisect_left(BUCKETS, diameter)] += 1
+            known.total += diameter
+
+
+class Exposition(Collector):
+    """A Prometheus collector of some runs. It registers nowhere by itself.
+
+    Args:
+        runs: gives the samples of the runs there are now.
+    """
+
+    def __init__(self, runs: Callable[[], Iterable[Samples]]) -> None:
+        self.runs = runs
+
+    def describe(self) -> Iterator[Metric]:
+        """Name what will be collected, without looking at any run."""
+        yield from _families([]).values()
+
+    def collect(self) -> Iterator[Metric]:
+        """All samples, each family once."""
+        yield from _families(list(self.runs())).values()
+
+
+def _families(runs: Sequence[Samples]) -> dict[str, Metric]:
+    made = {family.exported: _FAMILY[family.kind](family) for family in FAMILIES}
+    for metric in CATALOGUE:
+        if not metric.counted:
+            made[metric.exported] = GaugeMetricFamily(metric.exported, metric.help, labels=("run", "head"))
+    for run in runs:
+        who = (run.info.id, run.info.head_optimizer or "unknown")
+        for name, labels, *values in _samples(run):
+            made[f"hilbert_{name}"].add_metric([*who, *labels], *values)  # type: ignore[attr-defined]
+    return made
+
+
+def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
+    """What is told of a run: family, labels besides its own, value."""
+    yield "run_info", (), _about(run.info)
+    yield "step_diameter_distribution", (), _cumulative(run.buckets), run.total
+    for metric in CATALOGUE:
+        if metric.name in run.latest and not metric.counted:
+            yield metric.name, (), run.latest[metric.name]
+    for status in STATUSES:
+        yield "run_status", (status,), float(run.status == status)
+    yield "run_start_timestamp_seconds", (), run.info.started
+    yield "heartbeat_timestamp_seconds", (), run.heartbeat
+    yield "stalled_after_seconds", (), run.stalled_after
+    if run.step is not None:
+        yield "step", (), run.step
+    yield "steps_total", (), run.steps
+    if run.tokens is not None:
+        yield "tokens_total", (), run.tokens
+    yield "nonfinite_increments_total", (), run.nonfinite
+    yield "skipped_steps_total", (), run.skipped
+    for kind in KINDS | run.blowups.keys():
+        yield "blowups_total", (kind,), run.blowups[kind]
+    for kind, alert in run.alerts.items():
+        yield "blowup_value", (kind,), alert.value
+        yield "blowup_step", (kind,), alert.step
+        if alert.expected is not None:
+            yield "blowup_expected", (kind,), alert.expected
+    for part, seconds in run.seconds.items():
+        yield "monitor_seconds_total", (part,), seconds
+    for sink, count in run.failures.items():
+        yield "monitor_failures_total", (sink,), count
+
+
+KINDS = {"nonfinite", "ceiling", "diameter", "perturbation"}
+"""Blow-ups are counted from zero: a counter that appears with its first count has no increase."""
+
+
+def _about(info: RunInfo) -> dict[str, str]:
+    return {
+        "name": info.name,
+        "model": info.model,
+        "seed": "" if info.seed is None else str(info.seed),
+        "panel": info.panel_hash,
+        "host": info.host,
+        "attempt": str(info.attempt),
+        "ranks": str(info.world_size),
+        "port": "" if info.port is None else str(info.port),
+        "torch": info.versions.get("torch", ""),
+        "version": info.versions.get("hilbert_monitor", ""),
+    }
+
+
+def _cumulative(buckets: Sequence[int]) -> list[tuple[str, float]]:
+    found, count = [], 0
+    for end, own in zip(BUCKETS, buckets, strict=True):
+        count += own
+        found.append((str(floatToGoString(end)), float(count)))  # type: ignore[no-untyped-call]
+    return found
+
+
+def _labels(family: Family) -> list[str]:
+    return ["run", "head", *family.labels]
+
+
+_FAMILY: dict[str, Callable[[Family], Metric]] = {
+    "gauge": lambda f: GaugeMetricFamily(f.exported, f.help, labels=_labels(f)),
+    "counter": lambda f: CounterMetricFamily(f"hilbert_{f.name}", f.help, labels=_labels(f)),
+    "histogram": lambda f: HistogramMetricFamily(f.exported, f.help, labels=_labels(f)),
+    "info": lambda f: InfoMetricFamily(f"hilbert_{f.name}", f.help, labels=_labels(f)),
+}

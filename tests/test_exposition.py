@@ -1,0 +1,198 @@
+"""What Prometheus is told of a run, against the records themselves."""
+
+import math
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parsed_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parsed
+from prometheus_client.utils import floatToGoString as _go
+
+from hilbert_monitor.runs.exposition import BUCKETS, Exposition, RunSamples
+from hilbert_monitor.runs.metrics import CATALOGUE, FAMILIES
+from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+
+INFO = RunInfo(id="a-run", name="a run", head_optimizer="AdamW", seed=3, started=5.0, versions={"torch": "2.13"})
+WHO = {"run": "a-run", "head": "AdamW"}
+
+numbers = st.none() | st.floats(allow_nan=True, allow_infinity=True)
+records = st.lists(
+    st.builds(
+        StepRecord,
+        step=st.integers(1, 30),
+        time=st.floats(0, 1e9),
+        diameter=numbers,
+        diameter_lower=numbers,
+        train_loss=numbers,
+        tokens=st.none() | st.integers(0, 10**12),
+        nonfinite_rows=st.none() | st.integers(0, 3),
+        skipped=st.sampled_from(["", "overflow"]),
+        seconds=st.dictionaries(st.sampled_from(["increment", "panel"]), st.floats(0, 10)),
+    ),
+    max_size=30,
+)
+
+
+def scraped(*runs):
+    registry = CollectorRegistry()
+    registry.register(Exposition(lambda: [run.samples() for run in runs]))
+    return generate_latest(registry).decode(), openmetrics(registry).decode()
+
+
+def read(text):
+    """The samples, by name and by labels besides the run's own."""
+    found = {}
+    for family in parsed(text):
+        for sample in family.samples:
+            key = sample.name, frozenset(sample.labels.items() - WHO.items())
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def value(text, name, **labels):
+    """The sample of that name and those labels, or None."""
+    return (read(text) if isinstance(text, str) else text).get((name, frozenset(labels.items())))
+
+
+def same(a, b):
+    return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
+
+
+@given(records)
+def test_samples_are_those_of_the_records(written):
+    run, first = RunSamples(lambda: INFO), {}
+    for record in written:
+        run.write(record)
+        if record.step > max(first, default=0):
+            first[record.step] = record
+    text = read(scraped(run)[0])
+    counted = list(first.values())
+    assert value(text, "hilbert_steps_total") == len(counted)
+    assert value(text, "hilbert_skipped_steps_total") == sum(bool(record.skipped) for record in counted)
+    assert value(text, "hilbert_nonfinite_increments_total") == sum(bool(r.nonfinite_rows) for r in counted)
+    last = [record.train_loss for record in written if record.train_loss is not None]
+    assert same(value(text, "hilbert_train_loss"), last[-1] if last else None)
+    for part in ("increment", "panel"):
+        spent = [record.seconds[part] for record in counted if part in record.seconds]
+        found = value(text, "hilbert_monitor_seconds_total", part=part)
+        assert found == pytest.approx(sum(spent)) if spent else found is None
+    found = [r.diameter if r.diameter is not None else r.diameter_lower for r in counted]
+    finite = [d for d in found if d is not None and math.isfinite(d)]
+    assert value(text, "hilbert_step_diameter_distribution_count") == len(finite)
+    ends = {end: value(text, "hilbert_step_diameter_distribution_bucket", le=_go(end)) for end in BUCKETS}
+    assert ends == {end: sum(d <= end for d in finite) for end in BUCKETS}
+
+
+def test_every_family_and_metric_is_there_with_its_help():
+    run = RunSamples(lambda: INFO, failures=lambda: {"the run log": 2})
+    full = {metric.field: 1.0 for metric in CATALOGUE if metric.field not in ("saturation", "tokens", "nonfinite_rows")}
+    run.write(StepRecord(step=1, time=0.0, tokens=7, nonfinite_rows=1, seconds={"panel": 1.0}, **full))
+    run.write(Alert(step=1, time=0.0, kind="diameter", value=2.0, expected=1.0))
+    text, _ = scraped(run)
+    found = {family.name: family for family in parsed(text)}
+    for metric in CATALOGUE:
+        if not metric.counted:
+            assert found[metric.exported].documentation == metric.help
+            assert found[metric.exported].samples
+    for family in FAMILIES:
+        name = f"hilbert_{family.name}" if family.kind == "counter" else family.exported
+        assert found[name].samples, family.name
+        labels = {label for sample in found[name].samples for label in sample.labels}
+        assert {"run", "head", *family.labels} <= labels
+
+
+def test_a_record_that_is_completed_is_not_counted_again():
+    run = RunSamples(lambda: INFO)
+    run.write(StepRecord(step=1, time=0.0, diameter=0.5, seconds={"panel": 1.0}))
+    run.write(StepRecord(step=1, time=0.0, diameter=0.5, seconds={"panel": 1.0}, validation_loss=3.0))
+    text, _ = scraped(run)
+    assert value(text, "hilbert_steps_total") == 1
+    assert value(text, "hilbert_monitor_seconds_total", part="panel") == 1
+    assert value(text, "hilbert_step_diameter_distribution_count") == 1
+    assert value(text, "hilbert_validation_loss") == 3
+
+
+def test_blowups_are_counted_from_zero_by_kind():
+    run = RunSamples(lambda: INFO)
+    assert value(scraped(run)[0], "hilbert_blowups_total", kind="diameter") == 0
+    for step in (4, 9):
+        run.write(Alert(step=step, time=0.0, kind="diameter", value=math.inf, expected=0.5))
+    text, _ = scraped(run)
+    assert value(text, "hilbert_blowups_total", kind="diameter") == 2
+    assert value(text, "hilbert_blowups_total", kind="ceiling") == 0
+    assert value(text, "hilbert_blowup_step", kind="diameter") == 9
+    assert value(text, "hilbert_blowup_value", kind="diameter") == math.inf
+    assert value(text, "hilbert_blowup_expected", kind="diameter") == 0.5
+
+
+def test_how_a_run_ended_is_told():
+    run = RunSamples(lambda: INFO)
+    run.end("failed")
+    text, _ = scraped(run)
+    told = {status: value(text, "hilbert_run_status", status=status) for status in ("running", "failed", "finished")}
+    assert told == {"running": 0, "failed": 1, "finished": 0}
+
+
+def test_slow_steps_have_more_time_before_they_count_as_stalled():
+    run = RunSamples(lambda: INFO, stalled_after=10.0)
+    for step in range(1, 4):
+        run.write(StepRecord(step=step, time=step * 60.0))
+    assert value(scraped(run)[0], "hilbert_stalled_after_seconds") == 1200
+    for step in range(4, 60):
+        run.write(StepRecord(step=step, time=180 + step * 0.1))
+    assert value(scraped(run)[0], "hilbert_stalled_after_seconds") == 10
+
+
+def test_the_heartbeat_is_the_last_sign_of_life():
+    now = [100.0]
+    run = RunSamples(lambda: INFO, clock=lambda: now[0])
+    now[0] = 107.0
+    run.write(StepRecord(step=1, time=0.0))
+    now[0] = 130.0
+    assert value(scraped(run)[0], "hilbert_heartbeat_timestamp_seconds") == 107
+    run.alive()
+    assert value(scraped(run)[0], "hilbert_heartbeat_timestamp_seconds") == 130
+
+
+def test_hostile_names_stay_in_their_labels():
+    name = 'x"\n# HELP y\\ \u2028{}<b>'
+    info = RunInfo(id=name, name=name, head_optimizer=name)
+    run = RunSamples(lambda: info)
+    run.write(StepRecord(step=1, time=0.0, diameter=1.0))
+    for text, parse in zip(scraped(run), (parsed, parsed_openmetrics), strict=True):
+        labels = [sample.labels for family in parse(text) for sample in family.samples]
+        assert {one["run"] for one in labels} == {name}
+
+
+def test_several_runs_share_the_families():
+    other = RunSamples(lambda: RunInfo(id="b", head_optimizer="RowNorm"))
+    text, _ = scraped(RunSamples(lambda: INFO), other)
+    assert text.count("# TYPE hilbert_step_diameter gauge") == 1
+    assert 'hilbert_steps_total{head="RowNorm",run="b"} 0.0' in text
+
+
+def test_promtool_finds_nothing_to_say():
+    run = RunSamples(lambda: INFO, failures=lambda: {"the run log": 2})
+    run.write(StepRecord(step=1, time=0.0, diameter=math.nan, tokens=7, seconds={"panel": 1.0}))
+    run.write(Alert(step=1, time=0.0, kind="diameter", value=2.0, expected=1.0))
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed")
+    text, _ = scraped(run)
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_openmetrics_is_understood():
+    run = RunSamples(lambda: INFO)
+    run.write(StepRecord(step=1, time=0.0, diameter=0.1, tokens=7))
+    _, text = scraped(run)
+    found = {family.name: family for family in parsed_openmetrics(text)}
+    assert found["hilbert_run"].type == "info"
+    assert found["hilbert_steps"].type == "counter"
+    assert text.endswith("# EOF\n")
