@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -41,11 +43,15 @@ def bench(
     faults: Annotated[
         bool, typer.Option("--faults", help="Put faults into training runs, and see who notices them (ten minutes).")
     ] = False,
+    service: Annotated[
+        bool, typer.Option("--service", help="Measure the service on 200 long runs (5 GB, some minutes).")
+    ] = False,
 ) -> None:
     """Measure against opponents in the same run.
 
     The geometry against all pairs, a bare matmul and one pass over the matrix; monitored training steps against bare
-    ones; the optimizers against torch's own and a plain loop; the blow-up rules against spike detectors.
+    ones; the optimizers against torch's own and a plain loop; the blow-up rules against spike detectors; the service
+    against its limits and TensorBoard.
 
     Example: hilbert-monitor bench --increment step50.pt --json bench.json
     """
@@ -53,12 +59,28 @@ def bench(
 
     from .bench import suite
     from .bench.faults import Plan
+    from .bench.service import Sizes
 
     console = Console()
     if json is not None and not json.absolute().parent.is_dir():
         raise typer.BadParameter(f"the folder of {json} does not exist: create it first", param_hint="--json")
     if bool(increment) + optim + faults > 1:
         raise typer.BadParameter("--increment, --optim and --faults measure different things: give one of them")
+    if service and (increment or optim or faults):
+        raise typer.BadParameter("--service measures something else than --increment, --optim and --faults: drop them")
+    if service:
+        try:
+            results, remarks = suite.run_service(Sizes.quick() if quick else Sizes(), console)
+        except RuntimeError as error:
+            console.print(str(error), style="red", soft_wrap=True)
+            raise typer.Exit(1) from None
+        suite.show(results, console)
+        for remark in remarks:
+            console.print(remark, style="yellow", soft_wrap=True)
+        if json is not None:
+            suite.write_json(results, json)
+            console.print(f"written to {json}")
+        return
     if faults:
         found = suite.run_faults(Plan.quick() if quick else Plan(), console)
         suite.show_faults(found, console)
@@ -232,7 +254,10 @@ def demo(
         list[Path] | None, typer.Option(help="Text files or folders to train on, in place of Python's own sources.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the results to this file, as JSON.")] = None,
-    serve: Annotated[bool, typer.Option(help="Show the runs on a live dashboard; there is none yet.")] = True,
+    serve: Annotated[bool, typer.Option(help="Show the runs live in the browser, and go on until Ctrl-C.")] = True,
+    port: Annotated[
+        int | None, typer.Option(help="Of the dashboard; by default 8000, or any if that is taken.", min=0, max=65535)
+    ] = None,
     change: Annotated[list[str] | None, typer.Option("--set", help="Override any number of the recipe.")] = None,
 ) -> None:
     """Train an AdamW head and a RowNorm head side by side, and compare them: minutes on two CPU cores.
@@ -243,6 +268,7 @@ def demo(
 
     from .pretrain import demo as pair
     from .pretrain import recipes
+    from .service.serve import AddressError
 
     console = Console()
     if json is not None and not json.absolute().parent.is_dir():
@@ -252,18 +278,23 @@ def demo(
         if fixed := {"head", "head_lr", "seed"} & overrides.keys():
             raise ValueError(f"--set {fixed.pop()}: the demo trains both heads, each at its own learning rate: drop it")
         recipe = recipes.recipe("demo", **{"updates": steps, **overrides})
-        done = pair.run(out, recipe, seeds=seeds, texts=text or [], console=console)
-    except (ValueError, FileNotFoundError) as error:
+        with pair.dashboard(out / "runs", port, console) if serve else nullcontext() as url:
+            done = pair.run(out, recipe, seeds=seeds, texts=text or [], console=console)
+            pair.show(done, recipe, console)
+            if any(one.step for one in done):
+                console.print(f"curves: {pair.draw(out)}; run logs: {out / 'runs'}", soft_wrap=True)
+            if json is not None:
+                pair.write_json(pair.results(done, out / "runs"), json)
+                console.print(f"written to {json}")
+            if url is not None and all(one.step == recipe.updates for one in done):
+                console.print(f"the dashboard stays at {url} until Ctrl-C", soft_wrap=True)
+                with suppress(KeyboardInterrupt):
+                    signal.pause()
+    except (ValueError, FileNotFoundError, AddressError) as error:
         raise typer.BadParameter(str(error)) from None
     except RuntimeError as error:
         console.print(str(error), style="red")
         raise typer.Exit(1) from None
-    pair.show(done, recipe, console)
-    if any(one.step for one in done):
-        console.print(f"curves: {pair.draw(out)}; run logs: {out / 'runs'}", soft_wrap=True)
-    if json is not None:
-        pair.write_json(pair.results(done, out / "runs"), json)
-        console.print(f"written to {json}")
 
 
 @app.command()
@@ -307,3 +338,34 @@ def report(
     for comparison in compared:
         console.print(service.headline(comparison))
     console.print("written to " + ", ".join(str(path) for path in (out, csv, json) if path is not None))
+
+
+@app.command()
+def serve(
+    runs: Annotated[Path, typer.Argument(help="Folder of the runs; it may come into being later.")] = Path("runs"),
+    host: Annotated[
+        str, typer.Option(help="Address to listen at. One that others can reach gets a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 for any that is free.", min=0, max=65535)] = 8000,
+    token: Annotated[
+        str | None, typer.Option(help="What a visitor has to know.", envvar="HILBERT_MONITOR_TOKEN")
+    ] = None,
+    cache: Annotated[bool, typer.Option(help="Keep what was read beside the runs: later starts are quick.")] = True,
+    browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Show runs live in the browser, until Ctrl-C: AdamW against RowNorm, each run, its tokens and its alerts.
+
+    It only reads. On this machine it needs no token; for others, give --host and send them the link that it prints.
+
+    Example: hilbert-monitor serve runs --port 8000
+    """
+    from .service import serve as service
+
+    if token is not None and not token.strip():
+        raise typer.BadParameter("a token has at least one character: drop it, or give one", param_hint="--token")
+    if runs.exists() and not runs.is_dir():
+        raise typer.BadParameter(f"{runs} is not a folder: give the one that runs are logged to")
+    try:
+        service.serve(runs, host=host, port=port, token=token, cache=cache, open_browser=browser)
+    except service.AddressError as error:
+        raise typer.BadParameter(str(error)) from None

@@ -57,7 +57,7 @@ def test_a_run_serves_its_metrics_while_it_trains(tmp_path):
     assert len(scraper.texts) >= UPDATES
     last = scraper.texts[-1]
     assert f'hilbert_step{{head="AdamW",run="scraped"}} {UPDATES}.0' in last
-    assert 'hilbert_run_status{head="AdamW",run="scraped",status="running"} 1.0' in last
+    assert 'hilbert_run_status{head="AdamW",run="scraped",status="running"} 1.0' in scraper.texts[0]
     assert "hilbert_perturbation_rms{" in last
     assert "hilbert_validation_loss{" in last
     [run] = find_runs(tmp_path)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import stdev
@@ -26,12 +26,15 @@ from rich.table import Table
 
 from hilbert_monitor.runs.log import RunReader, find_runs
 from hilbert_monitor.runs.record import StepRecord
+from hilbert_monitor.service.serve import AddressError, background
 
 from .corpus import Corpus, corpus, standard_library
 from .recipes import DEMO, HEADS, Head, Recipe
 from .shards import write_shard
 from .tokenization import TOKENIZER, text_files
 
+PORT = 8000
+"""Of the dashboard, unless it is taken."""
 NAMES: dict[str, str] = {"adamw": "AdamW", "rownorm": "RowNorm"}
 
 
@@ -108,6 +111,20 @@ def run(out: Path, recipe: Recipe, *, seeds: int, texts: Sequence[Path], console
         for one in done:
             stop(one)
     return done
+
+
+@contextmanager
+def dashboard(runs: Path, port: int | None, console: Console) -> Iterator[str]:
+    """Show the runs live while the block lasts; say where before anything else. Give the address."""
+    with ExitStack() as stack:
+        try:
+            place = stack.enter_context(background(runs, port=PORT if port is None else port))
+        except AddressError:
+            if port is not None:
+                raise
+            place = stack.enter_context(background(runs, port=0))
+        console.print(f"live dashboard: {place.url}", soft_wrap=True)
+        yield place.url
 
 
 def start(out: Path, recipe: Recipe, head: Head, seed: int) -> Latest:

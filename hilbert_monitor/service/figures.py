@@ -1,314 +1,345 @@
-"""Figures of runs: loaded series in, plotly figures out, no files.
+"""Figures of several runs: loaded series in, plotly figures as plain dicts out, no files.
 
 Runs are grouped by the optimizer of their head. A group of several has its pointwise mean over the runs that have a
-value there, a band of one sample standard deviation, and each run's own line, faint; a single run is a line. On a
-logarithmic axis the lower edge of a band is the mean minus the deviation, but at least half the smallest value of the
-runs there, so that it stays positive; a value that is not positive has no place there and is a gap.
+value there and a band of one sample standard deviation, and each run's own line, faint, where the view asks for it; a
+single run is a line. Or else every run is a line. A moving average is taken of each run before the mean; what it is
+taken of stays behind it, faint, so that nothing which it hides is lost.
+On a logarithmic axis the lower edge of a band is the mean minus the deviation, but at least half the smallest value of
+the runs there, so that it stays positive; a value that is not positive has no place there and is a gap.
 A trace has at most 2,000 points: `thin` keeps the smallest and the largest value of every stretch.
 """
 
 from __future__ import annotations
 
-import html
-import math
-import zlib
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
-import plotly.graph_objects as go  # type: ignore[import-untyped]
+import numpy as np
 
+from . import looks
+from .looks import Figure, Theme, Trace, colour, template
+from .means import Means, Ratios, paired, pointwise
 from .series import RunSeries, Series
-from .statistics import BASE, OURS, Axis, by_optimizer, clip, pointwise, position, ratio, same_panel
+from .statistics import BASE, OURS, Pair, axis_of, by_optimizer, pair_up, same_panel
+from .table import Floats
+from .text import label
+from .thin import POINTS, thin
+from .view import PLAIN, Axis, View
 
-Theme = Literal["light", "dark"]
-Number = float | None
+__all__ = ["PANELS", "Figure", "Theme", "colour", "curves", "diameter", "loss", "perturbation", "ratio", "template"]
 
-POINTS = 2000
-"""Points to a trace, at most."""
-
-COLOURS = {BASE: "#D55E00", OURS: "#0072B2", "Muon": "#009E73", "SGD": "#CC79A7"}
-OTHERS = ("#A07800", "#8A6FD1", "#7F7F7F")
-"""Okabe and Ito's, where they are legible on white and on black."""
-
-INK = {"light": ("#1d2126", "#e7e8ea"), "dark": ("#e6e8eb", "#2a2f36")}
-"""Of the text and of the grid."""
-
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+FAINT = 0.35
+"""Opacity of what stands behind a mean."""
+NAMED = 24
+"""Runs that a legend has room for; of more it names the optimizers."""
+RATIOS = {"diameter": ("D(S)", "#8A6FD1", "solid"), "perturbation_rms": ("Hilbert RMS", "#009E73", "dot")}
+"""Curves that have a ratio, and what it looks like."""
+METRICS = {"loss": ("validation_loss", "train_loss"), "diameter": ("diameter",), "perturbation": ("perturbation_rms",)}
+"""Curves of a panel."""
 
 
-def loss(
-    runs: Sequence[RunSeries], *, axis: Axis = "tokens", theme: Theme = "light", aside: Collection[str] = ()
-) -> go.Figure:
+def loss(runs: Sequence[RunSeries], view: View = PLAIN, aside: Collection[str] = ()) -> Figure:
     """Validation loss, and thinner the training loss.
 
     Args:
         runs: of one model.
-        axis: what the curves are drawn against.
-        theme: of the page.
+        view: how they are looked at.
         aside: ids of runs that are drawn, but in no mean.
     """
-    figure = _figure("Loss", axis, theme)
-    for name, group in by_optimizer(runs).items():
-        figure.add_traces(_mean_only(name, group, "train_loss", axis, aside))
-    figure.add_traces(_groups(runs, "validation_loss", axis, aside, log=False))
-    figure.update_yaxes(range=_late_range(runs, axis))
-    return figure
+    view, log = _settled(view, runs), view.logarithmic(False)
+    traces = _training(runs, view, aside, log=log) + _metric(runs, "validation_loss", view, aside, log=log)
+    looks.name_groups(traces)
+    late = None if log else looks.late_range([c for r in runs for c in (r.validation_loss, r.train_loss)], view)
+    return looks.figure("Loss", traces, view, log=log, **({"range": late} if late else {}))
 
 
-def diameter(
-    runs: Sequence[RunSeries], *, axis: Axis = "tokens", theme: Theme = "light", aside: Collection[str] = ()
-) -> go.Figure:
-    """Row diameter D(S) of the step, on a logarithmic axis; arguments as for `loss`."""
-    return _logarithmic("Row diameter D(S)", _groups(runs, "diameter", axis, aside, log=True), axis, theme)
+def diameter(runs: Sequence[RunSeries], view: View = PLAIN, aside: Collection[str] = ()) -> Figure:
+    """Row diameter D(S) of the step, on a logarithmic axis unless the view says else; arguments as for `loss`."""
+    view, log = _settled(view, runs), view.logarithmic(True)
+    traces = looks.name_groups(_metric(runs, "diameter", view, aside, log=log))
+    return looks.figure("Row diameter D(S)", traces, view, log=log)
 
 
-def perturbation(
-    runs: Sequence[RunSeries], *, axis: Axis = "tokens", theme: Theme = "light", aside: Collection[str] = ()
-) -> go.Figure:
-    """Hilbert RMS perturbation of the panel, on a logarithmic axis; no mean over different panels."""
-    return _logarithmic("Hilbert RMS", _groups(runs, "perturbation_rms", axis, aside, log=True), axis, theme)
+def perturbation(runs: Sequence[RunSeries], view: View = PLAIN, aside: Collection[str] = ()) -> Figure:
+    """Hilbert RMS perturbation of the panel, likewise; no mean over different panels."""
+    view, log = _settled(view, runs), view.logarithmic(True)
+    traces = looks.name_groups(_metric(runs, "perturbation_rms", view, aside, log=log))
+    return looks.figure("Hilbert RMS", traces, view, log=log)
 
 
-def ratios(
-    runs: Sequence[RunSeries], *, axis: Axis = "tokens", theme: Theme = "light", aside: Collection[str] = ()
-) -> go.Figure:
-    """AdamW's mean over RowNorm's, of D(S) and of Hilbert RMS, wherever both have one; none over different panels."""
-    figure = _figure(f"{BASE} / {OURS}", axis, theme).update_yaxes(rangemode="tozero")
-    groups = by_optimizer(run for run in runs if run.id not in aside)
-    compared = [groups.get(name, []) for name in (BASE, OURS)]
-    figure.add_traces(_ratio("D(S)", compared, "diameter", axis, color="#8A6FD1", dash="solid"))
-    if same_panel(run for group in compared for run in group):
-        figure.add_traces(_ratio("Hilbert RMS", compared, "perturbation_rms", axis, color="#009E73", dash="dot"))
-    return figure
+def ratio(runs: Sequence[RunSeries], view: View = PLAIN, aside: Collection[str] = ()) -> Figure:
+    """AdamW's mean over RowNorm's, of D(S) and of Hilbert RMS, over the pairs that have both; none without a pair."""
+    view, log = _settled(view, runs), view.logarithmic(False)
+    pairs = pair_up(run for run in runs if run.id not in aside)
+    traces = looks.name_groups([trace for name in RATIOS for trace in _ratio(pairs, name, view)])
+    return looks.figure(f"{BASE} / {OURS}", traces, view, log=log, **({} if log else {"rangemode": "tozero"}))
 
 
-def colour(optimizer: str) -> str:
-    """An optimizer's colour, the same in every figure; legible on white and on black."""
-    return COLOURS.get(optimizer) or OTHERS[zlib.crc32(optimizer.encode("utf-8", "replace")) % len(OTHERS)]
+PANELS: dict[str, Callable[..., Figure]] = {
+    "loss": loss,
+    "diameter": diameter,
+    "perturbation": perturbation,
+    "ratio": ratio,
+}
 
 
-def template(theme: Theme) -> go.layout.Template:
-    """Fonts, grid and legend on a transparent ground, for a light or a dark page."""
-    ink, grid = INK[theme]
-    axis = {"gridcolor": grid, "linecolor": grid, "zeroline": False, "ticks": "", "automargin": True}
-    layout = {
-        "font": {"family": FONT, "size": 13, "color": ink},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "xaxis": {**axis, "showgrid": False, "showline": True},
-        "yaxis": axis,
-        "hovermode": "closest",
-        "hoverlabel": {
-            "bgcolor": "#ffffff" if theme == "light" else "#1b1f24",
-            "font": {"color": ink},
-            "align": "left",
-        },
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"},
-        "margin": {"l": 8, "r": 8, "t": 48, "b": 8},
-    }
-    return go.layout.Template(layout=layout)
+def _settled(view: View, runs: Sequence[RunSeries]) -> View:
+    """A view that has its axis."""
+    return view if view.axis else replace(view, axis=axis_of(runs))
 
 
-def thin(columns: Sequence[Sequence[Number]], points: int = POINTS) -> list[int]:
-    """Places to keep of some columns of equal length: of every stretch where each column is smallest and largest.
-
-    First and last are kept too. Nothing is left out of columns that are short enough.
-    """
-    length = len(columns[0])
-    if length <= points:
-        return list(range(length))
-    buckets = max((points - 2) // (2 * len(columns)), 1)
-    kept = {0, length - 1}
-    for bucket in range(buckets):
-        stretch = range(bucket * length // buckets, (bucket + 1) * length // buckets)
-        for column in columns:
-            found = [(value, i) for i in stretch if (value := column[i]) is not None and math.isfinite(value)]
-            kept.update((min(found)[1], max(found)[1]) if found else stretch[:1])
-    return sorted(kept)
+def _axis(view: View) -> Axis:
+    return view.axis or "updates"
 
 
 # Traces
 
 
-def _groups(runs: Sequence[RunSeries], name: str, axis: Axis, aside: Collection[str], *, log: bool) -> list[go.Scatter]:
+def _metric(runs: Sequence[RunSeries], name: str, view: View, aside: Collection[str], *, log: bool) -> list[Trace]:
     """All traces of a metric."""
-    points = POINTS if len(runs) <= 12 else max(24_000 // len(runs), 100)
-    traces: list[go.Scatter] = []
-    for optimizer, group in by_optimizer(run for run in runs if len(getattr(run, name).values)).items():
+    runs = [run for run in runs if len(run.curve(name))]
+    if view.group == "run":
+        return _each(runs, name, view, aside, log=log)
+    traces: list[Trace] = []
+    for optimizer, group in by_optimizer(runs).items():
         counted = [run for run in group if run.id not in aside]
         averaged = len(counted) > 1 and (name != "perturbation_rms" or same_panel(counted))
         for run in group:
-            faint = averaged or run.id in aside
-            traces.append(_run(run, name, axis, points, log=log, faint=faint, aside=run.id in aside))
+            if not averaged and run.id not in aside:
+                traces += _line(run, name, view, len(runs), log=log)
+            elif view.seeds or not averaged:
+                traces.append(_behind(run, name, view, len(runs), log=log, aside=run.id in aside))
         if averaged:
-            traces += _band(optimizer, [getattr(run, name) for run in counted], axis, log=log)
-        _name_one(traces, optimizer)
+            traces += _mean(optimizer, [run.curve(name) for run in counted], view, log=log)
     return traces
 
 
-def _run(run: RunSeries, name: str, axis: Axis, points: int, *, log: bool, faint: bool, aside: bool) -> go.Scatter:
-    """One run's line."""
-    curve: Series = getattr(run, name)
-    x, y = position(curve, axis), [_shown(value, log) for value in curve.values]
-    kept = thin([y], points)
+def _each(runs: Sequence[RunSeries], name: str, view: View, aside: Collection[str], *, log: bool) -> list[Trace]:
+    """A line for each run, in a shade of its optimizer's colour and under its own name, if a legend has the room."""
+    traces: list[Trace] = []
+    for optimizer, group in by_optimizer(runs).items():
+        for number, run in enumerate(group):
+            color, dash = looks.shade(colour(optimizer), number)
+            for trace in _line(run, name, view, len(runs), log=log):
+                width = min(trace["line"]["width"], 1.75)
+                trace["line"] = {"color": color, "width": width, "dash": "dot" if run.id in aside else dash}
+                if len(runs) <= NAMED:
+                    trace |= {"name": label(run.label), "legendgroup": label(run.id, 200)}
+                traces.append(trace)
+    return traces
+
+
+def _line(run: RunSeries, name: str, view: View, among: int, *, log: bool) -> list[Trace]:
+    """One run's line, and behind a smooth one what it is made of."""
+    line = looks.line(run.curve(name), view, log=log, points=_points(among), smooth=view.smooth) | _of(run)
+    line |= {"opacity": 1.0, "line": {"color": colour(run.optimizer), "width": 2.5}}
+    if not view.smooth:
+        return [line]
+    return [_behind(run, name, view, among, log=log, aside=False) | {"hoverinfo": "skip"}, line]
+
+
+def _behind(run: RunSeries, name: str, view: View, among: int, *, log: bool, aside: bool) -> Trace:
+    """One run's values as they are, faint; dotted if it is in no mean."""
+    trace = looks.line(run.curve(name), view, log=log, points=_points(among)) | _of(run)
+    if aside:
+        trace["meta"] += f", {label(run.status)}"
+    trace["line"] = {"color": colour(run.optimizer), "width": 1, "dash": "dot" if aside else "solid"}
+    return trace | {"opacity": FAINT}
+
+
+def _of(run: RunSeries) -> Trace:
     about = f"seed {run.seed}" if run.seed is not None else "no seed"
-    return go.Scatter(
-        x=_whole(x, kept),
-        y=[y[i] for i in kept],
-        mode=_mode(kept),
-        name=_text(run.optimizer),
-        legendgroup=_text(run.optimizer),
-        showlegend=False,
-        opacity=0.35 if faint else 1.0,
-        line={"color": colour(run.optimizer), "width": 1 if faint else 2.5, "dash": "dot" if aside else "solid"},
-        meta=f"{_text(run.label)}, {about}" + (f", {_text(run.status)}" if aside else ""),
-        hovertemplate=f"<b>%{{meta}}</b><br>%{{y:.7~g}}<br>%{{x:,}} {axis}<extra></extra>",
-    )
+    return _named(label(run.optimizer)) | {"meta": f"{label(run.label)}, {about}"}
 
 
-def _band(optimizer: str, curves: list[Series], axis: Axis, *, log: bool) -> list[go.Scatter]:
-    """Mean and band of some curves."""
-    rows = [row for row in pointwise(curves, axis) if row[1].mean is not None]
-    x, means = [row[0] for row in rows], [_shown(row[1].mean, log) for row in rows]
-    lower = [_edge(s.mean, s.deviation, values, -1, log) for _, s, values in rows]
-    upper = [_edge(s.mean, s.deviation, values, +1, log) for _, s, values in rows]
-    kept = thin([lower, upper, means])
-    inside = [i for i in kept if lower[i] is not None and upper[i] is not None]
-    common: dict[str, Any] = {"name": _text(optimizer), "legendgroup": _text(optimizer), "showlegend": False}
-    edge = {**common, "x": _whole(x, inside), "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+def _named(name: str) -> Trace:
+    """What makes traces toggle together."""
+    return {"type": "scatter", "name": name, "legendgroup": name}
+
+
+def _points(among: int) -> int:
+    """Points of a line among so many."""
+    return POINTS if among <= 12 else max(24_000 // among, 100)
+
+
+def _mean(optimizer: str, curves: Sequence[Series], view: View, *, log: bool) -> list[Trace]:
+    """Mean and band of some curves, the mean last."""
+    axis, color, common = _axis(view), colour(optimizer), _named(label(optimizer))
+    found = _cut(pointwise(curves, axis, smooth=view.smooth), view)
+    mean, lower, upper = looks.shown(found.mean, log), *_edges(found, log)
+    kept = thin([lower, upper, mean])
+    onward = found.x[kept] >= np.maximum.accumulate(found.x[kept]) if len(kept) else np.empty(0, bool)
+    inside = kept[onward & ~np.isnan(lower[kept]) & ~np.isnan(upper[kept])]
+    edge = common | {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+    fill = {"fill": "tonexty", "fillcolor": looks.faded(color)}
+    strong = looks.drawn(found.x, mean, kept, axis, [_spoken(found, place) for place in kept.tolist()])
     return [
-        go.Scatter(**edge, y=[lower[i] for i in inside]),
-        go.Scatter(**edge, y=[upper[i] for i in inside], fill="tonexty", fillcolor=_faded(colour(optimizer))),
-        go.Scatter(
-            **common,
-            x=_whole(x, kept),
-            y=[means[i] for i in kept],
-            mode=_mode(kept),
-            line={"color": colour(optimizer), "width": 2.5},
-            meta=_text(optimizer),
-            customdata=[_spoken(rows[i][1].deviation, rows[i][1].runs) for i in kept],
-            hovertemplate=f"<b>%{{meta}}</b><br>%{{y:.7~g}} %{{customdata}}<br>%{{x:,}} {axis}<extra></extra>",
-        ),
+        looks.drawn(found.x, lower, inside, axis) | edge,
+        looks.drawn(found.x, upper, inside, axis) | edge | fill,
+        *([_thin_mean(curves, replace(view, smooth=0.0), color, log=log) | common] if _hides(view) else []),
+        strong | common | {"line": {"color": color, "width": 2.5}, "meta": label(optimizer)},
     ]
 
 
-def _mean_only(
-    optimizer: str, runs: list[RunSeries], name: str, axis: Axis, aside: Collection[str]
-) -> list[go.Scatter]:
-    """A thin line of the mean, or of the only run, without a band."""
-    curves = [getattr(run, name) for run in runs if run.id not in aside and len(getattr(run, name).values)]
-    rows = list(pointwise(curves, axis))
-    if not rows:
-        return []
-    x, means = [row[0] for row in rows], [row[1].mean for row in rows]
-    kept = thin([means])
-    label = f"{_text(optimizer)}, training"
-    trace = go.Scatter(
-        x=_whole(x, kept),
-        y=[means[i] for i in kept],
-        mode=_mode(kept),
-        name=label,
-        legendgroup=label,
-        legendrank=2000,
-        opacity=0.45,
-        line={"color": colour(optimizer), "width": 1},
-        meta=label,
-        hovertemplate=f"<b>%{{meta}}</b><br>%{{y:.7~g}}<br>%{{x:,}} {axis}<extra></extra>",
-    )
-    return [trace]
+def _hides(view: View) -> bool:
+    """Whether a smooth mean has nothing behind it: where each run's line is, that is not smooth."""
+    return view.smooth > 0 and not view.seeds
 
 
-def _ratio(
-    label: str, compared: list[list[RunSeries]], name: str, axis: Axis, *, color: str, dash: str
-) -> list[go.Scatter]:
-    """The ratio of two groups' means, wherever both have one."""
-    over, under = ({x: s.mean for x, s, _ in pointwise((getattr(r, name) for r in runs), axis)} for runs in compared)
-    found = {x: ratio(over[x], under[x]) for x in sorted(over.keys() & under.keys())}
-    x, y = list(found), [_shown(value, True) for value in found.values()]
-    if not x:
-        return []
-    kept = thin([y])
-    trace = go.Scatter(
-        x=_whole(x, kept),
-        y=[y[i] for i in kept],
-        mode=_mode(kept),
-        name=label,
-        line={"color": color, "width": 2, "dash": dash},
-        meta=f"{label}, {BASE} / {OURS}",
-        hovertemplate=f"<b>%{{meta}}</b><br>%{{y:.5~g}}<br>%{{x:,}} {axis}<extra></extra>",
-    )
-    return [trace]
+def _thin_mean(curves: Sequence[Series], view: View, color: str, *, log: bool) -> Trace:
+    """A thin line of the mean, faint and silent."""
+    found = _cut(pointwise(curves, _axis(view), smooth=view.smooth, spread=False), view)
+    mean = looks.shown(found.mean, log)
+    trace = looks.drawn(found.x, mean, thin([mean]), _axis(view))
+    return trace | {"opacity": FAINT, "line": {"color": color, "width": 1}, "hoverinfo": "skip"}
+
+
+def _training(runs: Sequence[RunSeries], view: View, aside: Collection[str], *, log: bool) -> list[Trace]:
+    """The training loss: of each optimizer a thin line of its mean, or of its only run; or of each run."""
+    runs = [run for run in runs if len(run.train_loss)]
+    traces: list[Trace] = []
+    if view.group == "run":
+        for trace in _each(runs, "train_loss", view, aside, log=log):
+            line = trace["line"] | {"width": 1}
+            traces.append(
+                trace | {"meta": f"{trace['meta']}, training", "opacity": 0.5 * trace["opacity"], "line": line}
+            )
+        return traces
+    for optimizer, group in by_optimizer(run for run in runs if run.id not in aside).items():
+        name, curves = f"{label(optimizer)}, training", [run.train_loss for run in group]
+        common = _named(name) | {"legendrank": 2000, "meta": name}
+        if view.smooth:
+            raw = _thin_mean(curves, replace(view, smooth=0.0), colour(optimizer), log=log)
+            traces.append(raw | common | {"opacity": 0.2})
+        mean = _thin_mean(curves, view, colour(optimizer), log=log) | common | {"opacity": 0.55}
+        del mean["hoverinfo"]
+        traces.append(mean)
+    return traces
+
+
+def _ratio(pairs: Sequence[Pair], name: str, view: View) -> list[Trace]:
+    """The ratio of the pairs' means, and behind a smooth one what it is made of."""
+    traces = []
+    text, color, dash = RATIOS[name]
+    for smooth in sorted({0.0, view.smooth}):
+        found = _ratios(pairs, name, view, smooth)
+        if not len(found.x):
+            continue
+        y, strong = looks.shown(found.ratio, log=True), smooth == view.smooth
+        trace = looks.drawn(found.x, y, thin([y]), _axis(view)) | _named(text)
+        trace |= {"line": {"color": color, "width": 2 if strong else 1, "dash": dash}}
+        trace |= {"meta": f"{text}, {BASE} / {OURS}"} if strong else {"opacity": FAINT, "hoverinfo": "skip"}
+        traces.append(trace)
+    return traces
 
 
 # Numbers
 
 
-def _shown(value: Number, log: bool) -> Number:
-    """A value that the axis has a place for, or a gap."""
-    return None if value is None or not math.isfinite(value) or (log and value <= 0) else value
+def _cut(means: Means, view: View) -> Means:
+    """Means in the view's range."""
+    part = looks.window(means.x, view)
+    return Means(means.x[part], means.mean[part], means.deviation[part], means.runs[part], means.smallest[part])
 
 
-def _edge(mean: Number, deviation: Number, values: list[float], sign: int, log: bool) -> Number:
-    """An edge of the band."""
-    if mean is None or deviation is None:
-        return None
-    edge = mean + sign * deviation
-    return _shown(max(edge, min((v for v in values if v > 0), default=0.0) / 2) if log else edge, log)
+def _ratios(pairs: Sequence[Pair], name: str, view: View, smooth: float) -> Ratios:
+    """Ratios in the view's range."""
+    found = paired([(a.curve(name), b.curve(name)) for a, b in pairs], _axis(view), smooth=smooth)
+    part = looks.window(found.x, view)
+    return Ratios(found.x[part], found.ratio[part], found.pairs[part])
 
 
-def _late_range(runs: Iterable[RunSeries], axis: Axis) -> list[float] | None:
-    """The losses after the first twentieth of the longest run, so that the start does not press the rest flat."""
-    curves = [curve for run in runs for curve in (run.validation_loss, run.train_loss)]
-    points = [p for c in curves for p in zip(position(c, axis), c.values, strict=True) if math.isfinite(p[1])]
-    start = max((x for x, _ in points), default=0) / 20
-    late = [value for x, value in points if x > start]
-    if len(late) < 20:
-        return None
-    room = (max(late) - min(late)) / 20
-    return [min(late) - room, max(late) + room]
+def _edges(means: Means, log: bool) -> tuple[Floats, Floats]:
+    """The edges of the band."""
+    lower, upper = means.mean - means.deviation, means.mean + means.deviation
+    if log:
+        least = np.where(np.isfinite(means.smallest), means.smallest / 2, 0.0)
+        lower, upper = np.maximum(lower, least), np.maximum(upper, least)
+    return looks.shown(lower, log), looks.shown(upper, log)
 
 
-def _whole(x: Sequence[float], kept: Iterable[int]) -> list[float]:
-    """Tokens and updates are whole numbers."""
-    return [int(x[i]) for i in kept]
+def _spoken(means: Means, place: int) -> str:
+    runs, deviation = int(means.runs[place]), float(means.deviation[place])
+    return "(one run)" if runs == 1 else f"± {deviation:.3g}, {runs} runs" if deviation == deviation else f"{runs} runs"
 
 
-# Texts and looks
+# Every value
+
+WHERE: dict[Axis, int] = {"updates": 0, "tokens": 1, "time": 2}
+"""Columns of a place: step, tokens, hours."""
+COLUMNS = ("optimizer", "run", "seed", "metric", "step", "tokens", "hours", "value", "smoothed", "deviation", "runs")
+RATIO_COLUMNS = ("metric", "step", "tokens", "hours", "ratio", "smoothed", "pairs")
+Row = tuple[Any, ...]
 
 
-def _figure(title: str, axis: Axis, theme: Theme) -> go.Figure:
-    figure = go.Figure(layout={"template": template(theme), "height": 380, "uirevision": "kept"})
-    figure.update_xaxes(title={"text": "training tokens" if axis == "tokens" else "updates"}, exponentformat="B")
-    return figure.update_yaxes(title={"text": title})
+def curves(
+    panel: str, runs: Sequence[RunSeries], view: View = PLAIN, aside: Collection[str] = ()
+) -> tuple[tuple[str, ...], Iterator[Row]]:
+    """Every value of a panel in the view's range, as the header and the rows of a table; nothing is thinned.
+
+    Args:
+        panel: one of PANELS.
+        runs: of one model.
+        view: as for the figure. With groups by optimizer the means come after the runs.
+        aside: ids of runs that are in no mean.
+    """
+    view = _settled(view, runs)
+    counted = [run for run in runs if run.id not in aside]
+    if panel == "ratio":
+        return RATIO_COLUMNS, (row for name in RATIOS for row in _ratio_rows(pair_up(counted), name, view))
+    return COLUMNS, _panel_rows(METRICS[panel], runs, counted, view)
 
 
-def _logarithmic(title: str, traces: list[go.Scatter], axis: Axis, theme: Theme) -> go.Figure:
-    """A figure with a tick at every decade, and finer ones where that is zoomed into."""
-    logs = [math.log10(value) for trace in traces for value in trace.y if value is not None]
-    ticks = math.ceil(1.11 * (max(logs) - min(logs))) if logs else 0
-    figure = _figure(title, axis, theme).add_traces(traces)
-    return figure.update_yaxes(type="log", exponentformat="power", nticks=max(ticks, 2))
+def _panel_rows(
+    names: Sequence[str], runs: Sequence[RunSeries], counted: Sequence[RunSeries], view: View
+) -> Iterator[Row]:
+    for name in names:
+        for run in runs:
+            yield from _run_rows(run, name, view)
+        for optimizer, group in by_optimizer(counted).items() if view.group == "optimizer" else ():
+            if name != "perturbation_rms" or same_panel(group):
+                yield from _mean_rows(optimizer, group, name, view)
 
 
-def _name_one(traces: list[go.Scatter], optimizer: str) -> None:
-    """Put the group's last and strongest line into the legend; it toggles the whole group."""
-    mine = [trace for trace in traces if trace.legendgroup == _text(optimizer)]
-    max(mine, key=lambda trace: ((trace.line.width or 0), traces.index(trace))).showlegend = True
+def _run_rows(run: RunSeries, name: str, view: View) -> Iterator[Row]:
+    curve = run.curve(name).on(_axis(view))
+    rows = looks.inside(curve.along(_axis(view)), view)
+    smoothed = looks.numbers(curve.smoothed(view.smooth)[rows]) if view.smooth else [None] * len(rows)
+    hours = looks.numbers(curve.along("time")[rows]) if curve.has("time") else [None] * len(rows)
+    tokens = [None if number is None else int(number) for number in looks.numbers(curve.tokens[rows])]
+    columns = (curve.steps[rows].tolist(), tokens, hours, curve.values[rows].tolist(), smoothed)
+    for row in zip(*columns, strict=True):
+        yield run.optimizer, run.id, run.seed, name, *row, None, None
 
 
-def _spoken(deviation: Number, runs: int) -> str:
-    return "(one run)" if runs == 1 else f"± {deviation:.3g}, {runs} runs" if deviation is not None else f"{runs} runs"
+def _mean_rows(optimizer: str, group: Sequence[RunSeries], name: str, view: View) -> Iterator[Row]:
+    series = [run.curve(name) for run in group]
+    found = pointwise(series, _axis(view))
+    rows = looks.inside(found.x, view)
+    smooth = pointwise(series, _axis(view), smooth=view.smooth, spread=False).mean[rows] if view.smooth else None
+    smoothed = [None] * len(rows) if smooth is None else looks.numbers(smooth)
+    columns = (
+        looks.numbers(found.mean[rows]),
+        smoothed,
+        looks.numbers(found.deviation[rows]),
+        found.runs[rows].tolist(),
+    )
+    for place, *row in zip(found.x[rows].tolist(), *columns, strict=True):
+        yield optimizer, "mean", None, name, *_at(place, view), *row
 
 
-def _text(text: str) -> str:
-    """Text of others, which plotly would else read as markup."""
-    return html.escape(clip(text, 60), quote=False)
+def _ratio_rows(pairs: Sequence[Pair], name: str, view: View) -> Iterator[Row]:
+    found = _ratios(pairs, name, replace(view, x0=None, x1=None), 0.0)
+    rows = looks.inside(found.x, view)
+    smooth = _ratios(pairs, name, replace(view, x0=None, x1=None), view.smooth).ratio[rows] if view.smooth else None
+    smoothed = [None] * len(rows) if smooth is None else looks.numbers(smooth)
+    columns = (found.x[rows].tolist(), looks.numbers(found.ratio[rows]), smoothed, found.pairs[rows].tolist())
+    for place, ratio_, smooth_, count in zip(*columns, strict=True):
+        yield name, *_at(place, view), ratio_, smooth_, count
 
 
-def _mode(kept: Sequence[int]) -> str:
-    return "lines" if len(kept) > 30 else "lines+markers"
-
-
-def _faded(color: str) -> str:
-    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.18)"
+def _at(place: float, view: View) -> tuple[float | None, ...]:
+    """A place in its column."""
+    found = place if view.axis == "time" else int(place)
+    return tuple(found if column == WHERE[_axis(view)] else None for column in range(3))

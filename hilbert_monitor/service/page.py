@@ -11,8 +11,10 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.resources import files
 from typing import Any
 
+import numpy as np
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from hilbert_monitor.runs.record import Alert, RunInfo
@@ -21,7 +23,9 @@ from . import figures
 from .paper import PAPER, Figure, Published
 from .report import DASH, MINUS, TIMES, Run
 from .series import CURVES, RunSeries
-from .statistics import BASE, METRICS, OURS, Comparison, Spread, axis_of, clip, final
+from .statistics import BASE, METRICS, OURS, Comparison, Spread, final
+from .text import clip
+from .view import View
 
 ALERTS = 30
 """Alerts of a run that the page shows, the last ones."""
@@ -32,8 +36,9 @@ FIGURES = {
     "Loss": figures.loss,
     "Row diameter of a step": figures.diameter,
     "Hilbert RMS perturbation": figures.perturbation,
-    f"{BASE} over {OURS}": figures.ratios,
+    f"{BASE} over {OURS}": figures.ratio,
 }
+THEMES: tuple[figures.Theme, ...] = ("light", "dark")
 
 Value = Spread | Figure
 
@@ -42,7 +47,7 @@ def page(runs: Sequence[Run], comparisons: Sequence[Comparison], *, now: float |
     """The report as one HTML file, with plotly.js in it."""
     drawn: list[dict[str, Any]] = []
     models = "".join(_model(c, drawn, several=len(comparisons) > 1) for c in comparisons)
-    themes = {theme: figures.template(theme).to_plotly_json() for theme in ("light", "dark")}
+    themes = {theme: figures.template(theme) for theme in THEMES}
     when = time.strftime("%d %B %Y, %H:%M", time.localtime(now))
     known = {r.id for c in comparisons for r in c.counted}
     body = [
@@ -141,12 +146,13 @@ def _card(number: str, label: str, about: str) -> str:
 def _figures(c: Comparison, drawn: list[dict[str, Any]]) -> str:
     """Places for the model's figures; one without a curve has none."""
     runs, aside = (*c.counted, *c.aside), {run.id for run in c.aside}
-    axis, places = axis_of(runs), []
+    places = []
     for title, draw in FIGURES.items():
-        figure = draw(runs, axis=axis, aside=aside)
-        if figure.data:
-            figure.update_layout(template=None, yaxis_title=None)  # the page has both
-            drawn.append(json.loads(figure.to_json()))
+        figure = draw(runs, View(seeds=True), aside)
+        if figure["data"]:
+            del figure["layout"]["yaxis"]["title"]  # the page has it
+            figure["layout"]["height"] = 380
+            drawn.append(figure)
             label = f"{title} of {c.model}"
             places.append(
                 f'<figure><h3>{title}</h3><div class="plot" role="img" aria-label="{_text(label)}"></div></figure>'
@@ -305,9 +311,9 @@ def _remarks(runs: Sequence[Run]) -> str:
 def _lost(series: RunSeries) -> Iterator[str]:
     """What a curve cannot show."""
     for name in CURVES:
-        curve = getattr(series, name)
-        bad = [step for step, value in zip(curve.steps, curve.values, strict=True) if not math.isfinite(value)]
-        if bad:
+        curve = series.curve(name)
+        bad = curve.steps[~np.isfinite(curve.values)]
+        if len(bad):
             yield f"{name} is nan or infinite at {_plural(len(bad), 'step')}, first at {bad[0]:,}."
 
 
@@ -352,94 +358,4 @@ def _who(who: Sequence[Run], runs: Sequence[Run]) -> str:
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """Nothing is loaded from anywhere, whatever a text may contain."""
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1d2126; --soft: #667079; --line: #e7e8ea; --ground: #fdfdfc; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e8eb; --soft: #98a1ab; --line: #2a2f36; --ground: #121417; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--ground); color: var(--ink); overflow-wrap: break-word;
-  font: 16px/1.6 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 4rem 2rem 3rem; }
-header p, small, caption, footer, .notes, thead th { color: var(--soft); }
-h1 { font-size: 1.5rem; font-weight: 600; margin: 0; letter-spacing: -.01em; }
-h2 { font-size: 1.25rem; font-weight: 600; margin: 0 0 1.25rem; }
-h3 { font-size: 1rem; font-weight: 600; margin: 0 0 .5rem; }
-header p { margin: .25rem 0 0; }
-section { margin-top: 4.5rem; }
-section.model:first-of-type { margin-top: 3.5rem; }
-.hero { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: 2.5rem; margin-bottom: 4rem; }
-.card b { display: block; font-size: 4rem; line-height: 1.1; font-weight: 300; letter-spacing: -.03em;
-  white-space: nowrap; }
-.card span { display: block; font-size: 1.15rem; font-weight: 600; margin: .25rem 0; }
-small { display: block; font-size: .82rem; line-height: 1.5; font-weight: 400; }
-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-size: .9rem; padding-bottom: .75rem; }
-th, td { text-align: left; vertical-align: top; padding: .8rem 1.25rem .8rem 0; border-top: 1px solid var(--line); }
-th:last-child, td:last-child { padding-right: 0; }
-thead th { border: 0; font-size: .82rem; font-weight: 500; padding-bottom: .4rem; }
-tbody th { font-weight: 600; }
-h2, h3, li, tbody th, td span { overflow-wrap: anywhere; }
-td small span { white-space: nowrap; }
-sup { line-height: 0; }
-.dot { display: inline-block; width: .6rem; height: .6rem; border-radius: 50%; margin-right: .55rem; }
-.notes { padding: 0; list-style: none; margin: 1.25rem 0 0; font-size: .9rem; }
-ul { padding-left: 1.1rem; margin: 0; }
-li { margin: .25rem 0; }
-td ul { padding: 0; list-style: none; }
-td li { margin: 0 0 .4rem; }
-.settings th { width: 30%; }
-em { font-style: normal; }
-em.failed, em.killed, em.stalled { color: #d0312d; font-weight: 600; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(28rem, 100%), 1fr));
-  gap: 3.5rem 3rem; margin-top: 4rem; }
-figure { margin: 0; min-width: 0; }
-.plot { min-height: 380px; }
-.alerts + h3 { margin-top: 1.5rem; }
-footer { margin-top: 5rem; font-size: .85rem; }
-@media (min-width: 900px) {
-  tbody th { min-width: 10rem; }
-  td:nth-child(2) { min-width: 7.5rem; }
-  td:last-child { min-width: 4.5rem; }
-}
-@media (max-width: 640px) {
-  main { padding: 2rem 1.25rem; }
-  .hero { gap: 2rem; margin-bottom: 3rem; }
-  .card b { font-size: 3.25rem; }
-  thead { display: none; }
-  tbody tr { display: block; padding: 1rem 0; border-top: 1px solid var(--line); }
-  tbody th, tbody td { display: block; border: 0; padding: .15rem 0; width: auto !important; }
-  td[data-label] { display: grid; grid-template-columns: 8.5rem 1fr; }
-  td[data-label]::before { content: attr(data-label); color: var(--soft); font-size: .85rem; }
-  td[data-label]:empty { display: none; }
-}
-@media print {
-  :root { color-scheme: light; --ink: #000; --soft: #555; --line: #ddd; --ground: #fff; }
-  main { max-width: none; padding: 0; }
-  section { margin-top: 2.5rem; }
-  .hero { grid-template-columns: repeat(3, 1fr); gap: 1.5rem; margin-bottom: 2rem; }
-  .card b { font-size: 2.5rem; }
-  .dot { print-color-adjust: exact; }
-  figure, tr, .hero { break-inside: avoid; }
-  .figures { display: block; }
-}
-"""
-
-DRAW = """
-const page = JSON.parse(document.getElementById("figures").textContent);
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const places = [...document.querySelectorAll(".plot")];
-const options = {responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]]};
-function draw(theme) {
-  const template = page.themes[theme];
-  places.forEach((place, i) => {
-    const {data, layout} = page.figures[i];
-    Plotly.react(place, data, {...layout, template}, options);
-  });
-}
-const now = () => draw(dark.matches ? "dark" : "light");
-now();
-dark.addEventListener("change", now);
-addEventListener("beforeprint", () => draw("light"));
-addEventListener("afterprint", now);
-"""
+STYLE, DRAW = (files(__package__).joinpath(name).read_text("utf-8") for name in ("report.css", "report.js"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -17,7 +16,8 @@ from hilbert_monitor.runs.record import Alert, RunInfo
 
 from .paper import PAPER, Figure
 from .series import CURVES, RunSeries, read_run
-from .statistics import BASE, METRICS, OURS, Comparison, Spread, clip, final
+from .statistics import BASE, METRICS, OURS, Comparison, Spread, final
+from .text import clip, csv_lines
 
 METRIC_NAMES = {metric.field: metric.name for metric in CATALOGUE}
 DASH, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"
@@ -132,19 +132,13 @@ def _columns(paper: Figure | None) -> tuple[float | None, float | None]:
 def _curve_rows(c: Comparison) -> Iterator[tuple[Any, ...]]:
     for run in (*c.counted, *c.aside):
         for field in CURVES:
-            curve, name = getattr(run, field), METRIC_NAMES[field]
-            for step, tokens, value in zip(curve.steps, curve.tokens, curve.values, strict=True):
+            curve, name = run.curve(field), METRIC_NAMES[field]
+            columns = (curve.steps.tolist(), curve.tokens.tolist(), curve.values.tolist())
+            for step, tokens, value in zip(*columns, strict=True):
                 known = None if math.isnan(tokens) else int(tokens)
                 yield run.model, run.optimizer, run.seed, run.id, name, step, known, value
 
 
 def _write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows([_cell(value) for value in row] for row in rows)
-
-
-def _cell(value: Any) -> Any:
-    """A text that a spreadsheet would take for a formula gets an apostrophe."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+        file.writelines(csv_lines(header, rows))

@@ -8,11 +8,15 @@ of the last record that has one. If that is nan or infinite it has no place in a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from .series import CURVES, RunSeries, Series
+import numpy as np
+
+from .means import paired, pointwise
+from .series import CURVES, RunSeries
+from .text import clip
+from .view import Axis
 
 BASE, OURS = "AdamW", "RowNorm"
 """Ratios are of the first over the second, differences of the second minus the first."""
@@ -22,7 +26,11 @@ METRICS = {"validation_loss": "validation_loss", "step_diameter": "diameter", "p
 
 NAMES = {"validation_loss": "validation loss", "step_diameter": "D(S)", "perturbation_rms": "Hilbert RMS"}
 
-Axis = Literal["tokens", "updates"]
+COMPARED = ("diameter", "perturbation_rms")
+"""Curves that have a ratio."""
+
+Pair = tuple[RunSeries, RunSeries]
+"""Runs of AdamW and of RowNorm that differ in nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,14 @@ class Spread:
     mean: float | None = None
     deviation: float | None = None
     runs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Current:
+    """A ratio as it stands, and the last step that all the paired runs share."""
+
+    ratio: float | None = None
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +68,22 @@ class Comparison:
     aside: tuple[RunSeries, ...]
     """Runs that no mean has in it."""
     notes: tuple[str, ...]
+    pairs: tuple[tuple[str, str], ...] = ()
+    """Ids of the runs of AdamW and RowNorm that make a pair."""
+    current: dict[str, Current]
+    """By curve: the mean of AdamW over that of RowNorm, of the pairs alone."""
 
 
-def compare(runs: Iterable[RunSeries]) -> list[Comparison]:
-    """Compare the runs of each model; their order does not matter."""
+def compare(runs: Iterable[RunSeries], *, live: bool = False) -> list[Comparison]:
+    """Compare the runs of each model; their order does not matter.
+
+    Args:
+        runs: of any models.
+        live: whether runs count as they stand, be they finished or not.
+    """
     ordered = sorted(runs, key=lambda run: (run.model, _rank(run.optimizer), _seed(run), run.started, run.id))
     models = dict.fromkeys(run.model for run in ordered)
-    return [_compare_model(model, [run for run in ordered if run.model == model]) for model in models]
+    return [_compare_model(model, [run for run in ordered if run.model == model], live) for model in models]
 
 
 def spread(values: Iterable[float]) -> Spread:
@@ -81,26 +106,16 @@ def by_optimizer(runs: Iterable[RunSeries]) -> dict[str, list[RunSeries]]:
     return {name: [run for run in found if run.optimizer == name] for name in names}
 
 
+def axes(runs: Iterable[RunSeries]) -> tuple[Axis, ...]:
+    """The axes that every point of every run has a place on."""
+    curves = [run.curve(name) for run in runs for name in CURVES]
+    known: tuple[Axis, ...] = ("updates", "tokens", "time")
+    return tuple(axis for axis in known if all(curve.has(axis) for curve in curves))
+
+
 def axis_of(runs: Iterable[RunSeries]) -> Axis:
     """What curves are drawn and aligned by: tokens, if every point of every run has them."""
-    curves: Iterator[Series] = (getattr(run, name) for run in runs for name in CURVES)
-    return "updates" if any(math.isnan(tokens) for curve in curves for tokens in curve.tokens) else "tokens"
-
-
-def position(series: Series, axis: Axis) -> Sequence[float]:
-    """Where the points of a curve stand on an axis."""
-    return series.tokens if axis == "tokens" else series.steps
-
-
-def pointwise(curves: Iterable[Series], axis: Axis) -> Iterator[tuple[float, Spread, list[float]]]:
-    """Mean and deviation at every place where a curve has a finite value, and the values there."""
-    at: dict[float, list[float]] = {}
-    for curve in curves:
-        for x, value in zip(position(curve, axis), curve.values, strict=True):
-            if math.isfinite(value):
-                at.setdefault(x, []).append(value)
-    for x in sorted(at):
-        yield x, spread(at[x]), at[x]
+    return "tokens" if "tokens" in axes(runs) else "updates"
 
 
 def final(run: RunSeries, metric: str) -> float | None:
@@ -119,38 +134,62 @@ def ratio(over: float | None, under: float | None) -> float | None:
 
 def same_panel(runs: Iterable[RunSeries]) -> bool:
     """Whether the perturbations of the runs are over one panel."""
-    return len({run.panel_hash for run in runs if len(run.perturbation_rms.values)}) < 2
+    return len({run.panel_hash for run in runs if len(run.perturbation_rms)}) < 2
+
+
+def pair_up(runs: Iterable[RunSeries]) -> list[Pair]:
+    """Runs of AdamW and RowNorm with the same model, seed and panel.
+
+    Runs without a seed make a pair only if they are the only ones of their optimizers.
+    """
+    groups = by_optimizer(runs)
+    base, ours = groups.get(BASE, []), groups.get(OURS, [])
+    alone = len(base) == len(ours) == 1
+    partners: dict[tuple[str, int | None, str], list[RunSeries]] = {}
+    for run in ours:
+        partners.setdefault((run.model, run.seed, run.panel_hash), []).append(run)
+    return [
+        (run, partner)
+        for run in base
+        if run.seed is not None or alone
+        for partner in partners.get((run.model, run.seed, run.panel_hash), [])
+    ]
 
 
 # One model
 
 
-def _compare_model(model: str, runs: list[RunSeries]) -> Comparison:
+def _compare_model(model: str, runs: list[RunSeries], live: bool) -> Comparison:
     notes: list[str] = []
-    counted = _newest(_finished(runs, notes), notes)
+    counted = _newest(runs if live else _finished(runs, notes), notes)
     groups = by_optimizer(counted)
     optimizers = {
         name: {metric: _final(name, metric, group, notes) for metric in METRICS} for name, group in groups.items()
     }
-    pairs = _pairs(groups, notes)
+    pairs = pair_up(counted)
+    apart = _unpaired(groups, pairs)
+    ratios = _ratios(groups, optimizers, [] if live and apart else notes)
+    notes += apart
     below, checkpoints = _below(pairs, groups)
     ids = {run.id for run in counted}
     return Comparison(
         model=model,
         optimizers=optimizers,
-        ratios=_ratios(groups, optimizers, notes),
+        ratios=ratios,
         difference=_difference(pairs),
         below=below,
         checkpoints=checkpoints,
         counted=tuple(counted),
         aside=tuple(run for run in runs if run.id not in ids),
         notes=tuple(notes),
+        pairs=tuple((a.id, b.id) for a, b in pairs),
+        current={name: _current(pairs, name) for name in COMPARED},
     )
 
 
 def _finished(runs: list[RunSeries], notes: list[str]) -> list[RunSeries]:
     """The finished runs that measured something, or all if there is none."""
-    done = [run for run in runs if run.status == "finished" and any(len(getattr(run, name).values) for name in CURVES)]
+    done = [run for run in runs if run.status == "finished" and any(len(run.curve(name)) for name in CURVES)]
     if not done:
         notes.append("No run is finished: these are the last values so far.")
         return runs
@@ -198,18 +237,27 @@ def _ratios(
     return found
 
 
-Pair = tuple[RunSeries, RunSeries]
-
-
-def _pairs(groups: dict[str, list[RunSeries]], notes: list[str]) -> list[Pair]:
-    """Runs of AdamW and RowNorm with the same seed and panel."""
+def _unpaired(groups: dict[str, list[RunSeries]], pairs: Sequence[Pair]) -> list[str]:
+    """Why no two runs can be compared, if that is so."""
     base, ours = groups.get(BASE, []), groups.get(OURS, [])
-    found = [
-        (a, b) for a in base for b in ours if a.seed is not None and (a.seed, a.panel_hash) == (b.seed, b.panel_hash)
-    ]
-    if base and ours and not found:
-        notes.append(f"No run of {OURS} has the seed and the panel of one of {BASE}: there is no paired difference.")
-    return found
+    if pairs or not base or not ours:
+        return []
+    if not {run.panel_hash for run in base} & {run.panel_hash for run in ours}:
+        why = f"The runs of {BASE} and {OURS} were measured on different panels"
+    else:
+        why = f"No run of {OURS} has the seed and the panel of one of {BASE}"
+    return [f"{why}: there is no paired difference, and no ratio is drawn."]
+
+
+def _current(pairs: Sequence[Pair], name: str) -> Current:
+    """A curve's ratio at the last step that all the paired runs share."""
+    curves = [(a.curve(name), b.curve(name)) for a, b in pairs]
+    found = paired(curves, "updates")
+    shared = np.flatnonzero(found.pairs == len(pairs))
+    if not len(shared):
+        return Current()
+    last = float(found.ratio[shared[-1]])
+    return Current(last if math.isfinite(last) else None, int(found.x[shared[-1]]))
 
 
 def _difference(pairs: list[Pair]) -> Spread:
@@ -232,8 +280,9 @@ def _below(pairs: list[Pair], groups: dict[str, list[RunSeries]]) -> tuple[int, 
 
 def _complete(runs: list[RunSeries], axis: Axis) -> dict[float, float]:
     """The mean validation loss wherever every run has one."""
-    points = pointwise((run.validation_loss for run in runs), axis)
-    return {x: s.mean for x, s, _ in points if s.runs == len(runs) and s.mean is not None}
+    found = pointwise([run.validation_loss for run in runs], axis, spread=False)
+    all_have = (found.runs == len(runs)) & np.isfinite(found.mean)
+    return dict(zip(found.x[all_have].tolist(), found.mean[all_have].tolist(), strict=True))
 
 
 # Names and order
@@ -249,8 +298,3 @@ def _seed(run: RunSeries) -> tuple[bool, int]:
 
 def _names(runs: Iterable[RunSeries]) -> str:
     return ", ".join(clip(run.label, 60) for run in runs)
-
-
-def clip(text: str, limit: int) -> str:
-    """Text of a length that a page has room for."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,299 @@
+"""The service as an app: pages, the JSON API and the stream of events. It only reads.
+
+What an answer is stands in `views` and `pictures`. Here requests are checked, and answers are encoded, kept and sent.
+Routes that compute are plain functions, which run beside the loop that serves the streams.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import FastAPI, Header, Path, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+
+from hilbert_monitor import __version__
+
+from . import figures, schema, views
+from .assets import PAGE, Assets, sent
+from .index import Index
+from .memo import Body, Memo
+from .parameters import (
+    POINTS,
+    SEARCH,
+    Drawn,
+    Fields,
+    Id,
+    Ids,
+    ModelName,
+    Panel,
+    RunPanel,
+    failed,
+    ids,
+    misread,
+    ok,
+    problems,
+    refused,
+)
+from .pictures import Pictures, choose
+from .security import LOOPBACK, Guard
+from .snapshot import RunSnapshot
+from .text import csv_lines
+
+DESCRIPTION = """Runs of hilbert-monitor, as they are now: read-only, no request changes anything.
+
+Numbers that are nan or infinite are the strings "nan", "inf" and "-inf"; in figures, for plotly, they are null.
+Where the service has a token, send it as `Authorization: Bearer TOKEN`."""
+RETRY = 1000
+"""Milliseconds after which a browser that was cut off comes back."""
+
+
+class CSV(StreamingResponse):
+    """Rows that are made while they are sent."""
+
+    media_type = "text/csv"
+
+
+def create_app(index: Index, *, token: str | None = None, allowed_hosts: Collection[str] | None = LOOPBACK) -> FastAPI:
+    """The app over an index, which somebody else starts and stops.
+
+    Args:
+        index: the runs.
+        token: what a visitor has to know; None for no such thing.
+        allowed_hosts: names that are answered to; None for any.
+    """
+    app = FastAPI(
+        title="hilbert-monitor",
+        version=__version__,
+        description=DESCRIPTION,
+        openapi_url="/api/openapi.json",
+        docs_url=None,  # these pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=problems(),
+    )
+    app.add_middleware(Guard, token=token, hosts=allowed_hosts)
+    app.add_exception_handler(HTTPException, refused)
+    app.add_exception_handler(RequestValidationError, misread)
+    app.add_exception_handler(Exception, failed)
+    answers = Answers(index)
+    _add_health(app, index)
+    _add_runs(app, answers)
+    _add_figures(app, answers)
+    _add_events(app, index)
+    _add_pages(app, Assets())
+    return app
+
+
+# Answers
+
+
+class Answers:
+    """What is asked about the runs of an index, each answer worked out once as long as nothing changes."""
+
+    def __init__(self, index: Index) -> None:
+        self.index, self.memo, self.pictures = index, Memo(), Pictures()
+
+    def run(self, id: str) -> RunSnapshot:
+        """A run by its id, which is looked up among those that are known and nowhere else."""
+        found = self.index.runs.get(id)
+        if found is None:
+            shown = id if len(id) <= 100 else f"{id[:100]}..."
+            raise HTTPException(404, f"There is no run {shown!r}: /api/runs lists those that there are.")
+        return found
+
+    def kept(self, request: Request, key: tuple[Any, ...], make: Callable[[], Any]) -> Response:
+        """An answer that others may ask for too."""
+        body = self.memo.get((request.scope["route"].path, *key), lambda: msgspec.json.encode(make()))
+        return sent(request, body, "application/json")
+
+
+def _json(request: Request, answer: Any) -> Response:
+    return sent(request, Body(msgspec.json.encode(answer)), "application/json")
+
+
+def _csv(name: str, lines: Iterator[str]) -> CSV:
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:80]
+    return CSV(lines, headers={"Content-Disposition": f'attachment; filename="{safe}.csv"'})
+
+
+# Routes
+
+
+def _add_health(app: FastAPI, index: Index) -> None:
+    @app.get("/healthz", tags=["service"], summary="Whether the service works", responses=ok(schema.Health))
+    def health(request: Request) -> Response:
+        """Answered without a token."""
+        about = {"status": "ok", "version": __version__, "runs": len(index.runs), "progress": index.progress}
+        return _json(request, about)
+
+
+def _add_runs(app: FastAPI, answers: Answers) -> None:
+    index = answers.index
+
+    @app.get("/api/runs", tags=["runs"], summary="The runs, the newest first", responses=ok(schema.Runs))
+    def runs(
+        request: Request,
+        q: Annotated[str, Query(max_length=300, description=SEARCH, examples=["rownorm lr=0.1"])] = "",
+        status: Annotated[schema.Status | None, Query(description="Only runs that stand so.")] = None,
+        optimizer: Annotated[str, Query(max_length=100, description="Only runs with this LM head.")] = "",
+        model: ModelName = "",
+    ) -> Response:
+        version, found = index.version, index.runs
+
+        def make() -> dict[str, Any]:
+            listed = views.runs(found, q=q, status=status or "", optimizer=optimizer, model=model)
+            return {"root": str(index.root), "progress": index.progress, "version": version, "runs": listed}
+
+        return answers.kept(request, (q, status, optimizer, model, version, index.progress), make)
+
+    @app.get("/api/runs/{id}", tags=["runs"], summary="A run, without its curves", responses=ok(schema.Run))
+    def run(request: Request, id: Id) -> Response:
+        found = answers.run(id)
+        return answers.kept(request, views.stamp(found), lambda: views.run(found))
+
+    @app.get(
+        "/api/runs/{id}/records",
+        tags=["runs"],
+        summary="Columns of a run's records",
+        responses=ok(schema.Records, {"text/csv": {"schema": {"type": "string"}}}),
+    )
+    def records(
+        request: Request,
+        id: Id,
+        fields: Fields = "",
+        first: Annotated[int | None, Query(ge=-(2**62), le=2**62, description="Of the steps.")] = None,
+        last: Annotated[int | None, Query(ge=-(2**62), le=2**62, description="Of the steps, included.")] = None,
+        points: Annotated[int, Query(ge=10, le=20_000, description=POINTS)] = 2000,
+        format: Annotated[Literal["json", "csv"], Query(description="CSV has every record.")] = "json",
+    ) -> Response:
+        found = answers.run(id)
+        try:
+            names = views.fields(found.table, [name for name in fields.split(",") if name][:64])
+        except ValueError as error:
+            raise HTTPException(422, f"fields: {error}.") from None
+        rows = views.rows_of(found.table, first, last)
+        if format == "csv":
+            return _csv(id, csv_lines(("step", *names), views.csv_rows(found.table, names, rows)))
+        key = (*views.stamp(found), tuple(names), rows.start, rows.stop, points)
+        return answers.kept(request, key, lambda: views.records(found, names, rows, points))
+
+    @app.get("/api/alerts", tags=["runs"], summary="Alerts, the newest first", responses=ok(schema.Alerts))
+    def alerts(
+        request: Request,
+        run: Annotated[str, Query(max_length=300, description="Only of the run of this id.")] = "",
+        kind: Annotated[str, Query(max_length=100, description="Only of this kind.", examples=["diameter"])] = "",
+        limit: Annotated[int, Query(ge=1, le=1000, description="How many, at most.")] = 200,
+    ) -> Response:
+        version, found = index.version, index.runs
+        return answers.kept(
+            request, (run, kind, limit, version), lambda: views.alerts(found, run=run, kind=kind, limit=limit)
+        )
+
+    @app.get("/api/difference", tags=["runs"], summary="Settings of two runs", responses=ok(schema.Changes))
+    def difference(
+        request: Request,
+        a: Annotated[str, Query(max_length=300, description="Id of a run.")],
+        b: Annotated[str, Query(max_length=300, description="Id of another.")],
+    ) -> Response:
+        return _json(request, views.difference(answers.run(a), answers.run(b)))
+
+
+def _add_figures(app: FastAPI, answers: Answers) -> None:
+    index, pictures = answers.index, answers.pictures
+
+    @app.get("/api/runs/{id}/figures", tags=["figures"], summary="Figures of a run", responses=ok(schema.RunFigures))
+    def run_figures_(request: Request, id: Id, view: Drawn) -> Response:
+        found = answers.run(id)
+        return answers.kept(request, (*views.stamp(found), view), lambda: pictures.of_run(found, view))
+
+    @app.get(
+        "/api/runs/{id}/panels/{panel}.csv",
+        tags=["figures"],
+        summary="Every value of a panel",
+        response_class=CSV,
+        responses=problems(inline=True),
+    )
+    def run_csv(id: Id, panel: Annotated[RunPanel, Path(description="One of its figures.")], view: Drawn) -> Response:
+        found = answers.run(id)
+        return _csv(f"{id}-{panel}", pictures.run_csv(found, panel, view))
+
+    @app.get("/api/compare", tags=["figures"], summary="Runs of a model, compared", responses=ok(schema.Comparison))
+    def compare(request: Request, view: Drawn, model: ModelName = "", runs: Ids = "") -> Response:
+        version, found = index.version, index.runs
+        choice = choose(found, model, ids(runs))
+        pictures.forget(found.keys())
+        return answers.kept(request, (*choice.versions, view), lambda: pictures.compared(choice, view, version))
+
+    @app.get(
+        "/api/compare/{panel}.csv",
+        tags=["figures"],
+        summary="Every value of a panel",
+        response_class=CSV,
+        responses=problems(inline=True),
+    )
+    def compare_csv(
+        panel: Annotated[Panel, Path(description="One of the figures.")],
+        view: Drawn,
+        model: ModelName = "",
+        runs: Ids = "",
+    ) -> Response:
+        choice = choose(index.runs, model, ids(runs))
+        return _csv(f"{choice.model or 'runs'}-{panel}", pictures.compared_csv(choice, panel, view))
+
+    @app.get("/api/themes", tags=["figures"], summary="Plotly's templates", responses=ok(schema.Themes))
+    def themes(request: Request) -> Response:
+        return answers.kept(request, (), lambda: {name: figures.template(name) for name in ("light", "dark")})
+
+
+def _add_events(app: FastAPI, index: Index) -> None:
+    @app.get(
+        "/api/events",
+        tags=["events"],
+        summary="What happens, as it happens",
+        response_class=EventSourceResponse,
+        responses=problems(inline=True),
+    )
+    async def events(
+        after: Annotated[
+            str | None,
+            Query(max_length=100, description="Id of the last event that is known: what came since comes first."),
+        ] = None,
+        last_event_id: Annotated[
+            str | None, Header(max_length=100, description="The same, as a browser says it when it comes back.")
+        ] = None,
+    ) -> AsyncIterator[ServerSentEvent]:
+        """An endless stream.
+
+        Events: `hello` at first; `run` and `records` for what a run has new; `alert`; `gone`; `progress`; `reset` where
+        what came since is not known any more, and all has to be fetched anew.
+        """
+        retry: int | None = RETRY
+        async for event in index.feed.listen(last_event_id or after):
+            yield ServerSentEvent(raw_data=event.data, event=event.name, id=event.id, retry=retry)
+            retry = None
+
+
+def _add_pages(app: FastAPI, assets: Assets) -> None:
+    """Pages are all the same file, whose script asks the API. No name in an address is looked up on the disk."""
+
+    def page(request: Request) -> Response:
+        return _found(assets.answer(request, PAGE))
+
+    def static(request: Request) -> Response:
+        return _found(assets.answer(request, request.path_params["name"]))
+
+    for path in ("/", "/runs", "/runs/{id}", "/alerts"):
+        app.add_route(path, page, include_in_schema=False)
+    app.add_route("/static/{name}", static, include_in_schema=False)
+
+
+def _found(answer: Response | None) -> Response:
+    if answer is None:
+        raise HTTPException(404)
+    return answer

@@ -1,0 +1,102 @@
+"""The files of the page: read once, compressed once, and no others are served."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hilbert_monitor import __version__
+
+from .memo import Body
+
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+    ".woff2": "font/woff2",
+    ".webmanifest": "application/manifest+json",
+}
+"""What is served, by the end of its name."""
+PLOTLY = "plotly.min.js"
+PAGE = "index.html"
+FOREVER = "public, max-age=31536000, immutable"
+
+
+class Assets:
+    """The files of the page by name. Where they say __VERSION__ they get a hash of them all."""
+
+    def __init__(self) -> None:
+        found = {file.name: file.read_bytes() for file in files(__package__).joinpath("static").iterdir()}
+        known = {name: content for name, content in found.items() if Path(name).suffix in TYPES}
+        self.version = _hash(
+            __version__.encode(), str(_plotly().stat().st_size).encode(), *map(_hash_of, sorted(known.items()))
+        )
+        self._bodies = {name: Body(_versioned(name, content, self.version), 9) for name, content in known.items()}
+
+    def get(self, name: str) -> Body | None:
+        """A file, if there is one of that name."""
+        return _drawing() if name == PLOTLY else self._bodies.get(name)
+
+    def answer(self, request: Request, name: str) -> Response | None:
+        """The answer to a request for a file: kept for ever by a browser that asked for this very version."""
+        body = self.get(name)
+        if body is None:
+            return None
+        headers = {
+            "ETag": f'"{self.version}-{_hash(name.encode())[:8]}"',
+            "Cache-Control": FOREVER if request.query_params.get("v") == self.version else "no-cache",
+            "Vary": "Accept-Encoding",
+        }
+        if headers["ETag"] in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return sent(request, body, TYPES[Path(name).suffix], headers)
+
+
+def prepare() -> None:
+    """Compress what is large before somebody waits for it."""
+    _ = _drawing().gzipped
+
+
+def sent(request: Request, body: Body, media_type: str, headers: dict[str, str] | None = None) -> Response:
+    """A body, compressed if the other side understands that."""
+    headers = {"Vary": "Accept-Encoding"} | (headers or {})
+    if "gzip" in request.headers.get("accept-encoding", "") and body.gzipped is not None:
+        return Response(body.gzipped, media_type=media_type, headers=headers | {"Content-Encoding": "gzip"})
+    return Response(body.content, media_type=media_type, headers=headers)
+
+
+@cache
+def _drawing() -> Body:
+    return Body(_plotly().read_bytes(), 6)
+
+
+def _plotly() -> Path:
+    """Plotly's script, from its package, which need not be imported for that."""
+    spec = find_spec("plotly")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0], "package_data", PLOTLY)
+
+
+def _versioned(name: str, content: bytes, version: str) -> bytes:
+    return (
+        content.replace(b"__VERSION__", version.encode()) if TYPES[Path(name).suffix].startswith("text/") else content
+    )
+
+
+def _hash_of(item: tuple[str, bytes]) -> bytes:
+    return f"{item[0]} {_hash(item[1])}".encode()
+
+
+def _hash(*parts: bytes) -> str:
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]

@@ -1,0 +1,111 @@
+"""Tables on disk, so that a log need not be read again: columns that are mapped into memory, never the truth.
+
+CACHE/RUN.npy    the columns, a row each
+CACHE/RUN.json   their names, the tokens' texts, how far the log was read, and what the log looked like there
+
+A cache that does not fit its log, or cannot be read, is as good as none.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from .table import Table
+
+FORMAT = 1
+LOOK = 4096
+"""Bytes at the beginning of a log, and before the offset, by which it is known again."""
+
+
+class _Head(Struct, frozen=True):
+    format: int
+    offset: int
+    torn: int
+    prints: tuple[int, int]
+    columns: list[str]
+    texts: dict[str, str]
+
+
+class Cached(Struct, frozen=True):
+    """What was kept of a log."""
+
+    table: Table
+    offset: int
+    torn: int
+
+
+class Cache:
+    """A folder of tables.
+
+    Args:
+        folder: is made if need be; one that cannot be written holds nothing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, run: str, log: Path) -> Cached | None:
+        """What was kept of a run's log, if it still is the log it was."""
+        try:
+            head = msgspec.json.decode((self.folder / f"{run}.json").read_bytes(), type=_Head)
+            if head.format != FORMAT or head.prints != _prints(log, head.offset):
+                return None
+            rows = np.asarray(np.load(self.folder / f"{run}.npy", mmap_mode="r", allow_pickle=False))
+            if rows.ndim != 2 or len(rows) != 1 + len(head.columns) or rows.dtype != np.float64:
+                return None
+        except (OSError, ValueError, EOFError, msgspec.MsgspecError):
+            return None
+        columns = dict(zip(head.columns, rows[1:], strict=True))
+        texts = {int(token): text for token, text in head.texts.items()}
+        return Cached(Table(rows[0].view(np.int64), columns, texts), head.offset, head.torn)
+
+    def save(self, run: str, log: Path, kept: Cached) -> bool:
+        """Keep what was read of a run's log; whether that went well. A reader sees the old or the new, whole."""
+        table = kept.table
+        texts = {str(token): text for token, text in table.texts.items()}
+        try:
+            head = _Head(FORMAT, kept.offset, kept.torn, _prints(log, kept.offset), list(table.columns), texts)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            json, npy = self.folder / f"{run}.json", self.folder / f"{run}.npy"
+            json.unlink(missing_ok=True)  # first: columns without a head are not used
+            with _replacing(npy) as path, path.open("wb") as file:  # not mapped: a full disk would be a SIGBUS
+                shape = (1 + len(table.columns), len(table))
+                about = {"descr": "<f8", "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, about)
+                for values in (table.steps.view(np.float64), *table.columns.values()):
+                    file.write(np.ascontiguousarray(values).data)
+            with _replacing(json) as path:
+                path.write_bytes(msgspec.json.encode(head))
+        except (OSError, ValueError):
+            return False
+        return True
+
+
+class _replacing:
+    """A path to write to, which takes the place of another once it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.made = path, path.with_name(f"{path.name}.{os.getpid()}.part")
+
+    def __enter__(self) -> Path:
+        return self.made
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            os.replace(self.made, self.path)
+        else:
+            self.made.unlink(missing_ok=True)
+
+
+def _prints(log: Path, offset: int) -> tuple[int, int]:
+    """Checksums of the log's beginning and of what stands before an offset."""
+    with log.open("rb") as file:
+        first = zlib.crc32(file.read(min(LOOK, offset)))
+        file.seek(max(0, offset - LOOK))
+        return first, zlib.crc32(file.read(offset - max(0, offset - LOOK)))

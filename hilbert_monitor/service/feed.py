@@ -1,0 +1,117 @@
+"""News of runs for any number of listeners: a ring of events with ids, written by one thread.
+
+A listener that comes back with the id of the last event it had gets what it missed, each event once. One that was away
+for longer than the ring remembers, or knows another server's ids, is told to begin anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hilbert_monitor.runs.values import plain
+
+REMEMBERED = 16 << 20
+"""Bytes of events that are kept for those who come back."""
+
+
+class Event(NamedTuple):
+    """Something new."""
+
+    id: str
+    name: str
+    data: str
+    """JSON."""
+
+
+class Feed:
+    """A ring of events.
+
+    Args:
+        remembered: bytes of events that are kept.
+    """
+
+    def __init__(self, remembered: int = REMEMBERED) -> None:
+        self.epoch = secrets.token_hex(4)
+        self.listeners = 0
+        """How many listen now."""
+        self._remembered, self._size, self._count = remembered, 0, 0
+        self._events: deque[Event] = deque()
+        self._lock = threading.Lock()
+        self._bells: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._closed = False
+
+    def publish(self, name: str, data: Any) -> None:
+        """Tell all listeners, from any thread."""
+        text = msgspec.json.encode(plain(data)).decode()
+        with self._lock:
+            self._count += 1
+            self._events.append(Event(self._id(self._count), name, text))
+            self._size += len(text)
+            while self._size > self._remembered and len(self._events) > 1:
+                self._size -= len(self._events.popleft().data)
+        self._ring()
+
+    def close(self) -> None:
+        """Send all listeners home, from any thread."""
+        self._closed = True
+        self._ring()
+
+    async def listen(self, after: str | None = None) -> AsyncIterator[Event]:
+        """What happens from now on, or from the event of an id on, until the feed is closed.
+
+        The first event is "hello", or "reset" for an id that is not remembered: begin anew.
+        """
+        bell = (asyncio.get_running_loop(), asyncio.Event())
+        with self._lock:
+            self._bells.add(bell)
+            self.listeners += 1
+        try:
+            place = None if after is None else self._place(after)
+            if place is None:
+                place = self._count
+                yield Event(self._id(place), "hello" if after is None else "reset", "{}")
+            while not self._closed:
+                bell[1].clear()
+                missed = self._since(place)
+                if missed is None:
+                    place = self._count
+                    yield Event(self._id(place), "reset", "{}")
+                    continue
+                for event in missed:
+                    place += 1
+                    yield event
+                if not missed:
+                    await bell[1].wait()
+        finally:
+            with self._lock:
+                self._bells.discard(bell)
+                self.listeners -= 1
+
+    def _id(self, place: int) -> str:
+        return f"{self.epoch}-{place}"
+
+    def _place(self, id: str) -> int | None:
+        """The place of an id that this feed gave and remembers."""
+        epoch, _, number = id.partition("-")
+        if epoch != self.epoch or not number.isdecimal() or len(number) > 18 or int(number) > self._count:
+            return None
+        return int(number)
+
+    def _since(self, place: int) -> list[Event] | None:
+        """Events after a place; None if some of them are forgotten."""
+        with self._lock:
+            new = self._count - place
+            return None if new > len(self._events) else [self._events[i] for i in range(-new, 0)]
+
+    def _ring(self) -> None:
+        with self._lock:
+            for loop, bell in self._bells:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(bell.set)

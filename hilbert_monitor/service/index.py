@@ -1,0 +1,166 @@
+"""All runs of a folder, followed by one thread: what the service knows, whoever asks.
+
+Each log is read from where it was left off, and nothing twice. What is new is published at once; logs that are far
+behind are caught up with between, the shortest first, so that a long one never delays a run that is going on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from hilbert_monitor.runs.log import News
+
+from .cache import Cache
+from .feed import Feed
+from .followed import Followed
+from .snapshot import RunSnapshot, summary
+
+CACHE = ".hilbert-monitor"
+"""Folder of the columns that were read, beside the runs."""
+PIECE = 200
+"""Records that an event carries, at most."""
+SLICE = 0.1
+"""Seconds that catching up may take between two looks at the runs that go on."""
+REMEMBERED = 600.0
+"""Seconds for which a run that is gone is still shown, as such."""
+BEHIND = 1 << 20
+"""Bytes from which on a log is caught up with between, and not at once."""
+
+
+class Index:
+    """The runs of a folder.
+
+    Args:
+        root: folder of the runs; it may come into being later.
+        cache: folder for columns that were read, so that the next start need not; None for none.
+        every: seconds between two looks.
+    """
+
+    def __init__(self, root: Path, *, cache: Path | None = None, every: float = 0.2) -> None:
+        self.root, self.every, self.feed = root, every, Feed()
+        self.runs: Mapping[str, RunSnapshot] = MappingProxyType({})
+        """The runs by id. It is replaced, never changed: take it once for an answer."""
+        self.version = 0
+        """Grows with every change of any run."""
+        self.progress = 0.0
+        """Share of all logs that was read."""
+        self.looks = 0
+        """How often the folder was looked at."""
+        self._cache = Cache(cache) if cache is not None else None
+        self._followed: dict[str, Followed] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pass = threading.Lock()
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread = threading.Thread(target=self._follow, name="hilbert-monitor index", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send the listeners home and end the thread."""
+        self._stop.set()
+        self.feed.close()
+        if self._thread is not None:
+            self._thread.join()
+
+    def refresh(self, budget: float = math.inf) -> None:
+        """Look once at every run; catch up with long logs for at most so many seconds."""
+        with self._pass:
+            self._look_for_runs()
+            now = time.time()
+            for followed in list(self._followed.values()):
+                if followed.behind <= BEHIND:
+                    self._advance(followed, now)
+            self._catch_up(budget)
+            self.looks += 1
+            self._note_progress()
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            began = time.monotonic()
+            self.refresh(SLICE)
+            idle = self.every - (time.monotonic() - began)
+            self._stop.wait(0.001 if self.progress < 1 else max(idle, 0.02))
+
+    # Which runs there are
+
+    def _look_for_runs(self) -> None:
+        """Begin with folders that are new, and let go of those that are gone for long."""
+        names = set(_folders(self.root))
+        for name in sorted(names - self._followed.keys()):
+            self._followed[name] = Followed(self.root / name, self.root, self._cache)
+        for name in self._followed.keys() - names:
+            gone = self._followed[name]
+            if gone.snapshot is None or time.time() - (gone.gone_since or math.inf) > REMEMBERED:
+                del self._followed[name]
+                self._publish(gone.id, None)
+
+    def _catch_up(self, budget: float) -> None:
+        deadline = time.monotonic() + budget
+        for followed in sorted(self._followed.values(), key=lambda one: one.behind):
+            if followed.behind > BEHIND and time.monotonic() < deadline and not self._stop.is_set():
+                self._advance(followed, time.time(), deadline)
+
+    def _advance(self, followed: Followed, now: float, deadline: float = math.inf) -> None:
+        """Read what a run has new, publish it and tell of it."""
+        known, news = followed.snapshot, list[News]()
+        current = known is not None and known.indexed == 1.0
+        if not followed.advance(now, deadline, news if current else None):
+            return
+        made = followed.snapshot
+        assert made is not None
+        self._publish(followed.id, made)
+        for piece in _pieces(made, news, whole=current):
+            self.feed.publish("records", piece)
+        for alert in followed.new_alerts if known is not None else ():
+            about = {"run": made.id, "name": made.info.name, "status": made.status}
+            self.feed.publish("alert", {**about, "alert": msgspec.structs.asdict(alert)})
+        self.feed.publish("run", {"id": made.id, "version": made.version, "summary": summary(made)})
+
+    def _publish(self, id: str, made: RunSnapshot | None) -> None:
+        known = self.runs
+        if made is not None:
+            self.runs = MappingProxyType({**known, id: made})
+        elif id in known:
+            self.runs = MappingProxyType({name: run for name, run in known.items() if name != id})
+            self.feed.publish("gone", {"id": id})
+        self.version += 1
+
+    def _note_progress(self) -> None:
+        size = sum(one.size for one in self._followed.values())
+        left = sum(one.behind for one in self._followed.values() if one.behind > BEHIND)
+        progress = 1.0 - left / size if left else 1.0
+        if progress != self.progress and (progress == 1.0 or abs(progress - self.progress) > 0.01):
+            self.progress = progress
+            self.feed.publish("progress", {"progress": progress})
+
+
+def _folders(root: Path) -> Iterator[str]:
+    try:
+        with os.scandir(root) as found:
+            for entry in found:
+                if not entry.name.startswith(".") and entry.is_dir():
+                    yield entry.name
+    except OSError:
+        return
+
+
+def _pieces(run: RunSnapshot, news: list[News], *, whole: bool) -> Iterator[dict[str, Any]]:
+    """What a log has new, as events carry it; or that there is too much of it to carry."""
+    if not whole or sum(len(one.records) for one in news) > PIECE:
+        if run.indexed == 1.0:
+            yield {"run": run.id, "reload": True}
+        return
+    for one in news:
+        if one.records or one.attempts:
+            yield {"run": run.id, "keep": one.keep, "records": [msgspec.to_builtins(record) for record in one.records]}

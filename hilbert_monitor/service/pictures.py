@@ -1,0 +1,138 @@
+"""Answers with figures in them: a run's, and those that compare runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hilbert_monitor.runs.values import plain
+
+from . import figures, run_figures
+from .series import Loaded, RunSeries, model_of
+from .snapshot import RunSnapshot
+from .statistics import Comparison, Spread, axes, compare
+from .text import csv_lines
+from .view import View
+from .views import newest, stamp
+
+
+class Choice(NamedTuple):
+    """The runs that are compared, all of one model."""
+
+    models: dict[str, int]
+    """Models that there are, with their numbers of runs."""
+    model: str | None
+    runs: tuple[RunSnapshot, ...]
+    unknown: tuple[str, ...]
+    """Ids that were asked for and that no run has."""
+
+    @property
+    def versions(self) -> tuple[Any, ...]:
+        """What an answer about these runs depends on."""
+        return self.model, tuple(self.models.items()), self.unknown, tuple(map(stamp, self.runs))
+
+
+def choose(found: Mapping[str, RunSnapshot], model: str = "", ids: Collection[str] = ()) -> Choice:
+    """The runs to compare: of a model, or of that with the newest run; all of them, or those that are named."""
+    asked = [found[id] for id in dict.fromkeys(ids) if id in found] if ids else found.values()
+    usable = [run for run in asked if run.attempts and (len(run.table) or not run.problem)]
+    models: dict[str, int] = {}
+    for run in usable:
+        name = model_of(run.info)
+        models[name] = models.get(name, 0) + 1
+    last = max(usable, key=newest, default=None)
+    chosen = model or (model_of(last.info) if last else None)
+    return Choice(
+        models=dict(sorted(models.items())),
+        model=chosen,
+        runs=tuple(run for run in usable if model_of(run.info) == chosen),
+        unknown=tuple(id for id in dict.fromkeys(ids) if id not in found),
+    )
+
+
+class Pictures:
+    """Draws runs. What was loaded of a run is kept as long as the run has nothing new."""
+
+    def __init__(self) -> None:
+        self._loaded, self._lock = Loaded(), threading.Lock()
+
+    def of_run(self, run: RunSnapshot, view: View) -> dict[str, Any]:
+        """The figures of one run."""
+        drawn = run_figures.figures(run.table, run.info, run.attempts, run.alerts, view)
+        return {"id": run.id, "version": run.version, "figures": drawn}
+
+    def run_csv(self, run: RunSnapshot, panel: str, view: View) -> Iterator[str]:
+        """Every value of the curves of a run's panel."""
+        return csv_lines(*run_figures.curves(panel, run.table, run.info, run.attempts, view))
+
+    def compared(self, choice: Choice, view: View, version: int) -> dict[str, Any]:
+        """The runs of one model, compared."""
+        comparison = self._compare(choice)
+        about: dict[str, Any] = {
+            "models": [{"name": name, "runs": count} for name, count in choice.models.items()],
+            "model": choice.model,
+            "version": version,
+            **_numbers(comparison, choice),
+        }
+        return {**plain(about), "figures": _figures(comparison, view) if comparison else {}}
+
+    def compared_csv(self, choice: Choice, panel: str, view: View) -> Iterator[str]:
+        """Every value of the curves of a panel."""
+        comparison = self._compare(choice)
+        drawn, aside = _drawn(comparison) if comparison else ([], set())
+        return csv_lines(*figures.curves(panel, drawn, view, aside))
+
+    def forget(self, ids: Collection[str]) -> None:
+        """Let go of all runs but these."""
+        with self._lock:
+            self._loaded.forget(ids)
+
+    def _compare(self, choice: Choice) -> Comparison | None:
+        with self._lock:
+            series = [self._load(run) for run in choice.runs]
+        return next(iter(compare(series, live=True)), None)
+
+    def _load(self, run: RunSnapshot) -> RunSeries:
+        return self._loaded.get(run.id, run.info, run.state, run.table, run.attempts[0].started)
+
+
+def _drawn(comparison: Comparison) -> tuple[Sequence[RunSeries], set[str]]:
+    """All runs, and the ids of those that are in no mean."""
+    return [*comparison.counted, *comparison.aside], {run.id for run in comparison.aside}
+
+
+def _figures(comparison: Comparison, view: View) -> dict[str, Any]:
+    drawn, aside = _drawn(comparison)
+    return {name: panel(drawn, view, aside) for name, panel in figures.PANELS.items()}
+
+
+def _numbers(comparison: Comparison | None, choice: Choice) -> dict[str, Any]:
+    notes = [f"There is no run '{id[:100]}' any more, or not yet." for id in choice.unknown[:20]]
+    if comparison is None:
+        nothing: dict[str, Any] = {"optimizers": {}, "ratios": {}, "difference": None, "pairs": [], "counted": []}
+        return {**nothing, "notes": notes, "aside": [], "axes": ["updates"]}
+    drawn, _ = _drawn(comparison)
+    return {
+        "optimizers": {
+            name: {metric: _spread(spread) for metric, spread in found.items()}
+            for name, found in comparison.optimizers.items()
+        },
+        "ratios": {name: {"now": now.ratio, "step": now.step} for name, now in comparison.current.items()},
+        "difference": {
+            "mean": comparison.difference.mean,
+            "deviation": comparison.difference.deviation,
+            "pairs": comparison.difference.runs,
+            "below": comparison.below,
+            "checkpoints": comparison.checkpoints,
+        },
+        "notes": [*notes, *comparison.notes],
+        "pairs": comparison.pairs,
+        "counted": [run.id for run in comparison.counted],
+        "aside": [run.id for run in comparison.aside],
+        "axes": axes(drawn),
+    }
+
+
+def _spread(spread: Spread) -> dict[str, Any]:
+    return {"mean": spread.mean, "deviation": spread.deviation, "runs": spread.runs}

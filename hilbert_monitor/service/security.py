@@ -1,0 +1,152 @@
+"""Who may ask, and what a browser may do with the answers.
+
+Without a token only names of this machine are answered: a page elsewhere whose name was made to point here (DNS
+rebinding) is not. With one, nothing is answered without it but /healthz. A browser gives the token once, in a link; it
+gets a cookie and an address without the token, so that the token is in no history, no referrer and no screenshot.
+
+The cookie is SameSite=Lax. No request changes anything, so that a link from elsewhere can do no harm; with Strict, a
+link in a chat would show a colleague who has the cookie nothing but that it is missing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import html
+from collections.abc import Collection
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qsl, quote, urlencode
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+"""Names of this machine, for itself."""
+OPEN = "/healthz"
+"""What is answered without a token."""
+
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:;"
+        " base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+"""Of every answer."""
+
+
+def trouble(scope: Scope, status: int, sentence: str) -> Response:
+    """An answer that says in a sentence why there is no other: JSON for a program, a short page for a reader."""
+    path: str = scope["path"]
+    if path.startswith("/api") or path == OPEN:
+        return JSONResponse({"detail": sentence}, status)
+    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{status}</title><p>{html.escape(sentence)}</p>'
+    return HTMLResponse(page, status)
+
+
+def protect(headers: MutableHeaders, path: str) -> None:
+    """Add the headers that every answer has."""
+    for name, value in HEADERS.items():
+        headers[name] = value
+    if path.startswith("/api") or path == OPEN:
+        headers["Cache-Control"] = "no-store"
+
+
+class Guard:
+    """Stands before the app: checks the name that was asked for and the token, and adds headers.
+
+    Args:
+        app: what is guarded.
+        token: what a visitor has to know; None for no such thing.
+        hosts: names that are answered to, without a port; None for any.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None = None, hosts: Collection[str] | None = LOOPBACK) -> None:
+        self.app, self.hosts = app, None if hosts is None else {host.lower() for host in hosts}
+        self._token = None if token is None else token.encode()
+        self._ticket = "" if token is None else hmac.digest(token.encode(), b"hilbert-monitor cookie", "sha256").hex()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or let the app."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def protected(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                protect(MutableHeaders(scope=message), scope["path"])
+            await send(message)
+
+        answer = self._refusal(scope, Headers(scope=scope)) or self.app
+        await answer(scope, receive, protected)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        """Why not, or nothing."""
+        host = _name(headers.get("host", ""))
+        if self.hosts is not None and host not in self.hosts:
+            return trouble(
+                scope,
+                400,
+                f"This service answers to {', '.join(sorted(self.hosts))} and not to '{host[:100]}': open it under one"
+                " of these names, or start it with --token to have it under any.",
+            )
+        if self._token is None or scope["path"] == OPEN:
+            return None
+        return self._without_token(scope, headers, self._token)
+
+    def _without_token(self, scope: Scope, headers: Headers, token: bytes) -> Response | None:
+        name = f"hilbert_monitor_{(scope.get('server') or ('', 0))[1]}"
+        if hmac.compare_digest(_cookie(headers, name).encode(), self._ticket.encode()):
+            return self._clean(scope)
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), token):
+            return None
+        if any(hmac.compare_digest(value.encode(), token) for key, value in _query(scope) if key == "token"):
+            answer = self._clean(scope)
+            assert answer is not None
+            answer.set_cookie(name, self._ticket, path="/", httponly=True, samesite="lax")
+            return answer
+        answer = trouble(
+            scope,
+            401,
+            "This service needs its token: open the link that 'hilbert-monitor serve' printed when it started, which"
+            " ends with ?token=..., or send the header 'Authorization: Bearer TOKEN'.",
+        )
+        answer.headers["WWW-Authenticate"] = "Bearer"
+        return answer
+
+    def _clean(self, scope: Scope) -> Response | None:
+        """The way to the same address without the token; None if it has none."""
+        kept = [(key, value) for key, value in _query(scope) if key != "token"]
+        if len(kept) == len(_query(scope)):
+            return None
+        path = "/" + quote(scope["path"].lstrip("/\\"))  # two slashes would be another server
+        answer = Response(status_code=303)
+        answer.headers["Location"] = path + (f"?{urlencode(kept)}" if kept else "")
+        answer.headers["Cache-Control"] = "no-store"
+        return answer
+
+
+def _name(host: str) -> str:
+    """A Host header without its port."""
+    address, closed, _ = host.lower().partition("]")
+    return address + closed if closed else address.partition(":")[0]
+
+
+def _query(scope: Scope) -> list[tuple[str, str]]:
+    text = scope.get("query_string", b"").decode("latin-1")
+    try:
+        return parse_qsl(text, keep_blank_values=True, max_num_fields=200, errors="replace")
+    except ValueError:
+        return []
+
+
+def _cookie(headers: Headers, name: str) -> str:
+    try:
+        found = SimpleCookie(headers.get("cookie", "")).get(name)
+    except CookieError:
+        return ""
+    return found.value if found else ""

@@ -1,0 +1,201 @@
+"""Runs the service: a socket, the thread that follows the runs, and uvicorn.
+
+The address is bound, and said, before anything is read; the page fills while logs are indexed. When the server is asked
+to end, the feed sends its listeners home first: streams never end by themselves, and uvicorn would wait for them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import secrets
+import socket
+import threading
+import time
+import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import uvicorn
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from . import assets
+from .app import create_app
+from .index import CACHE, Index
+from .security import LOOPBACK
+
+PATIENCE = 0.2
+"""Seconds that answers have to be finished in when the server ends."""
+SLOW = 0.5
+"""Seconds of indexing after which its progress is shown."""
+
+
+class AddressError(OSError):
+    """An address that cannot be bound, and what to do, in a sentence."""
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, ending at once also while streams are open."""
+
+    def __init__(self, index: Index, token: str | None, hosts: tuple[str, ...] | None) -> None:
+        config = uvicorn.Config(
+            create_app(index, token=token, allowed_hosts=hosts),
+            log_level="warning",
+            access_log=False,  # it would have tokens in it
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+        )
+        super().__init__(config)
+        self._index = index
+        threading.Thread(target=assets.prepare, name="hilbert-monitor page", daemon=True).start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Send the listeners home, give other answers a moment, and end."""
+        self._index.feed.close()
+        self.config.timeout_graceful_shutdown = PATIENCE  # type: ignore[assignment]  # a part of a second is fine too
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # answers that are cut off now are no news
+        await super().shutdown(sockets)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a service listens."""
+
+    socket: socket.socket
+    host: str
+    port: int
+    token: str | None
+
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """Names that are answered to: with a token any, for it protects."""
+        return (*LOOPBACK, _shown(self.host)) if self.token is None else None
+
+    @property
+    def url(self) -> str:
+        """The address to open, with the token if there is one."""
+        name = _reachable(self.host)
+        return f"http://{name}:{self.port}/" + (f"?token={quote(self.token, safe='')}" if self.token else "")
+
+
+def serve(
+    root: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token: str | None = None,
+    cache: bool = True,
+    open_browser: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Serve the runs of a folder until Ctrl-C.
+
+    Args:
+        root: folder of the runs; it may come into being later.
+        host: address to listen at. One that others can reach gets a token, if none is given.
+        port: 0 for any that is free.
+        token: what a visitor has to know.
+        cache: keep what was read beside the runs, so that the next start is quick.
+        open_browser: open the page.
+        console: to say where it is.
+    """
+    console = console or Console(soft_wrap=True, highlight=False, markup=False)
+    place = bind(host, port, token)
+    _say(place, root, console)
+    index = Index(root, cache=root / CACHE if cache else None)
+    server = Server(index, place.token, place.hosts)
+    index.start()
+    if open_browser:
+        threading.Thread(target=webbrowser.open, args=(place.url,), daemon=True).start()
+    threading.Thread(target=_show_progress, args=(index, server, console), daemon=True).start()
+    try:
+        with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has ended
+            server.run(sockets=[place.socket])
+    finally:
+        index.stop()
+
+
+@contextmanager
+def background(root: Path, *, host: str = "127.0.0.1", port: int = 0, cache: bool = True) -> Iterator[Place]:
+    """Serve the runs of a folder while something else goes on, in threads of their own.
+
+    It leaves signals alone, and it has ended when the block has.
+    """
+    place = bind(host, port, None)
+    index = Index(root, cache=root / CACHE if cache else None)
+    server = Server(index, place.token, place.hosts)
+    thread = threading.Thread(target=server.run, args=([place.socket],), name="hilbert-monitor service", daemon=True)
+    index.start()
+    thread.start()
+    try:
+        while not server.started and thread.is_alive():
+            time.sleep(0.005)
+        yield place
+    finally:
+        server.should_exit = True
+        thread.join()
+        index.stop()
+
+
+def bind(host: str, port: int, token: str | None) -> Place:
+    """Take an address; AddressError says why not. An address that others can reach has a token."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise AddressError(f"there is no address '{host}' on this machine ({error}): give another --host") from None
+    taken = socket.socket(family, kind, protocol)
+    try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+        taken.listen(1024)
+    except (OSError, OverflowError) as error:
+        taken.close()
+        said = error.strerror if isinstance(error, OSError) else error
+        raise AddressError(
+            f"port {port} of {host} cannot be had ({said}): end what uses it, give another --port, or --port 0 for any"
+        ) from None
+    if token is None and not _is_loopback(str(address[0])):
+        token = secrets.token_urlsafe(24)
+    return Place(taken, host, taken.getsockname()[1], token)
+
+
+def _say(place: Place, root: Path, console: Console) -> None:
+    console.print(f"hilbert-monitor serves '{root}' at {place.url}")
+    if not root.is_dir():
+        console.print(f"there is no folder '{root}' yet: its runs appear as soon as it does")
+    if place.token is not None and not _is_loopback(place.socket.getsockname()[0]):
+        console.print("whoever has this link can see the runs; nobody else can")
+    console.print("Ctrl-C ends it")
+
+
+def _show_progress(index: Index, server: Server, console: Console) -> None:
+    """Show how far the logs are read, if that takes a while."""
+    time.sleep(SLOW)
+    if index.progress >= 1:
+        return
+    columns = (TextColumn("reading the run logs"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+        while index.progress < 1 and not server.should_exit:
+            progress.update(task, completed=index.progress)
+            time.sleep(0.1)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _shown(host: str) -> str:
+    """An address as a link has it."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _reachable(host: str) -> str:
+    """A name for a link; where every address of this machine is listened at, the machine's own name."""
+    return socket.gethostname() if host in ("0.0.0.0", "::", "") else _shown(host)

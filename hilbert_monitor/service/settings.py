@@ -1,0 +1,45 @@
+"""What a run was set to, as keys and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from hilbert_monitor.runs.record import RunInfo
+
+from .text import clip
+
+DEPTH = 8
+"""Levels of a configuration that become keys; what lies deeper is one text."""
+TEXT = 500
+"""Characters of a value, or of a key, that are shown."""
+COUNT = 2000
+"""Settings of a run, at most."""
+
+
+def settings(info: RunInfo) -> dict[str, str]:
+    """A run's configuration and what it ran on, flat: {"optimizer.lr": "0.1"}."""
+    about = {"versions": info.versions, "ranks": info.world_size, "panel": info.panel_hash}
+    found: dict[str, str] = {}
+    for key, text in _flat({**info.config, **about}):
+        found.setdefault(clip(key, TEXT), clip(text, TEXT))
+        if len(found) == COUNT:
+            break
+    return found
+
+
+def _flat(values: dict[str, Any], prefix: str = "", depth: int = DEPTH) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value and depth:
+            yield from _flat(value, f"{prefix}{key}.", depth - 1)
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else _json(value)
+
+
+def _json(value: Any) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError:
+        return "nested too deeply to be shown"

@@ -1,0 +1,78 @@
+"""What the service knows of a run at one moment, and the line that a table of runs has for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hilbert_monitor.runs.log import RunState
+from hilbert_monitor.runs.record import Alert, RunInfo
+
+from .series import model_of
+from .table import Table
+
+UNKNOWN = RunState(status="killed", step=None, time=0.0)
+"""The state of what cannot be read: its problem is what counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSnapshot:
+    """A run as far as its log was read."""
+
+    id: str
+    """Name of the run's folder."""
+    info: RunInfo
+    """Of the newest attempt."""
+    attempts: tuple[RunInfo, ...] = ()
+    state: RunState = UNKNOWN
+    problem: str = ""
+    """A sentence, if the log is broken, foreign, unreadable or gone."""
+    table: Table = field(default_factory=Table)
+    alerts: tuple[Alert, ...] = ()
+    """Those that count, the oldest first."""
+    torn: int = 0
+    """Lines that were skipped, for they were not whole."""
+    indexed: float = 1.0
+    """Share of the log that was read so far."""
+    version: int = 0
+    """Grows with every change."""
+
+    @property
+    def status(self) -> str:
+        """Where the run stands, or that nobody can tell."""
+        return "unreadable" if self.problem else self.state.status
+
+
+def summary(run: RunSnapshot) -> dict[str, Any]:
+    """A run in a line of a table; what does not exist is None."""
+    info, table, last = run.info, run.table, run.alerts[-1] if run.alerts else None
+    tokens, diameter, ceiling = table.last("tokens"), table.last("diameter"), table.last("ceiling")
+    return {
+        "id": run.id,
+        "name": info.name,
+        "label": info.name or run.id,
+        "optimizer": info.head_optimizer or "unknown",
+        "model": model_of(info),
+        "seed": info.seed,
+        "panel_hash": info.panel_hash,
+        "status": run.status,
+        "problem": run.problem,
+        "error": run.state.error,
+        "message": run.state.message,
+        "step": run.state.step,
+        "tokens": None if tokens is None else int(tokens),
+        "time": run.state.time,
+        "started": info.started,
+        "attempts": len(run.attempts),
+        "alerts": len(run.alerts),
+        "last_alert": None if last is None else {"step": last.step, "kind": last.kind, "time": last.time},
+        "train_loss": table.last("train_loss"),
+        "validation_loss": table.last("validation_loss"),
+        "diameter": diameter,
+        "perturbation_rms": table.last("perturbation_rms"),
+        "learning_rate": table.last("learning_rate"),
+        "saturation": diameter / ceiling if diameter is not None and ceiling else None,
+        "version": run.version,
+        "indexed": run.indexed,
+        "torn": run.torn,
+    }

@@ -1,0 +1,122 @@
+/* Panels that share their x range, their hover and what is hidden. */
+
+import { themes } from "./api.js";
+import { h } from "./dom.js";
+import { Panel } from "./panel.js";
+import { change, getAll, zoom } from "./state.js";
+
+const DARK = matchMedia("(prefers-color-scheme: dark)");
+
+/** A group of panels, drawn from the figures of one answer of the server. */
+export class Charts {
+  /**
+   * @param {{key: string, title: string, about?: string}[]} specs
+   * @param {{name: () => string, csv: (panel: string) => string}} owner
+   */
+  constructor(specs, owner) {
+    this.owner = owner;
+    this.figures = null;
+    this.mark = null;
+    this.panels = specs.map((spec) => new Panel(spec, this));
+    this.element = h("div", { class: "panels" }, this.panels.map((panel) => panel.element));
+    this.dragging = false;
+    this.waiting = false;
+    this.element.addEventListener(
+      "pointerdown",
+      (event) => (this.dragging = event.button === 0 && Boolean(event.target.closest(".plot"))),
+    );
+    this.released = () => {
+      this.dragging = false;
+      if (this.waiting) setTimeout(() => this.draw());
+    };
+    this.retheme = () => this.draw();
+    addEventListener("pointerup", this.released);
+    addEventListener("pointercancel", this.released);
+    DARK.addEventListener("change", this.retheme);
+  }
+
+  /** Show new figures. */
+  show(figures, mark = null) {
+    this.figures = figures;
+    this.mark = mark;
+    return this.draw();
+  }
+
+  /** Draw what there is, as the address says. Never under a pointer that is dragging out a range. */
+  async draw() {
+    this.waiting = this.dragging;
+    if (!this.figures || this.dragging) return;
+    const template = (await themes())[DARK.matches ? "dark" : "light"];
+    if (this.ended) return;
+    const look = {
+      template,
+      range: zoom() ?? extent(this.figures),
+      hidden: new Set(getAll("hidden")),
+      mark: this.mark,
+    };
+    for (const panel of this.panels) {
+      panel.csv.href = this.owner.csv(panel.spec.key);
+      await panel.draw(this.figures[panel.spec.key], look);
+    }
+  }
+
+  /** A panel was zoomed: the others follow at once, and finer data after. */
+  zoom(first, last) {
+    if (!Number.isFinite(first) || !Number.isFinite(last) || first === last) return;
+    const digits = Math.max(0, 3 - Math.floor(Math.log10(Math.abs(last - first))));
+    const [x0, x1] = [Math.min(first, last), Math.max(first, last)].map((x) => Number(x.toFixed(Math.min(digits, 9))));
+    change({ x0: Math.max(0, x0), x1 }, true);
+  }
+
+  reset() {
+    change({ x0: null, x1: null }, true);
+  }
+
+  hover(from, x) {
+    for (const panel of this.panels) if (panel !== from) panel.cross(x);
+  }
+
+  /** Hide or show curves; the second click of a double click leaves them alone on the stage, or brings all back. */
+  toggle(key, double) {
+    const hidden = new Set(getAll("hidden"));
+    if (!double) return change({ hidden: hidden.delete(key) ? [...hidden] : [...hidden, key] });
+    const mates = this.panels.map((panel) => panel.keys()).filter((keys) => keys.includes(key)).flat();
+    const others = mates.filter((mate) => mate !== key);
+    return change({ hidden: others.every((mate) => hidden.has(mate)) ? [] : [...new Set(others)] });
+  }
+
+  caption(spec) {
+    return `${escaped(this.owner.name())}: ${spec.title}`;
+  }
+
+  fileName(spec) {
+    return `${this.owner.name()}-${spec.key}`.replace(/[^\w.=+-]+/g, "-");
+  }
+
+  end() {
+    this.ended = true;
+    removeEventListener("pointerup", this.released);
+    removeEventListener("pointercancel", this.released);
+    DARK.removeEventListener("change", this.retheme);
+    this.panels.forEach((panel) => panel.end());
+  }
+}
+
+/** The range that holds all curves of all panels, so that one x stands at one place in each; null if x is no number. */
+function extent(figures) {
+  let [first, last] = [Infinity, -Infinity];
+  for (const { data = [] } of Object.values(figures).filter(Boolean)) {
+    for (const { x } of data) {
+      if (!Array.isArray(x) || !x.length) continue;
+      const ends = [x[0], x[x.length - 1]].filter((end) => end !== null);
+      if (ends.some((end) => typeof end !== "number")) return null;
+      first = Math.min(first, ...ends);
+      last = Math.max(last, ...ends);
+    }
+  }
+  const room = (last - first) / 60;
+  return last > first ? [first - room, last + room] : null;
+}
+
+/** Plotly reads a subset of HTML. */
+const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");

@@ -1,0 +1,159 @@
+/* Compare: what RowNorm buys. The current factors large, four panels, and which runs take part. */
+
+import { get as fetchAnswer } from "./api.js";
+import { Charts } from "./charts.js";
+import { Controls } from "./controls.js";
+import { fill, h, renew, say } from "./dom.js";
+import { noRuns } from "./empties.js";
+import { plural } from "./format.js";
+import { coalesce } from "./live.js";
+import { BASE, OURS, cards, most, values } from "./numbers.js";
+import { Selection } from "./selection.js";
+import { change, get, viewQuery, written } from "./state.js";
+import { about, runs } from "./store.js";
+
+const PANELS = [
+  { key: "loss", title: "Loss", about: "Validation, and thinner the training loss" },
+  { key: "diameter", title: "Row diameter D(S)", about: "How far one step of the head can move any pair of tokens" },
+  { key: "perturbation", title: "Hilbert RMS", about: "How far it moved the panel's predictions" },
+  {
+    key: "ratio",
+    title: `${BASE} / ${OURS}`,
+    about: "How many times smaller RowNorm's are",
+    none: "No ratio: it takes runs of both optimizers, over the same panel.",
+  },
+];
+
+/** The view at `/`. */
+export class Compare {
+  constructor(root, fail) {
+    this.fail = fail;
+    this.answer = null;
+    this.title = h("h1", { tabindex: -1 }, "Compare");
+    this.line = h("p", { class: "lede" });
+    this.models = h(
+      "select",
+      {
+        "aria-label": "Model",
+        onchange: () => change({ model: this.models.value, runs: null, x0: null, x1: null }, true),
+      },
+    );
+    this.hero = h("div", { class: "hero" });
+    this.notes = h("ul", { class: "notes", role: "status" });
+    this.controls = new Controls({ compare: true });
+    this.selection = new Selection();
+    this.charts = new Charts(
+      PANELS,
+      {
+        name: () => this.answer?.model || "compare",
+        csv: (panel) => `/api/compare/${panel}.csv${written(this.query())}`,
+      },
+    );
+    this.values = h("section", { class: "values" });
+    this.body = h(
+      "div",
+      { class: "view compare" },
+      h("div", { class: "heading" }, h("div", {}, this.title, this.line), this.models),
+      this.hero,
+      this.notes,
+      this.controls.element,
+      this.selection.element,
+      this.charts.element,
+      this.values,
+    );
+    this.none = h("div", { class: "view", hidden: true });
+    this.body.classList.add("is-loading");
+    fill(root, this.body, this.none);
+    this.refresh = coalesce(() => this.load());
+    this.update();
+  }
+
+  query() {
+    const query = viewQuery();
+    for (const name of ["model", "runs"]) if (get(name)) query.set(name, get(name));
+    return query;
+  }
+
+  /** The address changed. */
+  update() {
+    this.controls.show(this.answer?.axes);
+    this.charts.draw();
+    const asked = written(this.query());
+    if (asked !== this.asked) this.refresh.ask();
+    this.asked = asked;
+  }
+
+  /** Something happened to a run: redraw if it takes part. */
+  event(name, data) {
+    const id = data.run ?? data.id;
+    const chosen = get("runs")?.split(",");
+    const model = runs.get(id)?.model;
+    const ours = !this.answer || model === undefined || model === this.answer.model;
+    const fresh = name === "run" && !this.seen?.has(model);
+    if (fresh || (ours && (!chosen || chosen.includes(id)))) this.refresh.ask();
+  }
+
+  /** The runs that are known changed, if not their curves. */
+  known() {
+    if (this.answer) {
+      this.selection.show(this.answer);
+      this.offer();
+    }
+    this.emptiness();
+  }
+
+  async load() {
+    try {
+      this.answer = await fetchAnswer("/api/compare", this.query());
+    } catch (error) {
+      return this.fail(error, () => this.refresh.ask());
+    }
+    this.body.classList.remove("is-loading");
+    this.emptiness();
+    this.render();
+    await this.charts.show(this.answer.figures);
+  }
+
+  emptiness() {
+    const none = about.loaded && !runs.size && about.progress >= 1 && !this.answer?.models?.length;
+    this.body.hidden = none;
+    this.none.hidden = !none;
+    if (none) fill(this.none, noRuns());
+  }
+
+  render() {
+    const { answer } = this;
+    document.title = `${answer.model || "Compare"} · hilbert-monitor`;
+    say(this.title, answer.model || "Compare");
+    say(this.line, this.lede(answer));
+    this.offer();
+    renew(this.hero, [answer.ratios, answer.difference], () => cards(answer));
+    renew(this.notes, answer.notes, () => (answer.notes ?? []).map((note) => h("li", {}, note)));
+    this.notes.hidden = !answer.notes?.length;
+    this.controls.show(answer.axes);
+    this.selection.show(this.answer);
+    renew(this.values, [answer.optimizers, answer.aside], () => values(answer));
+  }
+
+  /** All models to choose from; an answer about some runs knows only theirs. */
+  offer() {
+    const models = new Map(this.answer.models.map(({ name }) => [name, 0]));
+    for (const { model, problem } of runs.values()) if (!problem) models.set(model, (models.get(model) ?? 0) + 1);
+    const named = (name) => `${name || "no model named"} (${plural(models.get(name), "run")})`;
+    const option = (name) => h("option", { value: name, selected: name === this.answer.model }, named(name));
+    this.seen = models;
+    this.models.hidden = models.size < 2;
+    renew(this.models, [[...models], this.answer.model], () => [...models.keys()].sort().map(option));
+  }
+
+  lede(answer) {
+    const counts = Object.entries(answer.optimizers).map(([name, found]) => `${most(found)} ${name}`);
+    const pairs = (answer.pairs ?? []).length;
+    return `${counts.join(", ") || "No runs counted"}${pairs ? `; ${plural(pairs, "pair")} by seed and panel` : ""}`;
+  }
+
+  end() {
+    this.refresh.end();
+    this.charts.end();
+  }
+}

@@ -1,0 +1,50 @@
+/* What stands where there is nothing to show, and what to do about it. */
+
+import { code, empty, h, tool } from "./dom.js";
+import { clip } from "./format.js";
+import { about } from "./store.js";
+
+/** No runs yet. */
+export function noRuns() {
+  const folder = about.root || "this folder";
+  const monitor = code(`HilbertMonitor(run_dir="${folder}")`);
+  return empty(
+    `No runs in ${folder} yet`,
+    h("p", {}, "Start ", code("hilbert-monitor demo"), ", or train with ", monitor, "."),
+    "They appear here by themselves.",
+  );
+}
+
+/** A filter that no run passes. */
+export function noMatch(clear) {
+  const fields = ["Fields are ", code("status:failed"), " or ", code("lr=0.1"), "; all words must occur. "];
+  return empty("No run matches", h("p", {}, fields, tool("Show all runs", clear)));
+}
+
+/** A run that is not there. */
+export function unknownRun(id) {
+  const all = h("a", { href: "/runs" }, "See all runs");
+  return empty(
+    "There is no such run",
+    `“${clip(id, 100)}” is not among the runs that are served.`,
+    h("p", {}, "It may have been renamed or removed, or not have begun. ", all),
+  );
+}
+
+/** An address that is none of the page's. */
+export function noPage() {
+  const [compare, all] = [h("a", { href: "/" }, "Compare"), h("a", { href: "/runs" }, "see all runs")];
+  return empty("There is no such page", h("p", {}, compare, " or ", all));
+}
+
+/** The server wants a token. */
+export function locked() {
+  const link = ["This page needs its token: open the link that ", code("hilbert-monitor serve"), " printed."];
+  return empty("This page needs its token", h("p", {}, link));
+}
+
+/** The server says that it cannot answer that. */
+export function refused(message) {
+  const plain = h("a", { href: location.pathname }, "Show it without these settings");
+  return empty("That cannot be shown", message, h("p", {}, plain));
+}

@@ -1,0 +1,140 @@
+/* Numbers, times and token texts as people read them. */
+
+export const DASH = "–";
+const MINUS = "−";
+const SUPERSCRIPT = { "-": "⁻", ...["⁰", "¹", "²", "³", "⁴", "⁵", "⁶", "⁷", "⁸", "⁹"] };
+
+let skew = 0;
+
+/** Take the server's clock from an answer, if it is not ours. */
+export function setClock(date) {
+  const server = Date.parse(date ?? "");
+  if (!Number.isNaN(server)) skew = Math.abs(server - Date.now()) > 3000 ? server - Date.now() : 0;
+}
+
+/** Now, in seconds since the epoch, on the server's clock. */
+export const now = () => (Date.now() + skew) / 1000;
+
+/** A number of the API, in which nan and infinities are strings; null where there is none. */
+export function value(given) {
+  if (given === null || given === undefined || given === "") return null;
+  const spelt = { nan: NaN, inf: Infinity, "-inf": -Infinity }[given];
+  return spelt === undefined ? Number(given) : spelt;
+}
+
+/** A number in some digits: plain where that is short, else times a power of ten. */
+export function number(given, digits = 4) {
+  const found = value(given);
+  if (found === null) return DASH;
+  if (Number.isNaN(found)) return "nan";
+  if (!Number.isFinite(found)) return found > 0 ? "∞" : `${MINUS}∞`;
+  if (found === 0) return "0";
+  const size = Math.abs(found);
+  if (size >= 0.01 && size < 1e5) return minus(Number(found.toPrecision(digits)).toLocaleString(
+    "en",
+    { maximumFractionDigits: 10 },
+  ));
+  const [mantissa, power] = found.toExponential(digits - 1).split("e");
+  return `${minus(mantissa)} × 10${[...String(Number(power))].map((sign) => SUPERSCRIPT[sign]).join("")}`;
+}
+
+/** A number with so many decimals. */
+export function fixed(given, decimals = 4, signed = false) {
+  const found = value(given);
+  if (found === null || !Number.isFinite(found)) return number(found);
+  return minus((signed && found >= 0 ? "+" : "") + found.toFixed(decimals));
+}
+
+/** A whole number, with separators. */
+export function whole(given) {
+  const found = value(given);
+  return found === null ? DASH : found.toLocaleString("en");
+}
+
+/** A mean and its deviation. */
+export function spread(found, form = number) {
+  if (!found || value(found.mean) === null) return DASH;
+  return value(found.deviation) === null ? form(found.mean) : `${form(found.mean)} ± ${number(found.deviation, 2)}`;
+}
+
+/** A share in percent. */
+export function percent(given) {
+  const found = value(given);
+  if (found === null || !Number.isFinite(found)) return number(found);
+  const size = 100 * found;
+  return `${Number(size.toPrecision(size >= 10 ? 3 : 2))} %`;
+}
+
+/** Seconds in the unit that suits them. */
+export function seconds(given) {
+  const found = value(given);
+  if (found === null) return DASH;
+  if (found < 1e-3) return `${number(found * 1e6, 3)} µs`;
+  return found < 1 ? `${number(found * 1e3, 3)} ms` : `${number(found, 3)} s`;
+}
+
+/** "3 runs", "1 run". */
+export const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
+
+/** How long ago a moment was. */
+export function age(time) {
+  const passed = Math.max(0, now() - time);
+  if (passed < 1.5) return "now";
+  if (passed < 90) return `${Math.round(passed)} s ago`;
+  if (passed < 5400) return `${Math.round(passed / 60)} min ago`;
+  if (passed < 129600) return `${Math.round(passed / 3600)} h ago`;
+  return `${Math.round(passed / 86400)} days ago`;
+}
+
+/** A moment as date and time. */
+export const moment = (time) => (time ? new Date(time * 1000).toLocaleString(
+  undefined,
+  { dateStyle: "medium", timeStyle: "medium" },
+) : DASH);
+
+/** An element that says how long ago a moment was, and keeps saying it. */
+export function ageMark(time) {
+  const element = document.createElement("time");
+  if (value(time) === null || !time) return element;
+  element.dataset.at = time;
+  element.dateTime = new Date(time * 1000).toISOString();
+  element.title = moment(time);
+  element.textContent = age(time);
+  return element;
+}
+
+/** Bring every age on the page up to date. */
+export function tick() {
+  for (const element of document.querySelectorAll("time[data-at]")) {
+    const text = age(Number(element.dataset.at));
+    if (element.textContent !== text) element.textContent = text;
+  }
+}
+
+const MARKS = { " ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽" };
+const UNSEEN = /[\s\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff\ufff9-\ufffd]/;
+
+/** A token's text, quoted, with what cannot be seen made visible. */
+export function token(text) {
+  const element = document.createElement("span");
+  element.className = "token";
+  element.append("“");
+  for (const sign of clip(String(text ?? ""), 80)) {
+    if (!UNSEEN.test(sign)) element.append(sign);
+    else {
+      const mark = document.createElement("i");
+      mark.textContent = MARKS[sign] ?? `U+${sign.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+      element.append(mark);
+    }
+  }
+  element.append("”");
+  element.normalize();
+  return element;
+}
+
+/** A text of at most so many characters. */
+export function clip(text, limit) {
+  return text.length > limit ? `${text.slice(0, limit - 1)}…` : text;
+}
+
+const minus = (text) => text.replace("-", MINUS);

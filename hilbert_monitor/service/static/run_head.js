@@ -1,0 +1,61 @@
+/* What stands at the top of a run's page, and the list of its alerts. */
+
+import { alertCard } from "./alerts.js";
+import { h, optimizerMark, stateMark } from "./dom.js";
+import { ageMark, clip, number, percent, plural, value, whole } from "./format.js";
+
+const ALERTS = 100;
+
+/** Its state and what it is, in a line. */
+export function line(summary) {
+  const { id, label, problem, status, optimizer, model, seed, attempts, step, time } = summary;
+  const facts = [model, seed === null ? null : `seed ${seed}`, attempts > 1 ? plural(attempts, "attempt") : null];
+  return [
+    stateMark(problem ? "unreadable" : status),
+    optimizerMark(optimizer),
+    facts.filter(Boolean).map((fact) => h("span", {}, fact)),
+    h("span", {}, `step ${whole(step)}`, time ? [", ", ageMark(time)] : null),
+    label && label !== id ? h("span", { class: "id" }, id) : null,
+  ];
+}
+
+/** What is wrong with it, or with its log. */
+export function troubles({ problem, error, message, torn }) {
+  const failed = error || message;
+  const lost = `${plural(torn, "torn line")} of its log ${torn === 1 ? "is" : "are"} skipped.`;
+  return [
+    problem ? h("p", { class: "trouble" }, problem) : null,
+    failed ? h("p", { class: "trouble" }, h("b", {}, error || "Failed"), " ", clip(message ?? "", 2000)) : null,
+    torn ? h("p", { class: "about" }, lost) : null,
+  ];
+}
+
+/** Its last values. */
+export function figures(summary) {
+  const found = [
+    ["D(S)", number(summary.diameter)],
+    ["of its ceiling", value(summary.saturation) === null ? null : percent(summary.saturation)],
+    ["Hilbert RMS", number(summary.perturbation_rms)],
+    ["validation loss", number(summary.validation_loss)],
+    ["training loss", number(summary.train_loss)],
+    ["learning rate", number(summary.learning_rate, 3)],
+    ["alerts", whole(summary.alerts)],
+  ];
+  const bad = (name) => (name === "alerts" && summary.alerts ? "bad" : null);
+  const figure = ([name, text]) => h("div", { class: bad(name) }, h("dd", {}, text), h("dt", {}, name));
+  return found.filter(([, text]) => text !== null).map(figure);
+}
+
+/** Its alerts, newest first. */
+export function alertList(id, alerts) {
+  const title = h("h2", {}, "Alerts");
+  if (!alerts.length) return [title, h("p", { class: "about" }, "No step has blown up.")];
+  const shown = alerts.slice(-ALERTS).reverse();
+  const left = `The last ${shown.length} of ${whole(alerts.length)}.`;
+  const item = (alert) => h("li", { "data-step": alert.step }, alertCard(alert, id));
+  return [
+    title,
+    shown.length < alerts.length ? h("p", { class: "about" }, left) : null,
+    h("ol", { class: "alerts" }, shown.map(item)),
+  ];
+}

@@ -1,0 +1,98 @@
+/* The address: all that the page shows is in it, so that a link shows a colleague the same picture. */
+
+/** How curves are drawn, where the address does not say it. */
+export const DEFAULTS = { axis: "updates", smooth: "0", scale: "auto", group: "optimizer", seeds: "0" };
+const VIEW = [...Object.keys(DEFAULTS), "x0", "x1"];
+
+/** @type {Set<(moved: boolean) => void>} */
+const listeners = new Set();
+const visited = {};
+
+/** Where the page is: {view, id, query}. */
+export function route() {
+  const parts = location.pathname.split("/").filter(Boolean);
+  const query = new URLSearchParams(location.search);
+  if (!parts.length) return { view: "compare", id: null, query };
+  if (parts[0] === "runs" && parts.length === 2) return { view: "run", id: decode(parts[1]), query };
+  if (parts.length === 1 && (parts[0] === "runs" || parts[0] === "alerts")) return { view: parts[0], id: null, query };
+  return { view: "unknown", id: null, query };
+}
+
+/** A setting of the address, or its default. */
+export function get(name) {
+  return new URLSearchParams(location.search).get(name) ?? DEFAULTS[name] ?? null;
+}
+
+/** All of a repeated setting. */
+export const getAll = (name) => new URLSearchParams(location.search).getAll(name);
+
+/**
+ * Change settings of the address; null takes one away, a list is repeated.
+ * @param {Record<string, unknown>} changes
+ * @param {boolean} [push] whether the back button undoes it
+ * @param {boolean} [quiet] whether nobody needs to be told
+ */
+export function change(changes, push = false, quiet = false) {
+  const query = new URLSearchParams(location.search);
+  for (const [name, given] of Object.entries(changes)) {
+    query.delete(name);
+    const values = Array.isArray(given) ? given : [given];
+    const said = values.filter((one) => one !== null && one !== undefined).map(String);
+    for (const one of said) if (one !== DEFAULTS[name]) query.append(name, one);
+  }
+  const target = location.pathname + written(query);
+  if (target === location.pathname + location.search) return;
+  history[push ? "pushState" : "replaceState"](null, "", target);
+  if (quiet) visited[route().view] = location.search;
+  else tell(false);
+}
+
+/** Go to a view. */
+export function go(href) {
+  if (href !== location.pathname + location.search) history.pushState(null, "", href);
+  tell(true);
+}
+
+/** Call back after every change of the address; the argument says whether the page went elsewhere. */
+export function onChange(listener) {
+  listeners.add(listener);
+}
+
+/** What the address says of how curves are drawn, for the API. Always whole, whatever the server's defaults are. */
+export function viewQuery() {
+  const query = new URLSearchParams();
+  for (const name of VIEW) if (get(name) !== null) query.set(name, get(name));
+  return query;
+}
+
+/** The x range that is zoomed to, or null. */
+export function zoom() {
+  const [first, last] = [get("x0"), get("x1")].map((text) => (text === null || text === "" ? NaN : Number(text)));
+  return Number.isFinite(first) && Number.isFinite(last) && last > first ? [first, last] : null;
+}
+
+/** The query that a view had when it was last seen. */
+export const lastQuery = (view) => visited[view] ?? "";
+
+/** A query as short as it may be. */
+export function written(query) {
+  const text = query.toString().replaceAll("%2C", ",").replaceAll("%3A", ":");
+  return text && `?${text}`;
+}
+
+function tell(moved) {
+  const { view } = route();
+  visited[view] = location.search;
+  for (const listener of listeners) listener(moved);
+}
+
+function decode(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
+visited[route().view] = location.search;
+addEventListener("popstate", () => tell(true));

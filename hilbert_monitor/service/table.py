@@ -1,0 +1,199 @@
+"""A run's records as columns, which grow as its log does.
+
+What a record does not have is MISSING: a nan with a payload of its own, as R's NA is one, so that a loss that is nan
+stays told apart from a loss that nobody measured.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hilbert_monitor.runs.log import News
+from hilbert_monitor.runs.record import StepRecord
+
+Floats = NDArray[np.float64]
+Steps = NDArray[np.int64]
+
+_BITS = 0x7FF8_0000_0000_07A2
+MISSING: float = struct.unpack("<d", struct.pack("<Q", _BITS))[0]
+
+NUMBERS = (
+    "time",
+    "tokens",
+    "train_loss",
+    "validation_loss",
+    "learning_rate",
+    "diameter",
+    "diameter_lower",
+    "diameter_upper",
+    "ceiling",
+    "rounding",
+    "row_norm",
+    "row_token",
+    "gradient_row_norm",
+    "gradient_row_token",
+    "gradient_balance",
+    "nonfinite_rows",
+    "perturbation_rms",
+    "perturbation_max",
+    "hidden_norm",
+    "share",
+)
+"""Fields of a StepRecord that are columns of the same name."""
+PAIRS = ("pair", "perturbation_pair")
+"""Fields that are two columns each: "pair.0" and "pair.1"."""
+SECONDS = "seconds."
+"""What a part of measuring cost is the column "seconds.PART"."""
+PARTS = 16
+"""Such columns at most: a log of others may name any."""
+TEXT = 80
+"""Characters of a token that are kept."""
+
+_numbers = operator.attrgetter(*NUMBERS)
+
+
+def present(values: Floats) -> NDArray[np.bool_]:
+    """Where a column has a value, be it nan."""
+    return np.not_equal(values.view(np.int64), _BITS)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The records that count, by step. Nothing in it changes; a run that goes on gets another."""
+
+    steps: Steps = field(default_factory=lambda: np.empty(0, np.int64))
+    columns: Mapping[str, Floats] = field(default_factory=dict)
+    """Each as long as the steps. A column that no record has is not there."""
+    texts: Mapping[int, str] = field(default_factory=dict)
+    """Tokens whose text is known."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def column(self, name: str) -> Floats:
+        """A column, MISSING throughout if no record has it."""
+        found = self.columns.get(name)
+        return np.full(len(self), MISSING) if found is None else found
+
+    def last(self, name: str) -> float | None:
+        """The last value that there is of a column."""
+        values = self.columns.get(name)
+        if values is None:
+            return None
+        for stop in range(len(values), 0, -4096):
+            rows = np.flatnonzero(present(values[max(stop - 4096, 0) : stop]))
+            if len(rows):
+                return float(values[max(stop - 4096, 0) + rows[-1]])
+        return None
+
+
+class Columns:
+    """What makes a run's Tables. A Table that was given out never changes: rows are added behind its end.
+
+    Args:
+        table: what is already known of the run.
+    """
+
+    def __init__(self, table: Table | None = None) -> None:
+        table = table or Table()
+        self._rows = len(table)
+        self._steps, self._columns, self._texts = table.steps, dict(table.columns), dict(table.texts)
+
+    @property
+    def table(self) -> Table:
+        """All that was taken so far."""
+        columns = {name: values[: self._rows] for name, values in self._columns.items()}
+        return Table(self._steps[: self._rows], columns, self._texts)
+
+    def take(self, news: News) -> None:
+        """Take what a log has new."""
+        if news.keep is not None:
+            self._truncate(int(np.searchsorted(self._steps[: self._rows], news.keep, "right")))
+        if news.records:
+            self._note_texts(news.records)
+            self._add(sorted(news.records, key=lambda record: record.step))
+
+    def _add(self, records: Sequence[StepRecord]) -> None:
+        """Add records, which have increasing steps; those that replace earlier ones go in their place."""
+        steps = np.array([record.step for record in records], np.int64)
+        new = self._known(_columns(records))
+        first = int(np.searchsorted(self._steps[: self._rows], steps[0]))
+        if first < self._rows:
+            steps, new = self._merged(first, steps, new)
+            self._truncate(first)
+        start, self._rows = self._rows, self._rows + len(steps)
+        self._steps = _room(self._steps, start, self._rows)
+        self._steps[start : self._rows] = steps
+        for name in {*self._columns, *new}:
+            values = _room(self._columns.get(name, np.empty(0)), start, self._rows)
+            values[start : self._rows] = new.get(name, MISSING)
+            self._columns[name] = values
+
+    def _known(self, new: dict[str, Floats]) -> dict[str, Floats]:
+        """New columns, without parts of the cost that are too many."""
+        parts = [name for name in {**self._columns, **new} if name.startswith(SECONDS)]
+        return {name: values for name, values in new.items() if name not in parts[PARTS:]}
+
+    def _merged(self, first: int, steps: Steps, new: dict[str, Floats]) -> tuple[Steps, dict[str, Floats]]:
+        """Our rows from one on, together with new ones that take their place."""
+        both = np.concatenate([self._steps[first : self._rows], steps])
+        old = self._rows - first
+        order = np.argsort(both, kind="stable")
+        last = np.append(np.diff(both[order]) > 0, True)
+        kept = order[last]
+        columns = {}
+        for name in {*self._columns, *new}:
+            before = self._columns[name][first : self._rows] if name in self._columns else np.full(old, MISSING)
+            columns[name] = np.concatenate([before, new.get(name, np.full(len(steps), MISSING))])[kept]
+        return both[kept], columns
+
+    def _truncate(self, rows: int) -> None:
+        """Drop what comes after some rows, in arrays of their own: given out Tables still have it."""
+        if rows < self._rows:
+            self._rows = rows
+            self._steps = self._steps[:rows].copy()
+            self._columns = {name: values[:rows].copy() for name, values in self._columns.items()}
+
+    def _note_texts(self, records: Sequence[StepRecord]) -> None:
+        said: dict[int, str] = {}
+        for record in records:
+            if record.pair is not None and record.pair_text is not None:
+                said |= zip(record.pair, record.pair_text, strict=True)
+            if record.perturbation_pair is not None and record.perturbation_pair_text is not None:
+                said |= zip(record.perturbation_pair, record.perturbation_pair_text, strict=True)
+        new = {token: text[:TEXT] for token, text in said.items() if token not in self._texts}
+        if new:
+            self._texts = self._texts | new
+
+
+def _columns(records: Sequence[StepRecord]) -> dict[str, Floats]:
+    """The columns of some records, without those that none of them has."""
+    found: dict[str, Sequence[Any]] = dict(zip(NUMBERS, zip(*map(_numbers, records), strict=True), strict=True))
+    for name in PAIRS:
+        pairs = [getattr(record, name) or (None, None) for record in records]
+        for end in (0, 1):
+            found[f"{name}.{end}"] = [pair[end] for pair in pairs]
+    parts = sorted({part for record in records for part in record.seconds})
+    found |= {SECONDS + part: [record.seconds.get(part) for record in records] for part in parts}
+    return {name: _floats(values) for name, values in found.items() if any(value is not None for value in values)}
+
+
+def _floats(values: Sequence[Any]) -> Floats:
+    return np.array([MISSING if value is None else value for value in values], np.float64)
+
+
+def _room(values: Any, rows: int, wanted: int) -> Any:
+    """An array with place for so many rows, of which the first are kept; MISSING fills a column that is new."""
+    if wanted <= len(values) and values.flags.writeable:
+        return values
+    grown = np.full(max(wanted, 2 * rows if rows > 64 else wanted), MISSING if values.dtype == np.float64 else 0)
+    grown = grown.astype(values.dtype, copy=False)
+    grown[: min(rows, len(values))] = values[:rows]
+    return grown

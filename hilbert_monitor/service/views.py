@@ -1,0 +1,277 @@
+"""Answers about runs as plain values: snapshots and a question in, what JSON can hold out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from hilbert_monitor.runs.record import Alert, RunInfo
+from hilbert_monitor.runs.values import plain
+
+from .settings import settings
+from .snapshot import RunSnapshot, summary
+from .table import NUMBERS, PAIRS, SECONDS, Floats, Table, present
+from .thin import thin
+
+Runs = Mapping[str, RunSnapshot]
+
+TOKENS = 50
+"""Pairs, and single tokens, that a run's page lists."""
+ALERTS = 1000
+"""Alerts of a run that its page lists, the last ones."""
+FIELDS = (*NUMBERS, *(f"{name}.{end}" for name in PAIRS for end in (0, 1)))
+"""Columns that a run may have, beside its steps and what the parts of measuring cost."""
+WHOLE = {"tokens", "row_token", "gradient_row_token", "nonfinite_rows", *(name for name in FIELDS if "." in name)}
+"""Those that hold whole numbers."""
+SEARCHED = ("id", "name", "optimizer", "model", "status")
+NAMED = (*SEARCHED, "seed", "panel_hash", "error")
+"""Fields of a summary that a search looks through, and those that it knows by name."""
+
+
+def runs(found: Runs, *, q: str = "", status: str = "", optimizer: str = "", model: str = "") -> list[dict[str, Any]]:
+    """The runs that are asked for in a line each, the newest first.
+
+    Args:
+        found: all runs.
+        q: words that must all occur in a run's names or settings; `lr=0.1` and `status:failed` ask for one field.
+        status: exactly that, as the others.
+        optimizer: of the LM head.
+        model: as runs are compared by.
+    """
+    wanted = {"status": status, "optimizer": optimizer, "model": model}
+    lines = ((run, summary(run)) for run in sorted(found.values(), key=newest, reverse=True))
+    return [
+        plain(line)
+        for run, line in lines
+        if all(not value or line[key] == value for key, value in wanted.items()) and _matches(run, line, q)
+    ]
+
+
+def newest(run: RunSnapshot) -> tuple[Any, ...]:
+    """What runs are sorted by, in reverse."""
+    return _order(run.info.started, run.id)
+
+
+def stamp(run: RunSnapshot) -> tuple[Any, ...]:
+    """What tells a run as it is now from any other and from itself at any other time."""
+    return run.id, run.version, run.info.started, len(run.table)
+
+
+def run(one: RunSnapshot) -> dict[str, Any]:
+    """All of a run but its curves."""
+    pairs, tokens = _tokens(one.table)
+    about: dict[str, Any] = plain(
+        {
+            "summary": summary(one),
+            "info": _whole(one.info),
+            "attempts": [_whole(info) for info in one.attempts],
+            "alerts": [_whole(alert) for alert in one.alerts[-ALERTS:]],
+            "tokens": pairs,
+            "token_rows": tokens,
+            "cost": _cost(one.table),
+            "config": list(settings(one.info).items()),
+        }
+    )
+    return about
+
+
+def alerts(found: Runs, *, run: str = "", kind: str = "", limit: int = 200) -> dict[str, Any]:
+    """Alerts of all runs, or of one, or of one kind, the newest first."""
+    kept = [
+        (one, alert)
+        for one in found.values()
+        for alert in one.alerts
+        if (not run or one.id == run) and (not kind or alert.kind == kind)
+    ]
+    kept.sort(key=lambda item: _order(item[1].time, item[0].id, item[1].step), reverse=True)
+    return {"alerts": [plain(_run_alert(*item)) for item in kept[:limit]], "count": len(kept)}
+
+
+def difference(a: RunSnapshot, b: RunSnapshot) -> dict[str, Any]:
+    """Settings that two runs do not share."""
+    ours, theirs = settings(a.info), settings(b.info)
+    keys = [*ours, *(key for key in theirs if key not in ours)]
+    rows = [{"key": key, "a": ours.get(key), "b": theirs.get(key)} for key in keys if ours.get(key) != theirs.get(key)]
+    about: dict[str, Any] = plain({"a": a.id, "b": b.id, "rows": rows, "same": len(keys) - len(rows)})
+    return about
+
+
+# Records
+
+
+def fields(table: Table, asked: Sequence[str]) -> list[str]:
+    """The columns that are asked for, each once; without any, all that there are. ValueError says which is none."""
+    for name in asked:
+        if name != "step" and name not in FIELDS and not name.startswith(SECONDS):
+            raise ValueError(f"a record has no field '{name[:80]}': it has step, {', '.join(FIELDS)} and {SECONDS}PART")
+    wanted = asked or [*(name for name in FIELDS if name in table.columns), *sorted(_parts(table))]
+    return [name for name in dict.fromkeys(wanted) if name != "step"]
+
+
+def records(one: RunSnapshot, names: Sequence[str], rows: slice, points: int) -> dict[str, Any]:
+    """Columns of the records of some rows, of which those are kept where a column is smallest and largest."""
+    columns = {name: one.table.column(name)[rows] for name in names}
+    steps = one.table.steps[rows]
+    kept = _kept(list(columns.values()), len(steps), points)
+    listed = {name: _listed(values[kept], name in WHOLE) for name, values in columns.items()}
+    return {
+        "id": one.id,
+        "version": one.version,
+        "of": len(steps),
+        "columns": {"step": steps[kept].tolist(), **listed},
+    }
+
+
+def rows_of(table: Table, first: int | None, last: int | None) -> slice:
+    """The rows of some steps, the last included."""
+    start = 0 if first is None else int(np.searchsorted(table.steps, first))
+    stop = len(table) if last is None else int(np.searchsorted(table.steps, last, "right"))
+    return slice(start, max(start, stop))
+
+
+def csv_rows(table: Table, names: Sequence[str], rows: slice, piece: int = 4096) -> Iterator[tuple[Any, ...]]:
+    """Every record of some rows: its step, and its fields."""
+    for start in range(rows.start, rows.stop, piece):
+        part = slice(start, min(start + piece, rows.stop))
+        columns = (_objects(table.column(name)[part], name in WHOLE).tolist() for name in names)
+        yield from zip(table.steps[part].tolist(), *columns, strict=True)
+
+
+def _kept(columns: Sequence[Floats], length: int, points: int) -> NDArray[np.int64]:
+    """Rows to keep so that there are about so many: where a column is smallest, largest, infinite or nan."""
+    if length <= points:
+        return np.arange(length)
+    kept = [thin(columns or [np.arange(length, dtype=np.float64)], points)]
+    for values in columns:
+        odd = np.flatnonzero(present(values) & ~np.isfinite(values))
+        kept.append(odd[np.linspace(0, len(odd) - 1, min(len(odd), points // len(columns))).astype(np.int64)])
+    return np.unique(np.concatenate(kept))
+
+
+def _listed(values: Floats, whole: bool) -> list[Any]:
+    """A column as JSON has it."""
+    objects, odd = _objects(values, whole), present(values) & ~np.isfinite(values)
+    objects[odd] = [repr(float(value)) for value in values[odd]]
+    listed: list[Any] = objects.tolist()
+    return listed
+
+
+def _objects(values: Floats, whole: bool) -> NDArray[np.object_]:
+    """Python's numbers, None where there is none."""
+    objects = values.astype(object)
+    if whole:
+        finite = np.isfinite(values)
+        objects[finite] = [int(value) for value in values[finite]]
+    objects[~present(values)] = None
+    return objects
+
+
+# Parts of an answer
+
+
+def _matches(run: RunSnapshot, line: dict[str, Any], q: str) -> bool:
+    words = q.lower().split()
+    if not words:
+        return True
+    set_to = {key.lower(): text.lower() for key, text in settings(run.info).items()}
+    named = {key: "" if line[key] is None else str(line[key]).lower() for key in NAMED}
+    texts = [named[key] for key in SEARCHED]
+    everywhere = [*texts, *(f"{key}={text}" for key, text in set_to.items())]
+    return all(_has_field(word, named | set_to, texts) or _occurs(word, everywhere) for word in words)
+
+
+def _occurs(word: str, texts: Iterable[str]) -> bool:
+    return not _split(word)[1] and any(word in text for text in texts)
+
+
+def _has_field(word: str, values: Mapping[str, str], texts: Iterable[str]) -> bool:
+    """Whether a field has exactly the value that a word like `lr=0.1` says, or a name has the word in it."""
+    key, value = _split(word)
+    if not value:
+        return False
+    asked = (text for name, text in values.items() if name == key or name.endswith(f".{key}"))
+    return any(text == value or _same_number(text, value) for text in asked) or any(word in text for text in texts)
+
+
+def _split(word: str) -> tuple[str, str]:
+    place = min((at for at in (word.find("="), word.find(":")) if at > 0), default=len(word))
+    return word[:place], word[place + 1 :]
+
+
+def _same_number(a: str, b: str) -> bool:
+    try:
+        return float(a) == float(b)
+    except ValueError:
+        return False
+
+
+def _order(time: float, *rest: Any) -> tuple[Any, ...]:
+    """A key to sort by, also where a time is nan."""
+    return (-math.inf if math.isnan(time) else time, *rest)
+
+
+def _whole(record: RunInfo | Alert) -> dict[str, Any]:
+    """All fields, also those that are as usual."""
+    return msgspec.structs.asdict(record)
+
+
+def _run_alert(run: RunSnapshot, alert: Alert) -> dict[str, Any]:
+    about = {"run": run.id, "name": run.info.name, "optimizer": run.info.head_optimizer or "unknown"}
+    return {**about, "status": run.status, **_whole(alert)}
+
+
+def _parts(table: Table) -> Iterator[str]:
+    return (name for name in table.columns if name.startswith(SECONDS))
+
+
+def _cost(table: Table) -> dict[str, Any]:
+    parts = {name.removeprefix(SECONDS): _mean(table.column(name)) for name in sorted(_parts(table))}
+    return {
+        "share_mean": _mean(table.column("share")),
+        "share_last": table.last("share"),
+        "seconds": {part: mean for part, mean in parts.items() if mean is not None},
+        "records": len(table),
+    }
+
+
+def _mean(values: Floats) -> float | None:
+    found = values[present(values)]
+    with np.errstate(all="ignore"):
+        return float(found.mean()) if len(found) else None
+
+
+def _tokens(table: Table) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The pairs that attained the exact diameter, and the tokens in them, the most frequent first."""
+    diameter, first, second = (table.column(name) for name in ("diameter", "pair.0", "pair.1"))
+    rows = np.flatnonzero(present(diameter) & np.isfinite(first) & np.isfinite(second))
+    if not len(rows):
+        return [], []
+    both = np.sort(np.stack([first[rows], second[rows]], axis=1), axis=1)
+    pairs, inverse, counts = np.unique(both, axis=0, return_inverse=True, return_counts=True)
+    inverse = inverse.reshape(-1)
+    largest, last = np.full(len(pairs), np.nan), np.zeros(len(pairs), np.int64)
+    np.fmax.at(largest, inverse, diameter[rows])
+    np.maximum.at(last, inverse, table.steps[rows])
+    listed = [
+        {
+            "pair": [int(token) for token in pairs[i]],
+            "texts": [table.texts.get(int(token)) for token in pairs[i]],
+            "count": int(counts[i]),
+            "share": float(counts[i] / len(rows)),
+            "largest": float(largest[i]),
+            "last_step": int(last[i]),
+        }
+        for i in np.lexsort([-last, -counts])[:TOKENS]
+    ]
+    return listed, _single_tokens(both, table.texts)
+
+
+def _single_tokens(pairs: Floats, texts: Mapping[int, str]) -> list[dict[str, Any]]:
+    tokens, counts = np.unique(pairs, return_counts=True)
+    order = np.argsort(-counts, kind="stable")[:TOKENS]
+    return [{"token": int(tokens[i]), "text": texts.get(int(tokens[i])), "count": int(counts[i])} for i in order]

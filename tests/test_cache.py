@@ -1,0 +1,105 @@
+"""The cache is never the truth: whatever happens to it, the table is that of the log."""
+
+import os
+
+import numpy as np
+import pytest
+
+from hilbert_monitor.runs.log import STEPS, RunReader, RunWriter
+from hilbert_monitor.runs.record import RunInfo, StepRecord
+from hilbert_monitor.service.cache import Cache, Cached
+from hilbert_monitor.service.index import Index
+from hilbert_monitor.service.table import Columns
+
+
+@pytest.fixture
+def run(tmp_path):
+    writer = RunWriter.open(tmp_path / "runs", RunInfo(name="run"))
+    for step in range(1, 300):
+        writer.write(StepRecord(step=step, time=step, train_loss=1 / step, pair=(1, step), pair_text=("a", "b")))
+    writer.close()
+    return writer.folder
+
+
+def kept(folder):
+    columns, offset = Columns(), 0
+    for news in RunReader(folder).follow():
+        columns.take(news)
+        offset = news.offset
+    return Cached(columns.table, offset, 0)
+
+
+def equal(a, b):
+    return (
+        np.array_equal(a.steps, b.steps)
+        and a.columns.keys() == b.columns.keys()
+        and all(np.array_equal(a.columns[name].view(int), b.columns[name].view(int)) for name in a.columns)
+        and a.texts.items() >= b.texts.items()
+    )
+
+
+def test_what_was_saved_is_loaded(run, tmp_path):
+    cache, made = Cache(tmp_path / "cache"), kept(run)
+    assert cache.save("run", run / STEPS, made)
+    loaded = cache.load("run", run / STEPS)
+    assert equal(loaded.table, made.table)
+    assert (loaded.offset, loaded.torn) == (made.offset, 0)
+    assert not loaded.table.steps.flags.writeable
+
+
+def test_a_table_from_the_disk_grows(run, tmp_path):
+    cache = Cache(tmp_path / "cache")
+    cache.save("run", run / STEPS, kept(run))
+    loaded = cache.load("run", run / STEPS)
+    columns = Columns(loaded.table)
+    writer = RunWriter.open(tmp_path / "runs", RunInfo(id="run", name="run"), first_step=200)
+    writer.write(StepRecord(step=201, time=0, train_loss=7.0))
+    writer.close()
+    for news in RunReader(run).follow(loaded.offset):
+        columns.take(news)
+    assert equal(columns.table, kept(run).table)
+    assert columns.table.last("train_loss") == 7.0
+
+
+@pytest.mark.parametrize("harm", ["rewritten", "shorter", "garbage", "cut", "other columns", "folder"])
+def test_a_cache_that_does_not_fit_is_as_good_as_none(run, tmp_path, harm):
+    cache = Cache(tmp_path / "cache")
+    cache.save("run", run / STEPS, kept(run))
+    if harm == "rewritten":
+        text = (run / STEPS).read_text().replace('"train_loss":1.0', '"train_loss":2.0')
+        (run / STEPS).write_text(text)
+    elif harm == "shorter":
+        (run / STEPS).write_bytes((run / STEPS).read_bytes()[:1000])
+    elif harm == "garbage":
+        (tmp_path / "cache" / "run.json").write_bytes(b"\xff{")
+    elif harm == "cut":
+        os.truncate(tmp_path / "cache" / "run.npy", 500)
+    elif harm == "other columns":
+        np.save(tmp_path / "cache" / "run.npy", np.zeros((2, 5)))
+    else:
+        (tmp_path / "cache" / "run.npy").unlink()
+        (tmp_path / "cache" / "run.npy").mkdir()
+    index = Index(tmp_path / "runs", cache=tmp_path / "cache")
+    index.refresh()
+    assert equal(index.runs["run"].table, kept(run).table)
+
+
+def test_no_room_for_a_cache_is_no_error(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert not Cache(tmp_path / "file" / "cache").save("run", run / STEPS, kept(run))
+    index = Index(tmp_path / "runs", cache=tmp_path / "file" / "cache")
+    index.refresh()
+    assert len(index.runs["run"].table) == 299
+
+
+def test_nothing_is_parsed_twice(run, tmp_path, monkeypatch):
+    first = Index(tmp_path / "runs", cache=tmp_path / "cache")
+    first.refresh()
+    read = []
+    follow = RunReader.follow
+    monkeypatch.setattr(RunReader, "follow", lambda self, offset=0: read.append(offset) or follow(self, offset))
+    second = Index(tmp_path / "runs", cache=tmp_path / "cache")
+    for _ in range(3):
+        second.refresh()
+    assert read == []
+    assert equal(second.runs["run"].table, first.runs["run"].table)

@@ -1,0 +1,347 @@
+"""The index follows real logs, whatever is done to them."""
+
+import asyncio
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from hilbert_monitor.runs.log import RunReader, RunWriter
+from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.service import index as indexing
+from hilbert_monitor.service.index import Index
+
+
+def write(root, name="run", steps=10, first=1, **about):
+    writer = RunWriter.open(root, RunInfo(name=name, head_optimizer="AdamW", **about))
+    for step in range(first, first + steps):
+        writer.write(StepRecord(step=step, time=time.time(), train_loss=1 / step, diameter=float(step)))
+    return writer
+
+
+def heard(index, after):
+    """All events since an id."""
+
+    async def take():
+        index.feed.publish("end", {})
+        found = []
+        async for event in index.feed.listen(after):
+            if event.name == "end":
+                return found
+            found.append((event.name, json.loads(event.data)))
+        return found
+
+    return asyncio.run(take())
+
+
+def now(index):
+    return f"{index.feed.epoch}-{index.feed._count}"
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "runs"
+
+
+def test_a_folder_that_comes_into_being_later_is_found(root):
+    index = Index(root)
+    index.refresh()
+    assert dict(index.runs) == {}
+    assert index.progress == 1.0
+    write(root).close()
+    index.refresh()
+    assert [run.status for run in index.runs.values()] == ["finished"]
+
+
+def test_records_arrive_once_each_and_in_order(root):
+    index = Index(root)
+    writer = write(root, steps=3)
+    index.refresh()
+    start = now(index)
+    for step in range(4, 30):
+        writer.write(StepRecord(step=step, time=0, diameter=math.inf if step == 7 else 1.0))
+        if step % 5 == 0:
+            index.refresh()
+    index.refresh()
+    events = heard(index, start)
+    told = [record for name, data in events if name == "records" for record in data["records"]]
+    assert [record["step"] for record in told] == list(range(4, 30))
+    assert told[3]["diameter"] == "inf"
+    assert index.runs["run"].table.steps.tolist() == list(range(1, 30))
+    assert index.runs["run"].status == "running"
+    assert events[-1][1]["summary"]["step"] == 29
+    writer.close()
+    index.refresh()
+    assert index.runs["run"].status == "finished"
+
+
+def test_a_resume_drops_what_it_undoes(root):
+    write(root, steps=20).close()
+    index = Index(root)
+    index.refresh()
+    start = now(index)
+    writer = RunWriter.open(root, RunInfo(id="run", name="run"), first_step=12)
+    writer.write(StepRecord(step=13, time=0, diameter=99.0))
+    index.refresh()
+    assert index.runs["run"].table.steps.tolist() == list(range(1, 14))
+    assert index.runs["run"].table.last("diameter") == 99.0
+    assert [info.first_step for info in index.runs["run"].attempts] == [0, 12]
+    assert [data["keep"] for name, data in heard(index, start) if name == "records"] == [12]
+    writer.close()
+
+
+def test_alerts_are_told_when_they_come_and_not_again(root):
+    writer = write(root)
+    writer.alert(Alert(step=1, time=0, kind="diameter", value=1.0))
+    index = Index(root)
+    index.refresh()
+    start = now(index)
+    writer.alert(Alert(step=5, time=0, kind="diameter", value=math.nan))
+    for _ in range(3):
+        index.refresh()
+        writer.write(StepRecord(step=30, time=0))
+    told = [data for name, data in heard(index, start) if name == "alert"]
+    assert [(data["run"], data["status"], data["alert"]["step"]) for data in told] == [("run", "running", 5)]
+    assert [alert.step for alert in index.runs["run"].alerts] == [1, 5]
+    writer.close()
+
+
+def test_a_long_piece_is_told_as_one_to_load_anew(root):
+    writer = write(root)
+    index = Index(root)
+    index.refresh()
+    start = now(index)
+    for step in range(11, 400):
+        writer.write(StepRecord(step=step, time=0))
+    index.refresh()
+    assert [data for name, data in heard(index, start) if name == "records"] == [{"run": "run", "reload": True}]
+    assert len(index.runs["run"].table) == 399
+    writer.close()
+
+
+def test_long_logs_are_caught_up_with_in_pieces_and_do_not_delay_others(root, monkeypatch):
+    monkeypatch.setattr(indexing, "BEHIND", 4000)
+    write(root, "long", steps=3000).close()
+    short = write(root, "short", steps=2)
+    index = Index(root)
+    index.refresh(0.0)
+    assert len(index.runs["short"].table) == 2
+    assert index.progress < 1
+    seen = []
+    while index.progress < 1:
+        short.write(StepRecord(step=len(seen) + 3, time=0))
+        index.refresh(0.005)
+        assert len(index.runs["short"].table) == len(seen) + 3
+        seen.append(index.runs["long"].indexed)
+    assert seen == sorted(seen)
+    assert index.runs["long"].table.steps.tolist() == list(range(1, 3001))
+    short.close()
+
+
+def test_without_news_nothing_is_read_or_told(root, monkeypatch):
+    write(root).close()
+    index = Index(root)
+    index.refresh()
+    version, start = index.version, now(index)
+    monkeypatch.setattr(RunReader, "state", lambda *_: pytest.fail("asked"))
+    for _ in range(5):
+        index.refresh()
+    assert (index.version, heard(index, start)) == (version, [])
+
+
+def test_a_killed_process_is_seen_without_a_word_from_it(root):
+    code = (
+        "import sys, time; from hilbert_monitor.runs.log import RunWriter; from hilbert_monitor.runs.record import *\n"
+        "w = RunWriter.open(sys.argv[1], RunInfo(name='run')); w.write(StepRecord(step=1, time=time.time()))\n"
+        "print('written', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(root)], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        index = Index(root)
+        index.refresh()
+        assert index.runs["run"].status == "running"
+        process.kill()
+    time.sleep(1.1)
+    index.refresh()
+    assert index.runs["run"].status == "killed"
+
+
+# What is no run
+
+
+def problem(root, name):
+    index = Index(root)
+    index.refresh()
+    return index.runs[name].problem if name in index.runs else None
+
+
+def test_a_folder_of_other_things_is_no_run(root):
+    (root / "checkpoints").mkdir(parents=True)
+    (root / "checkpoints" / "a.ckpt").write_text("x")
+    (root / "notes.txt").write_text("x")
+    assert problem(root, "checkpoints") is None
+
+
+def test_files_of_another_program_are_said_to_be(root):
+    (root / "theirs").mkdir(parents=True)
+    (root / "theirs" / "info.jsonl").write_text('{"something": "else"}\n')
+    (root / "theirs" / "steps.jsonl").write_text("not json\n")
+    assert problem(root, "theirs") == "its info.jsonl is not one of ours"
+
+
+def test_binary_garbage_in_the_middle_costs_its_lines_alone(root):
+    writer = write(root)
+    with (writer.folder / "steps.jsonl").open("ab") as file:
+        file.write(b"\x00\xff{{{\n[1,2]\n" + b"9" * 5000 + b"\n")
+    writer.write(StepRecord(step=11, time=0))
+    index = Index(root)
+    index.refresh()
+    assert len(index.runs["run"].table) == 11
+    assert index.runs["run"].torn == 3
+    assert index.runs["run"].problem == ""
+    writer.close()
+
+
+def test_a_log_that_may_not_be_read_says_so():
+    with tempfile.TemporaryDirectory() as folder:  # pytest's are for the user alone who runs it
+        os.chmod(folder, 0o755)
+        write(folder).close()
+        (Path(folder) / "run" / "steps.jsonl").chmod(0)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)  # root may read everything
+        try:
+            assert problem(Path(folder), "run") == "it cannot be read: Permission denied"
+        finally:
+            os.seteuid(user)
+
+
+@pytest.mark.parametrize("name", ["info.jsonl", "steps.jsonl", "alerts.jsonl", "end.jsonl"])
+@pytest.mark.parametrize("made", ["pipe", "folder", "zero", "out", "loop"])
+def test_what_is_not_a_plain_file_is_not_read(root, tmp_path, name, made):
+    write(root).close()
+    path = root / "run" / name
+    path.unlink()
+    if made == "pipe":
+        os.mkfifo(path)
+    elif made == "folder":
+        path.mkdir()
+    elif made == "zero":
+        path.symlink_to("/dev/zero")
+    elif made == "out":
+        (tmp_path / "secret").write_text('{"id": "secret", "name": "secret"}\n')
+        path.symlink_to(tmp_path / "secret")
+    else:
+        path.symlink_to(path)
+    said = problem(root, "run")
+    assert said
+    assert "secret" not in said
+
+
+def test_a_run_behind_a_link_out_of_the_folder_is_not_followed(root, tmp_path):
+    write(tmp_path / "elsewhere", "hidden").close()
+    root.mkdir()
+    (root / "link").symlink_to(tmp_path / "elsewhere" / "hidden")
+    assert "leads out" in problem(root, "link")
+    index = Index(root)
+    index.refresh()
+    assert len(index.runs["link"].table) == 0
+
+
+def test_a_run_behind_a_link_within_the_folder_is_followed(root):
+    write(root).close()
+    (root / "latest").symlink_to("run")
+    assert problem(root, "latest") == ""
+
+
+def test_a_run_that_vanishes_is_shown_as_gone_and_comes_back(root, tmp_path, monkeypatch):
+    write(root).close()
+    index = Index(root)
+    index.refresh()
+    shutil.move(root / "run", tmp_path / "away")
+    index.refresh()
+    assert "gone" in index.runs["run"].problem
+    assert len(index.runs["run"].table) == 10
+    shutil.move(tmp_path / "away", root / "run")
+    index.refresh()
+    assert index.runs["run"].status == "finished"
+    shutil.rmtree(root / "run")
+    index.refresh()
+    monkeypatch.setattr(indexing, "REMEMBERED", -1.0)
+    start = now(index)
+    index.refresh()
+    assert dict(index.runs) == {}
+    assert heard(index, start) == [("gone", {"id": "run"})]
+
+
+@pytest.mark.parametrize("steps", [3, 50, 80])
+def test_a_log_that_is_replaced_by_another_is_read_anew(root, steps):
+    write(root, steps=50).close()
+    index = Index(root)
+    index.refresh()
+    shutil.rmtree(root / "run")
+    writer = write(root, steps=steps)
+    writer.write(StepRecord(step=steps, time=0, train_loss=77.0))
+    writer.close()
+    index.refresh()
+    assert index.runs["run"].table.steps.tolist() == list(range(1, steps + 1))
+    assert index.runs["run"].table.last("train_loss") == 77.0
+    assert index.runs["run"].problem == ""
+
+
+def test_one_broken_run_does_not_hide_the_others(root, monkeypatch):
+    write(root, "bad").close()
+    write(root, "good").close()
+    follow = RunReader.follow
+
+    def failing(self, offset=0):
+        if self.folder.name == "bad":
+            raise OSError(5, "Input/output error")
+        return follow(self, offset)
+
+    monkeypatch.setattr(RunReader, "follow", failing)
+    index = Index(root)
+    index.refresh()
+    assert index.runs["bad"].problem == "it cannot be read: Input/output error"
+    assert index.runs["good"].status == "finished"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
+def test_a_line_without_an_end_takes_no_memory(root):
+    writer = write(root)
+    with (writer.folder / "steps.jsonl").open("ab") as file:
+        for _ in range(80):
+            file.write(b"x" * (1 << 20))
+        file.write(b"\n")
+    writer.write(StepRecord(step=11, time=0))
+    writer.close()
+    code = (
+        "import sys; from pathlib import Path; from hilbert_monitor.service.index import Index\n"
+        "i = Index(Path(sys.argv[1])); i.refresh()\n"
+        "peak = [line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')]\n"
+        "print(len(i.runs['run'].table), i.runs['run'].torn, *peak)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=True)
+    rows, torn, memory = map(int, done.stdout.split())
+    assert (rows, torn) == (11, 1)
+    assert memory < 160 << 10  # KiB; the line alone has 80 MiB
+
+
+def test_a_thread_follows_and_ends(root):
+    index = Index(root, every=0.02)
+    index.start()
+    writer = write(root)
+    deadline = time.monotonic() + 10
+    while not ("run" in index.runs and len(index.runs["run"].table) == 10) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(index.runs["run"].table) == 10
+    index.stop()
+    assert not index._thread.is_alive()
+    writer.close()

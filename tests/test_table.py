@@ -1,0 +1,99 @@
+"""Columns that grow, against a plain dictionary of records."""
+
+import math
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hilbert_monitor.runs.log import Marker, News
+from hilbert_monitor.runs.record import StepRecord
+from hilbert_monitor.service.table import MISSING, NUMBERS, Columns, Table, present
+
+floats = st.none() | st.floats(allow_nan=True, allow_infinity=True)
+records = st.builds(
+    StepRecord,
+    step=st.integers(1, 40),
+    time=st.floats(0, 1e9),
+    train_loss=floats,
+    diameter=floats,
+    tokens=st.none() | st.integers(0, 2**53),
+    pair=st.none() | st.tuples(st.integers(0, 99), st.integers(0, 99)),
+    seconds=st.dictionaries(st.sampled_from(["increment", "panel"]), st.floats(0, 1)),
+)
+pieces = st.tuples(st.lists(records, max_size=8, unique_by=lambda r: r.step), st.none() | st.integers(0, 40))
+
+
+def news(found, keep=None):
+    return News(records=found, attempts=[] if keep is None else [Marker(2, keep)], torn=0, offset=0)
+
+
+def same(a, b):
+    return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
+
+
+def check(table, expected):
+    assert table.steps.tolist() == sorted(expected)
+    for name in NUMBERS:
+        values = table.column(name)
+        for row, step in enumerate(sorted(expected)):
+            value = getattr(expected[step], name)
+            assert present(values)[row] == (value is not None)
+            assert value is None or same(values[row], float(value))
+    for row, step in enumerate(sorted(expected)):
+        pair = expected[step].pair
+        assert pair is None or [table.column(f"pair.{end}")[row] for end in (0, 1)] == list(pair)
+        for part in ("increment", "panel"):
+            value = table.column(f"seconds.{part}")[row : row + 1]
+            assert bool(present(value)[0]) == (part in expected[step].seconds)
+
+
+@given(st.lists(pieces, max_size=8))
+def test_columns_hold_what_a_dictionary_by_step_would(written):
+    columns, expected, given_out = Columns(), {}, []
+    for found, keep in written:
+        if keep is not None:
+            expected = {step: record for step, record in expected.items() if step <= keep}
+        expected |= {record.step: record for record in found}
+        columns.take(news(found, keep))
+        given_out.append((columns.table, dict(expected)))
+    for table, then in given_out:  # what was given out has not changed since
+        check(table, then)
+
+
+def test_a_value_that_is_nan_is_not_one_that_is_missing():
+    columns = Columns()
+    columns.take(news([StepRecord(step=1, time=0, train_loss=math.nan), StepRecord(step=2, time=0)]))
+    assert present(columns.table.column("train_loss")).tolist() == [True, False]
+    assert math.isnan(columns.table.last("train_loss"))
+    assert columns.table.last("diameter") is None
+
+
+def test_missing_survives_copies_files_and_python(tmp_path):
+    values = np.array([MISSING, math.nan, 1.0])
+    np.save(tmp_path / "v.npy", values)
+    assert present(np.load(tmp_path / "v.npy", mmap_mode="r")).tolist() == [False, True, True]
+    assert present(np.array(values.tolist())).tolist() == [False, True, True]
+
+
+def test_the_last_value_is_found_far_back():
+    columns = Columns()
+    columns.take(news([StepRecord(step=1, time=0, diameter=2.0)]))
+    columns.take(news([StepRecord(step=s, time=0) for s in range(2, 10_000)]))
+    assert columns.table.last("diameter") == 2.0
+    assert Table().last("diameter") is None
+
+
+def test_texts_of_tokens_are_kept_and_clipped():
+    columns = Columns()
+    before = columns.table
+    columns.take(news([StepRecord(step=1, time=0, pair=(3, 4), pair_text=("a", "b" * 500))]))
+    assert columns.table.texts == {3: "a", 4: "b" * 80}
+    assert before.texts == {}
+
+
+def test_a_log_cannot_make_columns_without_end():
+    columns = Columns()
+    for step in range(1, 40):
+        columns.take(news([StepRecord(step=step, time=0, seconds={f"part {step}-{i}": 0.1 for i in range(9)})]))
+    assert len(columns.table.columns) < 40
