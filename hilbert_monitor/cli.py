@@ -351,6 +351,13 @@ def serve(
         str | None, typer.Option(help="What a visitor has to know.", envvar="HILBERT_MONITOR_TOKEN")
     ] = None,
     cache: Annotated[bool, typer.Option(help="Keep what was read beside the runs: later starts are quick.")] = True,
+    reexport: Annotated[
+        bool,
+        typer.Option(
+            "--reexport",
+            help="Give Prometheus all runs at /metrics, also those with a port of their own: none is a target.",
+        ),
+    ] = False,
     browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show runs live in the browser, until Ctrl-C: AdamW against RowNorm, each run, its tokens and its alerts.
@@ -366,6 +373,6 @@ def serve(
     if runs.exists() and not runs.is_dir():
         raise typer.BadParameter(f"{runs} is not a folder: give the one that runs are logged to")
     try:
-        service.serve(runs, host=host, port=port, token=token, cache=cache, open_browser=browser)
+        service.serve(runs, host=host, port=port, token=token, cache=cache, reexport=reexport, open_browser=browser)
     except service.AddressError as error:
         raise typer.BadParameter(str(error)) from None

@@ -266,7 +266,7 @@ def average(values, weight):
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.sampled_from([0.001, 0.1, 0.5, 0.9, 0.99, 0.999]))
 def test_a_smooth_line_is_the_debiased_moving_average_before_its_raw_one(values, weight):
-    raw, smooth = figures.loss([run(validation_loss=values)], View(smooth=weight)).data
+    raw, smooth = figures.diameter([run(diameter=values)], View(smooth=weight, scale="linear")).data
     assert list(raw.y) == values
     assert raw.opacity < smooth.opacity
     assert list(smooth.y) == pytest.approx(average(values, weight), rel=1e-9, abs=1e-9)
@@ -283,20 +283,26 @@ def test_a_long_curve_is_smoothed_as_a_short_one_is():
 
 
 def test_smoothing_passes_over_what_is_not_finite():
-    _, smooth = figures.loss([run(validation_loss=[1.0, math.nan, 3.0])], View(smooth=0.5)).data
+    _, smooth = figures.diameter([run(diameter=[1.0, math.nan, 3.0])], View(smooth=0.5)).data
     assert smooth.y[1] is None
     assert (smooth.y[0], smooth.y[2]) == pytest.approx((1.0, (0.5 * 1 + 3) / 1.5))
 
 
 def test_the_mean_of_smooth_curves_has_the_mean_as_it_is_behind_it():
     values = [[1.0, 5.0, 1.0], [3.0, 3.0, 9.0]]
-    runs = [run(seed=seed, validation_loss=v) for seed, v in enumerate(values)]
-    figure = figures.loss(runs, View(smooth=0.5))
+    runs = [run(seed=seed, diameter=v) for seed, v in enumerate(values)]
+    figure = figures.diameter(runs, View(smooth=0.5))
     smooth = [average(v, 0.5) for v in values]
     mean = mean_of(figure, "AdamW")
     assert list(mean.y) == pytest.approx([sum(pair) / 2 for pair in zip(*smooth, strict=True)])
     (raw,) = [t for t in figure.data if t.opacity == 0.35]
     assert list(raw.y) == [2.0, 4.0, 5.0]
+
+
+def test_validation_losses_are_few_and_stay_as_they_are():
+    values = [5.0, 4.0, 3.5]
+    (line,) = figures.loss([run(validation_loss=values)], View(smooth=0.9)).data
+    assert list(line.y) == values
 
 
 def test_a_spike_is_still_there_behind_a_smooth_mean():

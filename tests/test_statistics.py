@@ -59,25 +59,39 @@ def test_aligned_arrays_are_found_again_among_all_keys(arrays):
 
 
 def test_live_runs_count_be_they_finished_or_not():
-    runs = [run(seed=0, status="finished", diameter=[1.0]), run(seed=1, status="failed", diameter=[3.0])]
+    runs = [run(seed=0, status="finished", diameter=[1.0]), run(seed=1, status="running", diameter=[3.0])]
     (report,), (live,) = compare(runs), compare(runs, live=True)
     assert report.optimizers["AdamW"]["step_diameter"].mean == 1.0
     assert live.optimizers["AdamW"]["step_diameter"].mean == 2.0
     assert (live.aside, live.notes) == ((), ())
 
 
-def test_the_current_ratio_is_of_the_pairs_at_the_last_step_that_they_share():
-    base = [run(seed=0, diameter=[9.0, 8.0, 7.0]), run(seed=1, diameter=[9.0, 4.0]), run(seed=2, diameter=[1e6] * 9)]
+def test_a_live_run_that_broke_off_counts_only_where_its_optimizer_has_no_other():
+    runs = [run(seed=0, status="running", diameter=[1.0]), run(seed=1, status="failed", diameter=[3.0])]
+    (found,) = compare([*runs, run("RowNorm", seed=0, status="killed", diameter=[0.5])], live=True)
+    assert found.optimizers["AdamW"]["step_diameter"].mean == 1.0
+    assert [one.id for one in found.aside] == ["AdamW-1-p"]
+    assert found.pairs == (("AdamW-0-p", "RowNorm-0-p"),)
+    assert found.notes == ("Broken off, and therefore in no mean: AdamW-1-p.",)
+
+
+def test_losses_of_a_pair_are_compared_where_both_have_one():
+    pair = [run(validation_loss=[5.0, 4.0, 1.0]), run("RowNorm", validation_loss=[5.5, 4.25])]
+    assert compare(pair, live=True)[0].difference.mean == 0.25
+
+
+def test_the_current_ratio_is_of_the_pairs_that_have_come_farthest():
+    base = [run(seed=0, diameter=[9.0, 8.0, 7.0]), run(seed=1, diameter=[9.0]), run(seed=2, diameter=[1e6] * 9)]
     ours = [run("RowNorm", seed=0, diameter=[1.0, 2.0]), run("RowNorm", seed=1, diameter=[1.0, 1.0, 1.0])]
     (found,) = compare([*base, *ours], live=True)
     assert found.pairs == (("AdamW-0-p", "RowNorm-0-p"), ("AdamW-1-p", "RowNorm-1-p"))
-    assert found.current["diameter"] == Current(4.0, 2)
+    assert found.current["diameter"] == Current(4.0, 2, 1)
     assert found.current["perturbation_rms"] == Current()
 
 
 def test_a_step_that_one_of_the_pairs_lost_is_not_shared():
     pair = [run(diameter=[9.0, 8.0]), run("RowNorm", diameter=[3.0, math.nan])]
-    assert compare(pair, live=True)[0].current["diameter"] == Current(3.0, 1)
+    assert compare(pair, live=True)[0].current["diameter"] == Current(3.0, 1, 1)
 
 
 def test_different_panels_make_no_pair_and_one_sentence_says_so():

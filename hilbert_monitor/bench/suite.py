@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import diameter, faults, optimizers, overhead, perturbation
+from . import diameter, faults, optimizers, overhead, perturbation, service
 from .increments import Increment, load_increment, make_increment
 from .measure import Comparison, machine
 
@@ -84,7 +84,8 @@ def show(results: Sequence[Comparison], console: Console) -> None:
     """Print the machine and the results."""
     console.print(" | ".join(f"{name} {value}" for name, value in machine().items()), style="dim")
     table = Table(
-        title="Measured in this run; a ratio above 1 means faster, or smaller, than the opponent", title_justify="left"
+        title="Measured in this run; a ratio above 1 means faster, or smaller, than the opponent or the limit",
+        title_justify="left",
     )
     table.add_column("case")
     for name in ("ours", "opponent", "ratio"):
@@ -97,6 +98,12 @@ def show(results: Sequence[Comparison], console: Console) -> None:
             ours, theirs = _amount(r.amount, r.unit), _amount(r.opponent_amount, r.unit)
             table.add_row(case, ours, f"{r.opponent} {theirs}", f"{r.ratio:.3g}x")
     console.print(table)
+
+
+def run_service(sizes: service.Sizes, console: Console) -> tuple[list[Comparison], list[str]]:
+    """Measure the service, and say what could not be. RuntimeError, if there is no room or a service fails."""
+    with service.prepared(sizes) as bench:
+        return run(bench.jobs(), console), bench.remarks
 
 
 def run_faults(plan: faults.Plan, console: Console) -> faults.Summary:
@@ -154,5 +161,5 @@ def write_json(results: Sequence[Comparison] | faults.Summary, path: Path) -> No
 
 def _amount(amount: float, unit: str) -> str:
     if unit == "B":
-        return f"{amount / 2**20:.0f} MiB"
+        return f"{amount / 2**20:.0f} MiB" if amount >= 2**20 else f"{amount / 2**10:.0f} KiB"
     return f"{amount * 1e3:.1f} ms" if amount < 1 else f"{amount:.2f} s"

@@ -90,7 +90,7 @@ class Outputs:
     def describe(self, info: RunInfo) -> None:
         """Say what has become known of the run."""
         if self._exporter is not None:
-            info = msgspec.structs.replace(info, port=self._exporter.port)
+            info = self._with_place(info, self._exporter)
         if self._log_queue is not None:
             self._log_queue.write(info)
 
@@ -146,7 +146,13 @@ class Outputs:
         self._exporter = Exporter(
             samples, port=s.port, address=s.address, tls=s.tls, registry=s.registry, linger=s.linger
         )
-        return msgspec.structs.replace(info, port=self._exporter.port)
+        return self._with_place(info, self._exporter)
+
+    def _with_place(self, info: RunInfo, exporter: Exporter) -> RunInfo:
+        """The info, and where the metrics are."""
+        return msgspec.structs.replace(
+            info, port=exporter.port, address=self.scraping.address if exporter.port is not None else ""
+        )
 
 
 def _own_name(info: RunInfo) -> RunInfo:

@@ -39,6 +39,8 @@ class RunInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Ranks that train together."""
     port: int | None = None
     """Where the run's own metrics are served."""
+    address: str = ""
+    """And at which address of its host."""
     heartbeat: float = 5.0
     """Seconds between two signs of life."""
 

@@ -41,6 +41,7 @@ from .parameters import (
     refused,
 )
 from .pictures import Pictures, choose
+from .scraped import Scraped
 from .security import LOOPBACK, Guard
 from .snapshot import RunSnapshot
 from .text import csv_lines
@@ -53,19 +54,32 @@ RETRY = 1000
 """Milliseconds after which a browser that was cut off comes back."""
 
 
+class PlainText(Response):
+    """As Prometheus reads it."""
+
+    media_type = "text/plain"
+
+
 class CSV(StreamingResponse):
     """Rows that are made while they are sent."""
 
     media_type = "text/csv"
 
 
-def create_app(index: Index, *, token: str | None = None, allowed_hosts: Collection[str] | None = LOOPBACK) -> FastAPI:
+def create_app(
+    index: Index,
+    *,
+    token: str | None = None,
+    allowed_hosts: Collection[str] | None = LOOPBACK,
+    reexport: bool = False,
+) -> FastAPI:
     """The app over an index, which somebody else starts and stops.
 
     Args:
         index: the runs.
         token: what a visitor has to know; None for no such thing.
         allowed_hosts: names that are answered to; None for any.
+        reexport: give Prometheus the metrics also of runs that serve them themselves.
     """
     app = FastAPI(
         title="hilbert-monitor",
@@ -86,6 +100,7 @@ def create_app(index: Index, *, token: str | None = None, allowed_hosts: Collect
     _add_runs(app, answers)
     _add_figures(app, answers)
     _add_events(app, index)
+    _add_prometheus(app, Scraped(lambda: index.runs.values(), everything=reexport))
     _add_pages(app, Assets())
     return app
 
@@ -279,6 +294,26 @@ def _add_events(app: FastAPI, index: Index) -> None:
             retry = None
 
 
+def _add_prometheus(app: FastAPI, scraped: Scraped) -> None:
+    @app.get(
+        "/api/prometheus/targets",
+        tags=["prometheus"],
+        summary="Where runs serve their own metrics",
+        responses=ok(schema.Targets),
+    )
+    def targets(request: Request) -> Response:
+        """For http_sd_configs."""
+        return _json(request, scraped.targets())
+
+    @app.get(
+        "/metrics", tags=["prometheus"], summary="Metrics of runs that do not serve them", response_class=PlainText
+    )
+    def metrics(accept: Annotated[str, Header(max_length=1000, description="Text or OpenMetrics.")] = "") -> Response:
+        """The latest values of the runs that are going on, or ended in the last ten minutes."""
+        body, kind = scraped.metrics(accept)
+        return Response(body, headers={"Content-Type": kind})
+
+
 def _add_pages(app: FastAPI, assets: Assets) -> None:
     """Pages are all the same file, whose script asks the API. No name in an address is looked up on the disk."""
 
@@ -288,9 +323,13 @@ def _add_pages(app: FastAPI, assets: Assets) -> None:
     def static(request: Request) -> Response:
         return _found(assets.answer(request, request.path_params["name"]))
 
+    def runbook(request: Request) -> Response:
+        return _found(assets.runbook(request, request.path_params["name"]))
+
     for path in ("/", "/runs", "/runs/{id}", "/alerts"):
         app.add_route(path, page, include_in_schema=False)
     app.add_route("/static/{name}", static, include_in_schema=False)
+    app.add_route("/runbooks/{name}", runbook, include_in_schema=False)
 
 
 def _found(answer: Response | None) -> Response:

@@ -42,6 +42,7 @@ class Assets:
             __version__.encode(), str(_plotly().stat().st_size).encode(), *map(_hash_of, sorted(known.items()))
         )
         self._bodies = {name: Body(_versioned(name, content, self.version), 9) for name, content in known.items()}
+        self._runbooks = {path.stem: Body(path.read_bytes(), 9) for path in _runbooks()}
 
     def get(self, name: str) -> Body | None:
         """A file, if there is one of that name."""
@@ -60,6 +61,11 @@ class Assets:
         if headers["ETag"] in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return sent(request, body, TYPES[Path(name).suffix], headers)
+
+    def runbook(self, request: Request, name: str) -> Response | None:
+        """What to do about an alert, as text."""
+        body = self._runbooks.get(name)
+        return None if body is None else sent(request, body, "text/plain; charset=utf-8")
 
 
 def prepare() -> None:
@@ -86,6 +92,13 @@ def _plotly() -> Path:
     assert spec is not None
     assert spec.submodule_search_locations is not None
     return Path(spec.submodule_search_locations[0], "package_data", PLOTLY)
+
+
+def _runbooks() -> list[Path]:
+    """The runbooks: in the package, or beside it in a checkout."""
+    here = Path(__file__).parent
+    places = (here / "runbooks", here.parents[1] / "dashboards" / "runbooks")
+    return next((found for place in places if (found := sorted(place.glob("*.md")))), [])
 
 
 def _versioned(name: str, content: bytes, version: str) -> bytes:

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from .table import Table
 
-FORMAT = 1
+FORMAT = 2
 LOOK = 4096
 """Bytes at the beginning of a log, and before the offset, by which it is known again."""
 

@@ -48,7 +48,8 @@ def loss(runs: Sequence[RunSeries], view: View = PLAIN, aside: Collection[str] =
         aside: ids of runs that are drawn, but in no mean.
     """
     view, log = _settled(view, runs), view.logarithmic(False)
-    traces = _training(runs, view, aside, log=log) + _metric(runs, "validation_loss", view, aside, log=log)
+    few = replace(view, smooth=0.0)  # validation losses are few, and smooth by themselves
+    traces = _training(runs, view, aside, log=log) + _metric(runs, "validation_loss", few, aside, log=log)
     looks.name_groups(traces)
     late = None if log else looks.late_range([c for r in runs for c in (r.validation_loss, r.train_loss)], view)
     return looks.figure("Loss", traces, view, log=log, **({"range": late} if late else {}))

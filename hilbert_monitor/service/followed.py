@@ -184,6 +184,7 @@ class Followed:
             table=self._columns.table if changed or old is None else old.table,
             alerts=self._alerts,
             torn=self._torn + self._alerts_torn,
+            heartbeat=self._seen[1][2] / 1e9 if self._seen[1] else 0.0,
             indexed=1.0 - self.behind / self.size if self.behind else 1.0,
             version=old.version + 1 if old else 1,
         )
@@ -229,4 +230,4 @@ def _another(known: tuple[RunInfo, ...], now: tuple[RunInfo, ...]) -> bool:
 
 def _told(run: RunSnapshot) -> tuple[object, ...]:
     """What is told of a run beside its table."""
-    return run.info, run.attempts, run.state, run.problem, run.alerts, run.torn, run.indexed
+    return run.info, run.attempts, run.state, run.problem, run.alerts, run.torn, run.heartbeat, run.indexed

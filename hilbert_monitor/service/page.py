@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
-from hilbert_monitor.runs.record import Alert, RunInfo
+from hilbert_monitor.runs.record import Alert
 
 from . import figures
 from .paper import PAPER, Figure, Published
 from .report import DASH, MINUS, TIMES, Run
 from .series import CURVES, RunSeries
+from .settings import settings
 from .statistics import BASE, METRICS, OURS, Comparison, Spread, final
 from .text import clip
 from .view import View
@@ -319,11 +320,11 @@ def _lost(series: RunSeries) -> Iterator[str]:
 
 def _differences(runs: Sequence[Run]) -> str:
     """Settings that are not the same in all runs."""
-    settings = [dict(_flat(_settings(run.info))) for run in runs]
+    found = [settings(run.info) for run in runs]
     rows = []
-    for key in sorted({key for setting in settings for key in setting}):
+    for key in sorted({key for setting in found for key in setting}):
         values: dict[str, list[Run]] = {}
-        for run, setting in zip(runs, settings, strict=True):
+        for run, setting in zip(runs, found, strict=True):
             values.setdefault(setting.get(key, DASH), []).append(run)
         if len(values) > 1:
             cells = "".join(f"<li>{_text(v, 200)} <small>{_who(who, runs)}</small></li>" for v, who in values.items())
@@ -332,18 +333,6 @@ def _differences(runs: Sequence[Run]) -> str:
     left = f"<p>The first {SETTINGS} of {len(rows):,}.</p>" if len(rows) > SETTINGS else ""
     shown = left + table if rows else "<p>None.</p>"
     return f"<section><h2>Configuration differences</h2>{shown}</section>" if len(runs) > 1 else ""
-
-
-def _settings(info: RunInfo) -> dict[str, Any]:
-    return {**info.config, "versions": info.versions, "ranks": info.world_size, "panel": info.panel_hash or DASH}
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
 
 
 def _who(who: Sequence[Run], runs: Sequence[Run]) -> str:

@@ -118,7 +118,9 @@ def _numbers(comparison: Comparison | None, choice: Choice) -> dict[str, Any]:
             name: {metric: _spread(spread) for metric, spread in found.items()}
             for name, found in comparison.optimizers.items()
         },
-        "ratios": {name: {"now": now.ratio, "step": now.step} for name, now in comparison.current.items()},
+        "ratios": {
+            name: {"now": now.ratio, "step": now.step, "pairs": now.pairs} for name, now in comparison.current.items()
+        },
         "difference": {
             "mean": comparison.difference.mean,
             "deviation": comparison.difference.deviation,

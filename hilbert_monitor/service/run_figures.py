@@ -203,7 +203,8 @@ def _draw_loss(run: Run, columns: Values) -> Figure | None:
         for trace in _curve(run, columns["train_loss"], "training", color, log=log, width=1):
             traces.append(trace | {"opacity": 0.5 * trace["opacity"]})
     if "validation_loss" in columns:
-        traces += _curve(run, columns["validation_loss"], "validation", color, log=log)
+        few = replace(run, view=replace(run.view, smooth=0.0))  # as there are few of them
+        traces += _curve(few, columns["validation_loss"], "validation", color, log=log)
     late = None if log else looks.late_range([run.series(values) for values in columns.values()], run.view)
     return _figure(run, "Loss", traces, columns, log=log, **({"range": late} if late else {}))
 

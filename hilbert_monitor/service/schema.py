@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, RootModel
 
 Number = float | Literal["nan", "inf", "-inf"]
 Figures = dict[str, dict[str, Any]]
@@ -107,6 +107,7 @@ class Info(_Answer):
     pid: int
     world_size: int
     port: int | None
+    address: str
     heartbeat: Number
 
 
@@ -205,7 +206,8 @@ class Ratio(_Answer):
     """AdamW over RowNorm."""
 
     now: Number | None
-    step: int | None = Field(description="The last that both have.")
+    step: int | None = Field(description="The last that a pair has.")
+    pairs: int = Field(description="How many pairs have it.")
 
 
 class Difference(_Answer):
@@ -266,6 +268,17 @@ class Alerts(_Answer):
 
     alerts: list[RunAlert]
     count: int = Field(description="All that there are, also beyond the limit.")
+
+
+class Target(_Answer):
+    """A run's own metrics, as Prometheus looks for them."""
+
+    targets: list[str] = Field(examples=[["127.0.0.1:9464"]])
+    labels: dict[str, str]
+
+
+class Targets(RootModel[list[Target]]):
+    """Runs that serve their own metrics."""
 
 
 class Themes(_Answer):

@@ -41,9 +41,11 @@ class AddressError(OSError):
 class Server(uvicorn.Server):
     """Uvicorn, ending at once also while streams are open."""
 
-    def __init__(self, index: Index, token: str | None, hosts: tuple[str, ...] | None) -> None:
+    def __init__(
+        self, index: Index, token: str | None, hosts: tuple[str, ...] | None, *, reexport: bool = False
+    ) -> None:
         config = uvicorn.Config(
-            create_app(index, token=token, allowed_hosts=hosts),
+            create_app(index, token=token, allowed_hosts=hosts, reexport=reexport),
             log_level="warning",
             access_log=False,  # it would have tokens in it
             server_header=False,
@@ -91,6 +93,7 @@ def serve(
     port: int = 8000,
     token: str | None = None,
     cache: bool = True,
+    reexport: bool = False,
     open_browser: bool = False,
     console: Console | None = None,
 ) -> None:
@@ -102,6 +105,7 @@ def serve(
         port: 0 for any that is free.
         token: what a visitor has to know.
         cache: keep what was read beside the runs, so that the next start is quick.
+        reexport: give Prometheus the metrics also of runs that serve them themselves, where it cannot reach them.
         open_browser: open the page.
         console: to say where it is.
     """
@@ -109,7 +113,7 @@ def serve(
     place = bind(host, port, token)
     _say(place, root, console)
     index = Index(root, cache=root / CACHE if cache else None)
-    server = Server(index, place.token, place.hosts)
+    server = Server(index, place.token, place.hosts, reexport=reexport)
     index.start()
     if open_browser:
         threading.Thread(target=webbrowser.open, args=(place.url,), daemon=True).start()

@@ -32,6 +32,8 @@ class RunSnapshot:
     """Those that count, the oldest first."""
     torn: int = 0
     """Lines that were skipped, for they were not whole."""
+    heartbeat: float = 0.0
+    """When it last made a step or validated, in seconds since the epoch."""
     indexed: float = 1.0
     """Share of the log that was read so far."""
     version: int = 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .means import paired, pointwise
-from .series import CURVES, RunSeries
+from .series import CURVES, RunSeries, Series
 from .text import clip
 from .view import Axis
 
@@ -44,10 +44,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Current:
-    """A ratio as it stands, and the last step that all the paired runs share."""
+    """A ratio as it stands: at the last step that the runs of a pair share, over the pairs that have come so far."""
 
     ratio: float | None = None
     step: int | None = None
+    pairs: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,7 @@ def pair_up(runs: Iterable[RunSeries]) -> list[Pair]:
 
 def _compare_model(model: str, runs: list[RunSeries], live: bool) -> Comparison:
     notes: list[str] = []
-    counted = _newest(runs if live else _finished(runs, notes), notes)
+    counted = _newest(_going(runs, notes) if live else _finished(runs, notes), notes)
     groups = by_optimizer(counted)
     optimizers = {
         name: {metric: _final(name, metric, group, notes) for metric in METRICS} for name, group in groups.items()
@@ -198,6 +199,17 @@ def _finished(runs: list[RunSeries], notes: list[str]) -> list[RunSeries]:
         left = _names(run for run in runs if run.id not in ids)
         notes.append(f"Not finished, or without a value, and therefore in no mean: {left}.")
     return done
+
+
+def _going(runs: list[RunSeries], notes: list[str]) -> list[RunSeries]:
+    """The runs that go on or have finished; one that broke off counts only where its optimizer has no other."""
+    well = [run for run in runs if run.status not in ("failed", "killed")]
+    others = {run.optimizer for run in well}
+    broken = [run for run in runs if run.status in ("failed", "killed") and run.optimizer in others]
+    if broken:
+        notes.append(f"Broken off, and therefore in no mean: {_names(broken)}.")
+    ids = {run.id for run in broken}
+    return [run for run in runs if run.id not in ids]
 
 
 def _newest(runs: list[RunSeries], notes: list[str]) -> list[RunSeries]:
@@ -250,20 +262,24 @@ def _unpaired(groups: dict[str, list[RunSeries]], pairs: Sequence[Pair]) -> list
 
 
 def _current(pairs: Sequence[Pair], name: str) -> Current:
-    """A curve's ratio at the last step that all the paired runs share."""
-    curves = [(a.curve(name), b.curve(name)) for a, b in pairs]
-    found = paired(curves, "updates")
-    shared = np.flatnonzero(found.pairs == len(pairs))
-    if not len(shared):
+    """A curve's ratio at the last step that the runs of a pair share."""
+    found = paired([(a.curve(name), b.curve(name)) for a, b in pairs], "updates")
+    if not len(found.x):
         return Current()
-    last = float(found.ratio[shared[-1]])
-    return Current(last if math.isfinite(last) else None, int(found.x[shared[-1]]))
+    last = float(found.ratio[-1])
+    return Current(last if math.isfinite(last) else None, int(found.x[-1]), int(found.pairs[-1]))
 
 
 def _difference(pairs: list[Pair]) -> Spread:
-    """Mean and deviation of the pairs' differences in final validation loss."""
-    losses = ((a.validation_loss.last, b.validation_loss.last) for a, b in pairs)
-    return spread(b - a for a, b in losses if a is not None and b is not None and math.isfinite(b - a))
+    """Mean and deviation of the pairs' differences in validation loss, at the last step where both have one."""
+    found = (_last_difference(a.validation_loss, b.validation_loss) for a, b in pairs)
+    return spread(value for value in found if value is not None and math.isfinite(value))
+
+
+def _last_difference(a: Series, b: Series) -> float | None:
+    """The second curve minus the first at the last step of both."""
+    _, rows, others = np.intersect1d(a.steps, b.steps, return_indices=True)
+    return float(b.values[others[-1]] - a.values[rows[-1]]) if len(rows) else None
 
 
 def _below(pairs: list[Pair], groups: dict[str, list[RunSeries]]) -> tuple[int, int]:

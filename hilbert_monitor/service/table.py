@@ -180,6 +180,7 @@ def _columns(records: Sequence[StepRecord]) -> dict[str, Floats]:
         pairs = [getattr(record, name) or (None, None) for record in records]
         for end in (0, 1):
             found[f"{name}.{end}"] = [pair[end] for pair in pairs]
+    found["skipped"] = [1.0 if record.skipped else None for record in records]
     parts = sorted({part for record in records for part in record.seconds})
     found |= {SECONDS + part: [record.seconds.get(part) for record in records] for part in parts}
     return {name: _floats(values) for name, values in found.items() if any(value is not None for value in values)}

@@ -127,7 +127,7 @@ export class Compare {
     say(this.title, answer.model || "Compare");
     say(this.line, this.lede(answer));
     this.offer();
-    renew(this.hero, [answer.ratios, answer.difference], () => cards(answer));
+    renew(this.hero, [answer.ratios, answer.difference, answer.pairs], () => cards(answer));
     renew(this.notes, answer.notes, () => (answer.notes ?? []).map((note) => h("li", {}, note)));
     this.notes.hidden = !answer.notes?.length;
     this.controls.show(answer.axes);

@@ -12,22 +12,23 @@ export const OURS = "RowNorm";
 export const most = (found) => Math.max(0, ...Object.values(found).map((one) => one.runs ?? 0));
 
 /** The three figures that matter. */
-export function cards({ ratios, difference }) {
+export function cards({ ratios, difference, pairs = [] }) {
   return [
-    factor("diameter", ratios?.step_diameter ?? ratios?.diameter, "steps", "Row diameter D(S)"),
-    factor("perturbation_rms", ratios?.perturbation_rms, "perturbation", "Hilbert RMS on the panel"),
+    factor("diameter", ratios?.diameter, "steps", "Row diameter D(S)", pairs.length),
+    factor("perturbation_rms", ratios?.perturbation_rms, "perturbation", "Hilbert RMS on the panel", pairs.length),
     loss(difference ?? {}),
   ];
 }
 
-function factor(metric, found, noun, what) {
+function factor(metric, found, noun, what, pairs) {
   const ratio = value(found?.now);
   const line = `${what}, ${BASE} / ${OURS}`;
   if (ratio === null || !(ratio > 0)) return card(metric, DASH, `no factor of ${noun} yet`, line);
   const [size, word] = ratio >= 1 ? [ratio, "smaller"] : [1 / ratio, "larger"];
   const digits = size < 1000 ? 1 : 0;
   const shown = size.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-  const at = value(found.step) === null ? "" : ` at step ${whole(found.step)}`;
+  const some = found.pairs < pairs ? `, ${found.pairs} of ${pairs} pairs` : "";
+  const at = value(found.step) === null ? "" : ` at step ${whole(found.step)}${some}`;
   return card(metric, `${shown}×`, size < 1.05 ? `the same ${noun}` : `${word} ${noun}`, line + at);
 }
 

@@ -32,7 +32,7 @@ const PANELS = [
   },
   { key: "loss", title: "Loss", about: "Validation, and thinner the training loss" },
   { key: "learning_rate", title: "Learning rate", about: "Of the LM head" },
-  { key: "cost", title: "Cost of the monitor", about: "Share of the time between two records that measuring took" },
+  { key: "cost", title: "Cost of the monitor", about: "Seconds by part, and their share of the time between records" },
 ];
 
 /** The view at `/runs/{id}`. */

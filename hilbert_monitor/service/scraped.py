@@ -1,0 +1,136 @@
+"""What Prometheus gets from the service: where the runs' own metrics are, and the metrics of runs that have none.
+
+A run is told of in one of the two, never in both.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from hilbert_monitor.runs.exposition import BUCKETS, Exposition, Samples
+from hilbert_monitor.runs.metrics import CATALOGUE
+from hilbert_monitor.runs.record import RunInfo
+
+from .snapshot import RunSnapshot
+from .table import SECONDS, Floats, Table, present
+
+RECENT = 600.0
+"""Seconds for which a run that has ended is still told of, so that a scrape sees how it ended."""
+LINGERING = 60.0
+"""Seconds for which a run that has ended is still a target: its process waits for a last scrape."""
+
+
+class Scraped:
+    """The metrics of the runs that are going on, or ended just now.
+
+    Args:
+        runs: gives the runs there are.
+        everything: tell of runs that have a port of their own too, for a Prometheus that cannot reach it.
+    """
+
+    def __init__(self, runs: Callable[[], Iterable[RunSnapshot]], *, everything: bool = False) -> None:
+        self.runs, self.everything = runs, everything
+        self._registry = CollectorRegistry()
+        self._registry.register(Exposition(lambda: [samples(run) for run in self._live() if not self._is_target(run)]))
+
+    def metrics(self, accept: str) -> tuple[bytes, str]:
+        """The metrics in the format that was asked for, and its content type."""
+        encode, kind = choose_encoder(accept)
+        return encode(self._registry), kind
+
+    def targets(self) -> list[dict[str, Any]]:
+        """The runs that have metrics of their own, as Prometheus' http_sd wants them."""
+        return [
+            {
+                "targets": [_place(run.info)],
+                "labels": {"__meta_hilbert_run": run.id, "__meta_hilbert_head": run.info.head_optimizer},
+            }
+            for run in self._live(LINGERING)
+            if self._is_target(run)
+        ]
+
+    def _live(self, recent: float = RECENT) -> Iterator[RunSnapshot]:
+        """The runs that go on, or ended a short while ago."""
+        for run in self.runs():
+            going_on = run.status in ("running", "stalled")
+            if not run.problem and (going_on or time.time() - run.heartbeat < recent):
+                yield run
+
+    def _is_target(self, run: RunSnapshot) -> bool:
+        """Whether Prometheus is sent to the run itself, for it serves where it can be reached."""
+        return not self.everything and bool(_place(run.info))
+
+
+def samples(run: RunSnapshot) -> Samples:
+    """The samples of a run, from its log."""
+    table = run.table
+    latest = {metric.name: table.last(metric.field) for metric in CATALOGUE}
+    diameter, ceiling = latest["step_diameter"], latest["step_diameter_ceiling"]
+    if diameter is not None and ceiling:
+        latest["step_diameter_saturation"] = diameter / ceiling
+    diameters = _diameters(table)
+    places = np.searchsorted(BUCKETS, diameters)
+    return Samples(
+        info=run.info,
+        status=run.status,
+        heartbeat=run.heartbeat,
+        step=run.state.step,
+        steps=len(table),
+        skipped=_count(table, "skipped"),
+        nonfinite=_count(table, "nonfinite_rows"),
+        tokens=latest["tokens"],
+        latest={name: value for name, value in latest.items() if value is not None},
+        seconds=Counter({name: _sum(values) for name, values in _parts(table)}),
+        buckets=tuple(np.bincount(places, minlength=len(BUCKETS)).tolist()),
+        total=float(diameters.sum()),
+        alerts={alert.kind: alert for alert in run.alerts},
+        blowups=Counter(alert.kind for alert in run.alerts),
+    )
+
+
+def _diameters(table: Table) -> Floats:
+    """Of every step the exact diameter, or else its lower bound."""
+    exact, lower = table.column("diameter"), table.column("diameter_lower")
+    found = np.where(present(exact), exact, lower)
+    return found[np.isfinite(found)]
+
+
+def _count(table: Table, name: str) -> int:
+    values = table.columns.get(name)
+    return 0 if values is None else int(np.count_nonzero(present(values) & (values != 0)))
+
+
+def _parts(table: Table) -> Iterator[tuple[str, Floats]]:
+    for name, values in table.columns.items():
+        if name.startswith(SECONDS):
+            yield name.removeprefix(SECONDS), values
+
+
+def _sum(values: Floats) -> float:
+    return float(values[present(values)].sum())
+
+
+def _place(info: RunInfo) -> str:
+    """Where a run serves its metrics; empty if nobody but its own machine can reach it and that is not this one."""
+    if info.port is None:
+        return ""
+    here = info.host == socket.gethostname()
+    if _is_loopback(info.address):
+        return f"127.0.0.1:{info.port}" if here else ""
+    return f"{info.host}:{info.port}"
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address in ("", "localhost")
