@@ -5,8 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 # What the tests run for real, as Debian packages and as commands.
-PACKAGES := chromium
-PROGRAMS := chromium
+PACKAGES := chromium prometheus prometheus-alertmanager
+PROGRAMS := chromium prometheus promtool prometheus-alertmanager amtool
 
 .PHONY: setup programs demo test check format bench clean
 

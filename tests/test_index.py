@@ -156,6 +156,18 @@ def test_without_news_nothing_is_read_or_told(root, monkeypatch):
     assert (index.version, heard(index, start)) == (version, [])
 
 
+def test_a_run_in_trouble_is_told_of_once(root):
+    write(root).close()
+    index = Index(root)
+    index.refresh()
+    shutil.rmtree(root / "run")
+    index.refresh()
+    version, start = index.version, now(index)
+    for _ in range(5):
+        index.refresh()
+    assert (index.version, heard(index, start)) == (version, [])
+
+
 def test_a_killed_process_is_seen_without_a_word_from_it(root):
     code = (
         "import sys, time; from hilbert_monitor.runs.log import RunWriter; from hilbert_monitor.runs.record import *\n"

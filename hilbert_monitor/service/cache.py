@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import zlib
 from pathlib import Path
+from sys import intern
 
 import msgspec
 import numpy as np
@@ -29,7 +30,7 @@ class _Head(Struct, frozen=True):
     torn: int
     prints: tuple[int, int]
     columns: list[str]
-    texts: dict[str, str]
+    texts: dict[int, str]
 
 
 class Cached(Struct, frozen=True):
@@ -62,15 +63,16 @@ class Cache:
         except (OSError, ValueError, EOFError, msgspec.MsgspecError):
             return None
         columns = dict(zip(head.columns, rows[1:], strict=True))
-        texts = {int(token): text for token, text in head.texts.items()}
+        texts = {token: intern(text) for token, text in head.texts.items()}  # other runs have the same
         return Cached(Table(rows[0].view(np.int64), columns, texts), head.offset, head.torn)
 
     def save(self, run: str, log: Path, kept: Cached) -> bool:
         """Keep what was read of a run's log; whether that went well. A reader sees the old or the new, whole."""
         table = kept.table
-        texts = {str(token): text for token, text in table.texts.items()}
         try:
-            head = _Head(FORMAT, kept.offset, kept.torn, _prints(log, kept.offset), list(table.columns), texts)
+            head = _Head(
+                FORMAT, kept.offset, kept.torn, _prints(log, kept.offset), list(table.columns), dict(table.texts)
+            )
             self.folder.mkdir(parents=True, exist_ok=True)
             json, npy = self.folder / f"{run}.json", self.folder / f"{run}.npy"
             json.unlink(missing_ok=True)  # first: columns without a head are not used

@@ -50,7 +50,10 @@ class Followed:
         self.new_alerts: list[Alert] = []
         """Those that the last look found."""
         self.gone_since: float | None = None
+        self.looked = -math.inf
+        """When it was last looked at, in seconds since the epoch."""
         self._reader, self._cache = RunReader(folder), cache
+        self._paths = [os.path.join(folder, name) for name in FILES]  # made once: they are looked at all the time
         self._columns, self._offset, self._end, self._torn, self._kept_rows = Columns(), 0, 0, 0, 0
         self._alerts: tuple[Alert, ...] = ()
         self._alerts_offset = self._alerts_torn = 0
@@ -62,6 +65,11 @@ class Followed:
             self._recall()
         except (OSError, Trouble):
             pass  # it is said when the run is looked at
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has finished or failed, as far as is known."""
+        return self.snapshot is not None and self.snapshot.status in ("finished", "failed")
 
     @property
     def behind(self) -> int:
@@ -76,21 +84,21 @@ class Followed:
             deadline: by the monotonic clock.
             news: where to put what the log has new.
         """
-        self.new_alerts = []
-        rows, problem = len(self._columns.table), ""
+        self.looked, self.new_alerts = now, []
+        changed, problem = 0, ""
         try:
             seen = self._look()
             self.gone_since = None
             quiet = seen == self._seen and not self.behind
             if quiet and now - self._asked < self._patience:
                 return False
-            rows = self._read(seen, deadline, news)
+            changed = self._read(seen, deadline, news)
             problem = self._foreign(now)
         except Trouble as trouble:
             problem = str(trouble)
         except (OSError, MemoryError) as error:
             problem = f"it cannot be read: {getattr(error, 'strerror', None) or error}"
-        return self._make(now, problem, rows > 0)
+        return self._make(now, problem, changed > 0)
 
     @property
     def _patience(self) -> float:
@@ -107,21 +115,20 @@ class Followed:
             self.gone_since = self.gone_since or time.time()
             raise Trouble("its folder is gone: it was moved or deleted")
         _refuse_link(self.folder, self.root)
-        found = tuple(self._look_at(name) for name in FILES)
+        found = tuple(self._look_at(path) for path in self._paths)
         self.size = found[1][1] if found[1] else 0
         return found
 
-    def _look_at(self, name: str) -> Look:
-        path = self.folder / name
+    def _look_at(self, path: str) -> Look:
         try:
             about = os.lstat(path)
             if stat.S_ISLNK(about.st_mode):
-                _refuse_link(path, self.root)
+                _refuse_link(Path(path), self.root)
                 about = os.stat(path)
         except FileNotFoundError:
             return None
         if not stat.S_ISREG(about.st_mode):
-            raise Trouble(f"its {name} is not a plain file: it is not read")
+            raise Trouble(f"its {os.path.basename(path)} is not a plain file: it is not read")
         return about.st_ino, about.st_size, about.st_mtime_ns
 
     def _read(self, seen: tuple[Look, ...], deadline: float, news: list[News] | None) -> int:

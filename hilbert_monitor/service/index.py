@@ -28,8 +28,10 @@ CACHE = ".hilbert-monitor"
 """Folder of the columns that were read, beside the runs."""
 PIECE = 200
 """Records that an event carries, at most."""
-SLICE = 0.1
+SLICE = 0.3
 """Seconds that catching up may take between two looks at the runs that go on."""
+RESTED = 1.0
+"""Seconds between two looks at a run that has ended."""
 REMEMBERED = 600.0
 """Seconds for which a run that is gone is still shown, as such."""
 BEHIND = 1 << 20
@@ -73,13 +75,18 @@ class Index:
         if self._thread is not None:
             self._thread.join()
 
-    def refresh(self, budget: float = math.inf) -> None:
-        """Look once at every run; catch up with long logs for at most so many seconds."""
+    def refresh(self, budget: float = math.inf, *, rested: float = 0.0) -> None:
+        """Look once at every run; catch up with long logs.
+
+        Args:
+            budget: seconds that catching up may take.
+            rested: seconds for which a run that has ended is left alone after a look.
+        """
         with self._pass:
             self._look_for_runs()
             now = time.time()
             for followed in list(self._followed.values()):
-                if followed.behind <= BEHIND:
+                if followed.behind <= BEHIND and (not followed.ended or now - followed.looked >= rested):
                     self._advance(followed, now)
             self._catch_up(budget)
             self.looks += 1
@@ -88,7 +95,7 @@ class Index:
     def _follow(self) -> None:
         while not self._stop.is_set():
             began = time.monotonic()
-            self.refresh(SLICE)
+            self.refresh(SLICE, rested=RESTED)
             idle = self.every - (time.monotonic() - began)
             self._stop.wait(0.001 if self.progress < 1 else max(idle, 0.02))
 

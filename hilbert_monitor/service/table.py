@@ -10,6 +10,7 @@ import operator
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from sys import intern
 from typing import Any
 
 import numpy as np
@@ -105,11 +106,14 @@ class Columns:
         table = table or Table()
         self._rows = len(table)
         self._steps, self._columns, self._texts = table.steps, dict(table.columns), dict(table.texts)
+        self._given = False
+        """Whether a Table has the texts that are here."""
 
     @property
     def table(self) -> Table:
         """All that was taken so far."""
         columns = {name: values[: self._rows] for name, values in self._columns.items()}
+        self._given = True
         return Table(self._steps[: self._rows], columns, self._texts)
 
     def take(self, news: News) -> None:
@@ -168,9 +172,10 @@ class Columns:
                 said |= zip(record.pair, record.pair_text, strict=True)
             if record.perturbation_pair is not None and record.perturbation_pair_text is not None:
                 said |= zip(record.perturbation_pair, record.perturbation_pair_text, strict=True)
-        new = {token: text[:TEXT] for token, text in said.items() if token not in self._texts}
-        if new:
-            self._texts = self._texts | new
+        new = {token: intern(text[:TEXT]) for token, text in said.items() if token not in self._texts}
+        if new and self._given:  # a Table has these texts, and keeps them as they are
+            self._texts, self._given = dict(self._texts), False
+        self._texts |= new
 
 
 def _columns(records: Sequence[StepRecord]) -> dict[str, Floats]:
