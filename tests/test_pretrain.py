@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -268,6 +270,35 @@ def test_a_demo_that_is_interrupted_ends_cleanly_with_what_there_is(tmp_path):
     states = [run.state(time.time()) for run in find_runs(tmp_path / "demo" / "runs")]
     assert [state.status for state in states] == ["failed", "failed"]
     assert {state.error for state in states} == {"KeyboardInterrupt"}
+
+
+def test_the_demo_says_where_its_dashboard_is_first_and_serves_on_until_it_is_told_to_end(tmp_path):
+    demo = [sys.executable, "-m", "hilbert_monitor", "demo", "--out", str(tmp_path / "demo"), "--steps", "8", *SMALL]
+    process = subprocess.Popen(
+        [*demo, "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        text=True,
+    )
+    try:
+        [address] = re.findall(r"live dashboard: (http://127\.0\.0\.1:\d+/)", process.stdout.readline())
+        with urllib.request.urlopen(f"{address}healthz", timeout=10) as answer:
+            assert json.load(answer)["status"] == "ok"
+        said = next(line for line in process.stdout if "stays at" in line)
+        assert address in said
+        with urllib.request.urlopen(f"{address}api/runs", timeout=10) as answer:
+            runs = json.load(answer)["runs"]
+        assert sorted((run["optimizer"], run["status"], run["step"]) for run in runs) == [
+            ("AdamW", "finished", 8),
+            ("RowNorm", "finished", 8),
+        ]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        assert "Traceback" not in process.stdout.read()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_run_of_the_demo_that_fails_is_told_in_one_sentence(tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """What the README shows is run, and what it names exists."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,10 @@ def test_pictures_that_are_shown_are_there():
     pictures = re.findall(r"\]\(([^)]*\.png)\)", README)
     assert pictures
     assert all((ROOT / picture).exists() for picture in pictures)
+
+
+def test_tables_of_metrics_and_alerts_are_current():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "dashboards" / "document.py"), "--check"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

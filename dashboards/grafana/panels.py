@@ -1,0 +1,335 @@
+"""What Grafana's dashboards are made of: queries that filter by the variables, panels, variables, links.
+
+A metric is asked for by its name in the catalogue, and one that is not there is an error: a renamed metric cannot leave
+an empty panel. Both the exporter of a run and the service may be scraped for the same run, so every query takes the
+largest of what is there for a run, and never the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hilbert_monitor.runs.exposition import STATUSES
+from hilbert_monitor.runs.metrics import CATALOGUE, FAMILIES
+from hilbert_monitor.service.looks import COLOURS
+
+Json = dict[str, Any]
+
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+TAGS = ["hilbert-monitor", "training"]
+STATES = dict(zip(STATUSES, ("green", "blue", "red", "orange", "dark-red"), strict=True))
+
+KNOWN = {m.exported: m for m in CATALOGUE if not m.counted} | {f.exported: f for f in FAMILIES}
+
+
+def known(name: str) -> Any:
+    """The catalogue's entry of a metric; an error if there is none."""
+    full = f"hilbert_{name}"
+    if full not in KNOWN:
+        raise LookupError(f"the catalogue has no metric '{full}': take one of runs/metrics.py, or add it there")
+    return KNOWN[full]
+
+
+def told(*names: str) -> str:
+    """What the catalogue says of some metrics."""
+    return " ".join(known(name).help for name in names)
+
+
+def unit_of(name: str) -> str:
+    """Grafana's unit for a metric of the catalogue."""
+    entry = known(name)
+    plain = "sci" if getattr(entry, "axis", "") == "log" else "none"
+    return {"ratio": "percentunit", "tokens": "short"}.get(getattr(entry, "unit", ""), plain)
+
+
+# Queries
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The queries of a dashboard: all of them filter by its variables."""
+
+    runs: str
+    """How a series belongs to a chosen run."""
+
+    def select(self, name: str, part: str = "", more: str = "") -> str:
+        """The series of a metric."""
+        return f'{known(name).exported}{part}{{job=~"$job",{self.runs},head=~"$head"{more}}}'
+
+    def now(self, name: str, more: str = "", by: str = "run, head") -> str:
+        """A gauge, for each run once."""
+        return f"max by ({by}) ({self.select(name, more=more)})"
+
+    def last(self, name: str, more: str = "", by: str = "run, head") -> str:
+        """The last a gauge was in the time that is shown: also of runs that have ended."""
+        return f"max by ({by}) (last_over_time({self.select(name, more=more)}[$__range]))"
+
+    def rate(self, name: str, by: str = "run, head") -> str:
+        """How fast a counter grows, by the second."""
+        return f"max by ({by}) (rate({self.select(name)}[$__rate_interval]))"
+
+    def counted(self, name: str, by: str = "run, head", part: str = "") -> str:
+        """What a counter has counted."""
+        return f"max by ({by}) (increase({self.select(name, part)}[$__rate_interval]))"
+
+    def state(self) -> str:
+        """The state of each run, as a label: that of its last attempt. The value is when that began."""
+        began = f"last_over_time({self.select('run_start_timestamp_seconds')}[$__range])"
+        is_one = f"(last_over_time({self.select('run_status')}[$__range]) == 1)"
+        once = f"max by (run, head, status) ({began} * on (job, instance, run, head) group_right () {is_one})"
+        return f"topk by (run) (1, {once})"
+
+    def age(self, of: Callable[[str], str]) -> str:
+        """Seconds since the last sign of life."""
+        return f"time() - {of('heartbeat_timestamp_seconds')}"
+
+
+def query(expr: str, legend: str = "", **options: Any) -> Json:
+    """A query that is drawn over time."""
+    return {"expr": expr, "legendFormat": legend, "range": True, "instant": False, "format": "time_series", **options}
+
+
+def instant(expr: str, legend: str = "", **options: Any) -> Json:
+    """A query of one moment."""
+    return query(expr, legend, **{"range": False, "instant": True, **options})
+
+
+# Panels
+
+
+def panel(kind: str, title: str, description: str, queries: list[Json], size: tuple[int, int], **more: Any) -> Json:
+    """What all panels have. Where they stand follows from their sizes (columns of 24, rows)."""
+    targets = [{"refId": chr(ord("A") + i), "datasource": SOURCE, **q} for i, q in enumerate(queries)]
+    return {
+        "type": kind,
+        "title": title,
+        "description": description,
+        "datasource": SOURCE,
+        "targets": targets,
+        "gridPos": {"w": size[0], "h": size[1]},
+        **more,
+    }
+
+
+def override(name: str, *, regexp: bool = False, **properties: Any) -> Json:
+    """Looks of the series of a name; in properties, `__` is a dot."""
+    return {
+        "matcher": {"id": "byRegexp" if regexp else "byName", "options": name},
+        "properties": [{"id": key.replace("__", "."), "value": value} for key, value in properties.items()],
+    }
+
+
+def fixed(colour: str) -> Json:
+    """One colour."""
+    return {"mode": "fixed", "fixedColor": colour}
+
+
+def heads(mode: str = "shades") -> list[Json]:
+    """Each head in its colour, and its runs in shades of that."""
+    return [
+        override(f"/^{head}\\b/", regexp=True, color={"mode": mode, "fixedColor": colour})
+        for head, colour in COLOURS.items()
+    ]
+
+
+def steps(*limits: tuple[str, float | None]) -> Json:
+    """Colours from some values on."""
+    return {"mode": "absolute", "steps": [{"color": colour, "value": value} for colour, value in limits]}
+
+
+def lines(
+    title: str,
+    description: str,
+    queries: list[Json],
+    *,
+    unit: str = "none",
+    size: tuple[int, int] = (12, 8),
+    log: bool = False,
+    overrides: list[Json] | None = None,
+    custom: Json | None = None,
+    **defaults: Any,
+) -> Json:
+    """Values over time."""
+    scale = {"type": "log", "log": 10} if log else {"type": "linear"}
+    drawn = {"lineWidth": 1, "fillOpacity": 0, "showPoints": "never", "scaleDistribution": scale, **(custom or {})}
+    return panel(
+        "timeseries",
+        title,
+        description,
+        queries,
+        size,
+        fieldConfig={"defaults": {"unit": unit, "custom": drawn, **defaults}, "overrides": overrides or []},
+        options={
+            "legend": {"displayMode": "table", "placement": "bottom", "showLegend": True, "calcs": ["lastNotNull"]},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        },
+    )
+
+
+def stat(
+    title: str,
+    description: str,
+    queries: list[Json],
+    *,
+    unit: str = "none",
+    size: tuple[int, int] = (4, 4),
+    thresholds: Json | None = None,
+    overrides: list[Json] | None = None,
+    text: str = "auto",
+    **defaults: Any,
+) -> Json:
+    """Big numbers."""
+    limits = thresholds or steps(("text", None))
+    return panel(
+        "stat",
+        title,
+        description,
+        queries,
+        size,
+        fieldConfig={"defaults": {"unit": unit, "thresholds": limits, **defaults}, "overrides": overrides or []},
+        options={
+            "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+            "colorMode": "value",
+            "graphMode": "none",
+            "textMode": text,
+        },
+    )
+
+
+def table(
+    title: str,
+    description: str,
+    queries: list[Json],
+    *,
+    columns: dict[str, str],
+    hidden: list[str],
+    overrides: list[Json],
+    size: tuple[int, int],
+) -> Json:
+    """One row for each set of labels; `columns`: fields in their order, and what they are called."""
+    organize = {
+        "excludeByName": dict.fromkeys(["Time", *hidden], True),
+        "indexByName": {field: i for i, field in enumerate(columns)},
+        "renameByName": columns,
+    }
+    return panel(
+        "table",
+        title,
+        description,
+        [{**q, "format": "table"} for q in queries],
+        size,
+        fieldConfig={
+            "defaults": {"unit": "none", "custom": {"align": "auto", "filterable": True}},
+            "overrides": overrides,
+        },
+        options={"showHeader": True, "cellHeight": "sm"},
+        transformations=[{"id": "merge", "options": {}}, {"id": "organize", "options": organize}],
+    )
+
+
+def row(title: str) -> Json:
+    """A heading over panels."""
+    return {"type": "row", "title": title, "collapsed": False, "panels": [], "gridPos": {"w": 24, "h": 1}}
+
+
+def coloured(column: str, colours: dict[str, str]) -> Json:
+    """Words in colours."""
+    options = {word: {"text": word, "color": colour, "index": i} for i, (word, colour) in enumerate(colours.items())}
+    return override(
+        column, mappings=[{"type": "value", "options": options}], custom__cellOptions={"type": "color-text"}
+    )
+
+
+def silence() -> Json:
+    """Seconds without a sign of life, in colours."""
+    return {"thresholds": steps(("green", None), ("orange", 60), ("red", 300))}
+
+
+# Dashboards
+
+
+def variable(name: str, of: str, *, several: bool = True, sort: int = 1) -> Json:
+    """A variable with the values of a label; `several`: of which one may choose more than one, or all."""
+    asked = f"label_values({known('run_info').exported}{of}, {name})"
+    chosen = {"current": {"text": ["All"], "value": ["$__all"]}, "allValue": ".+"} if several else {"current": {}}
+    return {
+        "type": "query",
+        "name": name,
+        "label": name.title(),
+        "datasource": SOURCE,
+        "query": asked,
+        "definition": asked,
+        "refresh": 2,
+        "sort": sort,
+        "multi": several,
+        "includeAll": several,
+        "options": [],
+        "hide": 0,
+        **chosen,
+    }
+
+
+def variables(*, several: bool) -> list[Json]:
+    """Those of both dashboards. Names of runs begin with their date, unless given: the newest comes first."""
+    source = {"type": "datasource", "name": "datasource", "label": "Data source", "query": "prometheus", "refresh": 1}
+    return [
+        {**source, "current": {}, "hide": 0, "includeAll": False, "multi": False, "options": [], "regex": ""},
+        variable("job", ""),
+        variable("head", '{job=~"$job"}'),
+        variable("run", '{job=~"$job",head=~"$head"}', several=several, sort=2),
+    ]
+
+
+def blow_ups(scope: Scope) -> Json:
+    """Blow-ups as marks in all panels over time."""
+    return {
+        "name": "Blow-ups",
+        "datasource": SOURCE,
+        "enable": True,
+        "iconColor": "red",
+        "expr": f"{scope.counted('blowups_total', 'run, head, kind')} > 0",
+        "titleFormat": "{{kind}} blow-up",
+        "textFormat": "{{head}} {{run}}",
+        "tagKeys": "kind,head",
+    }
+
+
+def link_to(uid: str, title: str, about: str) -> Json:
+    """A link to the other dashboard, which keeps the time, the data source and the jobs."""
+    url = f"/d/{uid}?${{datasource:queryparam}}&${{job:queryparam}}"
+    return {"type": "link", "title": title, "tooltip": about, "icon": "dashboard", "url": url, "keepTime": True}
+
+
+def data_link(run: str) -> list[Json]:
+    """From a series or a cell to its run."""
+    kept = "${__url_time_range}&${datasource:queryparam}&${job:queryparam}"
+    return [{"title": "This run", "url": f"/d/hilbert-run?{kept}&var-run=${{{run}:percentencode}}"}]
+
+
+def dashboard(uid: str, title: str, description: str, scope: Scope, panels: list[Json], **more: Any) -> Json:
+    """A dashboard, its panels side by side as long as there is room."""
+    x = y = height = 0
+    for number, one in enumerate(panels, start=1):
+        place = one["gridPos"]
+        if x + place["w"] > 24:
+            x, y, height = 0, y + height, 0
+        one["id"], one["gridPos"] = number, {**place, "x": x, "y": y}
+        x, height = x + place["w"], max(height, place["h"])
+    return {
+        "uid": uid,
+        "title": title,
+        "description": description,
+        "tags": TAGS,
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": False,
+        "graphTooltip": 1,
+        "refresh": "10s",
+        "time": {"from": "now-6h", "to": "now"},
+        "timezone": "browser",
+        "annotations": {"list": [blow_ups(scope)]},
+        "panels": panels,
+        **more,
+    }
