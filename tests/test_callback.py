@@ -199,7 +199,9 @@ def hidden(module, batch):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    "options", [{"decode": decode}, {"hidden": hidden}, {"head": "nothing"}, {"panel": [10**9] * 99}], ids=str
+    "options",
+    [{"decode": decode}, {"hidden": hidden}, {"head": "nothing"}, {"panel": [10**9] * 99}],
+    ids=lambda o: next(iter(o)),
 )
 def test_what_fails_costs_records_and_not_the_run(options):
     module, plain = Module("rownorm"), Module("rownorm")

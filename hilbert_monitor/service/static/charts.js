@@ -2,6 +2,7 @@
 
 import { themes } from "./api.js";
 import { h } from "./dom.js";
+import { fetchPlotly, startPlotly } from "./drawing.js";
 import { Panel } from "./panel.js";
 import { change, getAll, zoom } from "./state.js";
 
@@ -14,6 +15,7 @@ export class Charts {
    * @param {{name: () => string, csv: (panel: string) => string}} owner
    */
   constructor(specs, owner) {
+    fetchPlotly();
     this.owner = owner;
     this.figures = null;
     this.mark = null;
@@ -35,18 +37,22 @@ export class Charts {
     DARK.addEventListener("change", this.retheme);
   }
 
-  /** Show new figures. */
-  show(figures, mark = null) {
+  /** Show figures; those that are shown already are not drawn again. */
+  async show(figures, mark = null) {
+    const shown = JSON.stringify([figures, mark, location.search]);
     this.figures = figures;
     this.mark = mark;
-    return this.draw();
+    if (shown === this.shown) return;
+    await this.draw();
+    this.shown = shown;
   }
 
   /** Draw what there is, as the address says. Never under a pointer that is dragging out a range. */
   async draw() {
     this.waiting = this.dragging;
     if (!this.figures || this.dragging) return;
-    const template = (await themes())[DARK.matches ? "dark" : "light"];
+    const [found] = await Promise.all([themes(), startPlotly()]);
+    const template = found[DARK.matches ? "dark" : "light"];
     if (this.ended) return;
     const look = {
       template,

@@ -105,13 +105,13 @@ export class Compare {
   async load() {
     try {
       this.answer = await fetchAnswer("/api/compare", this.query());
+      this.body.classList.remove("is-loading");
+      this.emptiness();
+      this.render();
+      await this.charts.show(this.answer.figures);
     } catch (error) {
-      return this.fail(error, () => this.refresh.ask());
+      this.fail(error, () => this.refresh.ask());
     }
-    this.body.classList.remove("is-loading");
-    this.emptiness();
-    this.render();
-    await this.charts.show(this.answer.figures);
   }
 
   emptiness() {

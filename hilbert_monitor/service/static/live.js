@@ -32,6 +32,7 @@ export function connect() {
 
 function take(message) {
   if (message.kind === "status") watchers.forEach((watch) => watch(message.status));
+  if (message.kind === "joined") take({ kind: "event", name: "hello", data: {} }); // what came since it asked is lost
   if (message.kind === "event") listeners.forEach((listen) => listen(message.name, message.data));
 }
 

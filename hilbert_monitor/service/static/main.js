@@ -42,6 +42,7 @@ function show(moved) {
 
 /** An answer did not come: say so where nothing else can be shown, and try again. */
 function fail(error, again) {
+  if (error.status === undefined) throw error; // of ours: for the console, not for a reader
   if (error.status === 401) return lock();
   if (error.status === 0 || error.status >= 500) return setTimeout(again, 2000);
   view?.end();

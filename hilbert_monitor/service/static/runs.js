@@ -165,8 +165,8 @@ export class Runs {
   /** A run's row, with the cells renewed that changed. */
   row(run) {
     const tr = this.rows.get(run.id) ?? this.newRow(run);
-    if (tr.version !== run.version) {
-      tr.version = run.version;
+    if (tr.run !== run) {
+      tr.run = run;
       tr.dataset.state = status(run);
       COLUMNS.forEach((column, i) => {
         const cell = tr.children[i + 1].firstChild;

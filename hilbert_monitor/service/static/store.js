@@ -20,11 +20,15 @@ export function learn(summaries) {
   }
 }
 
+/** Runs that events told of since all were asked for: what they said may be newer than the answer. */
+const heard = new Set();
+
 /** Fetch all runs anew. */
 export async function load() {
+  heard.clear();
   try {
     const answer = await get("/api/runs");
-    runs.clear();
+    for (const id of runs.keys()) if (!heard.has(id)) runs.delete(id);
     learn(answer.runs);
     Object.assign(
       about,
@@ -51,8 +55,11 @@ function tellSoon() {
 }
 
 onEvent((name, data) => {
-  if (name === "run") learn([data.summary]);
-  else if (name === "gone") runs.delete(data.id);
+  if (name === "reset") for (const run of runs.values()) run.version = -1; // another server counts from the start
+  if (name === "run") {
+    learn([data.summary]);
+    heard.add(data.id);
+  } else if (name === "gone") runs.delete(data.id);
   else if (name === "progress") about.progress = data.progress;
   else if (name === "reset" || (name === "hello" && data.version !== about.version)) return reload.ask();
   else return;

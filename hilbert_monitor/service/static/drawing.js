@@ -1,0 +1,33 @@
+/* Plotly, which is large and takes a second to start: fetched as soon as there are panels, started when the rest of the
+ * page is on the screen. */
+
+import { ApiError } from "./api.js";
+import { h } from "./dom.js";
+
+const ADDRESS = document.querySelector("meta[name=plotly]").content;
+let started = null;
+let fetched = false;
+
+/** Begin to fetch it. There may be nothing to draw after all: a preload would complain then. */
+export function fetchPlotly() {
+  if (!fetched) document.head.append(h("link", { rel: "prefetch", href: ADDRESS }));
+  fetched = true;
+}
+
+/** Start it, once; what comes back is there when it can draw. */
+export function startPlotly() {
+  started ??= painted().then(run).catch((error) => {
+    started = null;
+    throw error;
+  });
+  return started;
+}
+
+const painted = () => new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
+
+function run() {
+  return new Promise((resolve, reject) => {
+    const failed = () => reject(new ApiError(0, "The server does not answer. Is hilbert-monitor serve still running?"));
+    document.head.append(h("script", { src: ADDRESS, onload: resolve, onerror: failed }));
+  });
+}
