@@ -246,6 +246,8 @@ async def listeners(port: int, count: int) -> AsyncIterator[list[Listener]]:
 
 # A browser
 
+TOLD = """() => document.querySelector(".card b")?.textContent && performance.now()"""
+"""Milliseconds since the navigation began, once the large figures stand there."""
 DRAWN = """count => {
     const plots = [...document.querySelectorAll(".js-plotly-plot")];
     return plots.filter(plot => plot.querySelector(".trace, .gl-canvas")).length >= count && performance.now();
@@ -253,8 +255,8 @@ DRAWN = """count => {
 """Milliseconds since the navigation began, once so many plots have curves."""
 
 
-def paint(port: int, panels: int) -> float | str:
-    """Seconds until Chromium has drawn so many panels of the page; or why that was not measured."""
+def paint(port: int, panels: int) -> tuple[float, float] | str:
+    """Seconds until Chromium shows the page's figures, and so many panels; or why that was not measured."""
     try:
         from playwright.sync_api import Error, sync_playwright
     except ImportError:
@@ -266,8 +268,9 @@ def paint(port: int, panels: int) -> float | str:
             page = browser.new_page(viewport={"width": 1280, "height": 900})
             page.goto("about:blank")
             page.goto(f"http://{HOST}:{port}/", wait_until="commit")
+            told = page.wait_for_function(TOLD, polling="raf", timeout=60_000).json_value()
             drawn = page.wait_for_function(DRAWN, arg=panels, polling="raf", timeout=60_000).json_value()
             browser.close()
-            return float(drawn) / 1e3
+            return float(told) / 1e3, float(drawn) / 1e3
     except Error as error:
         return str(error).strip().splitlines()[0]
