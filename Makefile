@@ -33,7 +33,7 @@ demo: setup
 	$(BIN)/hilbert-monitor demo $(ARGS)
 
 test: setup programs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

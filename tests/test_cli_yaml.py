@@ -140,6 +140,12 @@ ARGUMENTS = {
     "rules": [None, {"window": 50, "diameter_factor": 3.0}],
     "on_blowup": ["stop", ["warn", "checkpoint", "https://example.org/hook"], [f"{HERE}.told"], []],
     "sinks": [[], [{"class_path": f"{HERE}.Prints"}], [{"class_path": f"{HERE}.Prints", "init_args": {"prefix": "x"}}]],
+    "prometheus_port": [None, 0],
+    "prometheus_address": ["127.0.0.1"],
+    "prometheus_tls": [None],
+    "prometheus_registry": [None],
+    "prometheus_stalled_after": [60.0],
+    "prometheus_linger": [0.0],
     "progress_bar": [False, True],
     "strict": [False, True],
 }

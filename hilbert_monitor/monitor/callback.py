@@ -103,14 +103,9 @@ class HilbertMonitor(Callback):
         self.sinks, self.progress_bar = tuple(sinks), progress_bar
         self.run_dir, self.run_name, self.config, self.rules = run_dir, run_name, config, rules
         self.on_blowup = on_blowup
-        self.scraping = Scraping(
-            port=prometheus_port,
-            address=prometheus_address,
-            tls=prometheus_tls,
-            registry=prometheus_registry,
-            stalled_after=prometheus_stalled_after,
-            linger=prometheus_linger,
-        )
+        self.prometheus_port, self.prometheus_address = prometheus_port, prometheus_address
+        self.prometheus_tls, self.prometheus_registry = prometheus_tls, prometheus_registry
+        self.prometheus_stalled_after, self.prometheus_linger = prometheus_stalled_after, prometheus_linger
         self.guard = Guard(strict=strict)
         self.probe: Probe | None = None
         self.outputs: Outputs | None = None
@@ -256,7 +251,15 @@ class HilbertMonitor(Callback):
         """Begin to write the run, in threads of their own: where a file system hangs, training does not."""
         assert self.probe is not None
         run_dir = None if getattr(trainer, "fast_dev_run", False) else self.run_dir
-        self.outputs = Outputs(self.guard, sinks=self.sinks, run_dir=run_dir, scraping=self.scraping)
+        scraping = Scraping(
+            port=self.prometheus_port,
+            address=self.prometheus_address,
+            tls=self.prometheus_tls,
+            registry=self.prometheus_registry,
+            stalled_after=self.prometheus_stalled_after,
+            linger=self.prometheus_linger,
+        )
+        self.outputs = Outputs(self.guard, sinks=self.sinks, run_dir=run_dir, scraping=scraping)
         self._described = len(self.probe.remarks), self._panel is not None
         self.outputs.open(self._describe(trainer, pl_module), first_step=self.probe.step)
 
