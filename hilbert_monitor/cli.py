@@ -46,12 +46,15 @@ def bench(
     service: Annotated[
         bool, typer.Option("--service", help="Measure the service on 200 long runs (5 GB, some minutes).")
     ] = False,
+    oracle: Annotated[
+        bool, typer.Option("--oracle", help="Bracket the tension of a gradient, or of increments that are given.")
+    ] = False,
 ) -> None:
     """Measure against opponents in the same run.
 
     The geometry against all pairs, a bare matmul and one pass over the matrix; monitored training steps against bare
     ones; the optimizers against torch's own and a plain loop; the blow-up rules against spike detectors; the service
-    against its limits and TensorBoard.
+    against its limits and TensorBoard; the bracket of the best descent against what was known before.
 
     Example: hilbert-monitor bench --increment step50.pt --json bench.json
     """
@@ -64,10 +67,19 @@ def bench(
     console = Console()
     if json is not None and not json.absolute().parent.is_dir():
         raise typer.BadParameter(f"the folder of {json} does not exist: create it first", param_hint="--json")
-    if bool(increment) + optim + faults > 1:
-        raise typer.BadParameter("--increment, --optim and --faults measure different things: give one of them")
-    if service and (increment or optim or faults):
-        raise typer.BadParameter("--service measures something else than --increment, --optim and --faults: drop them")
+    given = {"--increment": increment and not oracle, "--optim": optim, "--faults": faults, "--service": service}
+    chosen = [name for name, on in {**given, "--oracle": oracle}.items() if on]
+    if len(chosen) > 1:
+        raise typer.BadParameter(f"{' and '.join(chosen)} measure different things: give one of them")
+    if oracle:
+        try:
+            found_gaps = suite.run_oracle(increment or [], console, quick=quick)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--increment") from None
+        if json is not None:
+            suite.write_json(found_gaps, json)
+            console.print(f"written to {json}")
+        return
     if service:
         try:
             results, remarks = suite.run_service(Sizes.quick() if quick else Sizes(), console)

@@ -10,6 +10,7 @@ import pytest
 
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from hilbert_monitor.service import schema
+from hilbert_monitor.service.run_figures import NAMES as RUN_PANELS
 from hilbert_monitor.service.snapshot import RunSnapshot, summary
 from hilbert_monitor.service.table import NUMBERS
 
@@ -249,7 +250,7 @@ def test_a_panel_is_had_as_csv(zoo, panel):
     assert all(float(row["step"]) <= 50 for row in rows if row.get("step"))
 
 
-@pytest.mark.parametrize("panel", ["diameter", "saturation", "perturbation", "loss", "learning_rate", "cost"])
+@pytest.mark.parametrize("panel", [*RUN_PANELS])
 def test_a_panel_of_a_run_is_had_as_csv(zoo, panel):
     answer = zoo.get(f"/api/runs/AdamW-0/panels/{panel}.csv")
     assert answer.status_code == 200

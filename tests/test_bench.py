@@ -50,7 +50,20 @@ def test_bench_of_the_optimizers_has_time_and_memory(tmp_path):
 def test_the_optimizers_take_no_increment(tmp_path):
     result, text = run("bench", "--optim", "--increment", tmp_path / "x.pt")
     assert result.exit_code == 2
-    assert "--increment, --optim and --faults measure different things: give one of them" in text
+    assert "--increment and --optim measure different things: give one of them" in text
+
+
+def test_the_oracle_is_measured_beside_what_was_known_before(tmp_path):
+    result, text = run("bench", "--oracle", "--quick", "--json", tmp_path / "gaps.json")
+    assert result.exit_code == 0, text
+    found = json.loads((tmp_path / "gaps.json").read_text())["results"]
+    assert {r["rows"] for r in found} == {1024, 2048}
+    for r in found:
+        assert 0 < r["lower"] <= r["upper"]
+        assert 1 <= r["gap"] < r["jung_gap"]
+    result, text = run("bench", "--oracle", "--increment", tmp_path / "none.pt")
+    assert result.exit_code == 2
+    assert "there is no increment file" in text
 
 
 def test_the_loop_that_muon_is_measured_against_makes_its_step():

@@ -137,6 +137,7 @@ ARGUMENTS = {
     "run_dir": [None, "elsewhere"],
     "run_name": [None, "first try"],
     "config": [None, {"width": 64, "data": {"shards": [1, 2]}}],
+    "efficiency": [True, False],
     "rules": [None, {"window": 50, "diameter_factor": 3.0}],
     "on_blowup": ["stop", ["warn", "checkpoint", "https://example.org/hook"], [f"{HERE}.told"], []],
     "sinks": [[], [{"class_path": f"{HERE}.Prints"}], [{"class_path": f"{HERE}.Prints", "init_args": {"prefix": "x"}}]],

@@ -91,7 +91,8 @@ def test_samples_are_those_of_the_records(written):
 
 def test_every_family_and_metric_is_there_with_its_help():
     run = RunSamples(lambda: INFO, failures=lambda: {"the run log": 2})
-    full = {metric.field: 1.0 for metric in CATALOGUE if metric.field not in ("saturation", "tokens", "nonfinite_rows")}
+    derived = {"saturation", "utilisation", "tokens", "nonfinite_rows"}
+    full = {metric.field: 1.0 for metric in CATALOGUE if metric.field not in derived}
     run.write(StepRecord(step=1, time=0.0, tokens=7, nonfinite_rows=1, seconds={"panel": 1.0}, **full))
     run.write(Alert(step=1, time=0.0, kind="diameter", value=2.0, expected=1.0))
     text, _ = scraped(run)

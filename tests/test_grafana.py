@@ -220,6 +220,8 @@ LACKS = {
     "RMSprop": {
         "hilbert_step_diameter_ceiling": "there is no theorem for it",
         "hilbert_step_diameter_saturation": "it has no ceiling",
+        "hilbert_moment_efficiency_lower": "it keeps no average of its gradients",
+        "hilbert_moment_efficiency_upper": "it keeps no average of its gradients",
     },
 }
 
@@ -265,11 +267,12 @@ def train(folder, ports):
             time.sleep(3600)
         monitor = HilbertMonitor(
             diameter_every=1,
-            perturbation_every=1,
+            perturbation_every=20,
             panel_size=50,
             run_dir=folder,
             run_name=f"{heads[0]} 1",
             sinks=[Broken()],
+            efficiency=True,
             prometheus_port=ports[0],
         )
         trainer = lightning.Trainer(

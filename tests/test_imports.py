@@ -1,6 +1,7 @@
 """The arrow of the imports, each case in a fresh interpreter."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +70,17 @@ def test_geometry_imports_torch_and_the_standard_library_only():
                 names = [node.module]
             assert {n.split(".")[0] for n in names} <= {"torch", *sys.stdlib_module_names}, path.name
             assert getattr(node, "level", 0) < 2, f"{path.name} reaches out of its room"
+
+
+def test_one_module_knows_prometheus():
+    importers = [
+        path.name
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"^(from|import) prometheus_client", path.read_text(), re.M)
+    ]
+    assert importers == ["exposition.py"]
+
+
+def test_the_service_loads_no_torch():
+    modules = loaded("import hilbert_monitor.service.serve, hilbert_monitor.service.page")
+    assert not {"torch", "lightning", "pandas"} & modules

@@ -59,7 +59,8 @@ def test_a_figure_without_a_curve_is_left_out():
 
 def test_all_figures_are_there_when_a_run_measures_all():
     whole = {"train_loss": 1.0, "learning_rate": 0.1, "share": 0.01, "seconds": {"diameter": 0.5}}
-    whole |= {"diameter": 1.0, "ceiling": 2.0, "perturbation_rms": 0.5, "hidden_norm": 3.0}
+    whole |= {"diameter": 1.0, "ceiling": 2.0, "perturbation_rms": 0.5, "hidden_norm": 3.0, "hidden_norm_rms": 2.0}
+    whole |= {"spectral_norm": 1.5, "gauge_waste": 0.1, "moment_efficiency_lower": 0.7, "moment_efficiency_upper": 0.8}
     assert tuple(drawn([record(1, **whole)])) == service.NAMES
 
 

@@ -40,6 +40,8 @@ def run() -> Json:
             *at_a_glance(scope),
             row("Geometry"),
             *geometry(scope),
+            row("What a step is worth"),
+            *worth(scope),
             row("Blow-ups"),
             *blown_up(scope),
             row("Training"),
@@ -143,7 +145,9 @@ def geometry(scope: Scope) -> list[Json]:
             **near,
         ),
         measured(scope, "Largest row", norms, size=(6, 7)),
-        measured(scope, "Hidden states", {"hidden_norm_max": "largest norm"}, size=(6, 7)),
+        measured(
+            scope, "Hidden states", {"hidden_norm_max": "largest norm", "hidden_norm_rms": "RMS norm"}, size=(6, 7)
+        ),
         measured(scope, "Balance of the gradient", {"gradient_balance": "balance"}, unit="sci", size=(6, 7)),
         measured(
             scope,
@@ -151,6 +155,43 @@ def geometry(scope: Scope) -> list[Json]:
             {"step_diameter_rounding": "bound"},
             also=" Only where the increment is a difference of weights, for optimizers that are not known.",
             unit="sci",
+            size=(6, 7),
+        ),
+    ]
+
+
+def worth(scope: Scope) -> list[Json]:
+    """Descent, waste, and what other rulers say."""
+    ends = {"lower": "at least", "upper": "at most"}
+    shares = {"unit": "percentunit", "log": False}
+    return [
+        measured(
+            scope,
+            "Step efficiency, for the moment",
+            {f"moment_efficiency_{end}": text for end, text in ends.items()},
+            also=" Measured with HilbertMonitor(efficiency=True).",
+            size=(6, 7),
+            **shares,
+        ),
+        measured(
+            scope,
+            "Step efficiency, for the gradient",
+            {f"step_efficiency_{end}": text for end, text in ends.items()},
+            also=" Measured with HilbertMonitor(efficiency=True).",
+            size=(6, 7),
+            **shares,
+        ),
+        measured(
+            scope,
+            "Utilisation and gauge waste",
+            {"perturbation_utilisation": "utilisation", "gauge_waste": "gauge waste"},
+            size=(6, 7),
+            **shares,
+        ),
+        measured(
+            scope,
+            "What other rulers say",
+            {"spectral_norm": "spectral norm", "backward_bound": "backward bound"},
             size=(6, 7),
         ),
     ]

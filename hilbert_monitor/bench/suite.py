@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import diameter, faults, optimizers, overhead, perturbation, service
+from . import diameter, faults, optimizers, oracle, overhead, perturbation, service
 from .increments import Increment, load_increment, make_increment
 from .measure import Comparison, machine
 
@@ -152,7 +152,20 @@ def _divergences(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def write_json(results: Sequence[Comparison] | faults.Summary, path: Path) -> None:
+def run_oracle(paths: Sequence[Path], console: Console, *, quick: bool) -> list[oracle.Gap]:
+    """Bracket the tension of a gradient that is made, or of saved matrices, at several sizes and budgets; print it."""
+    V, d, budgets = (2048, 32, (0.0, 0.5)) if quick else (50_257, 256, (0.0, 1.0, 5.0, 20.0))
+    saved = [(path.stem, load_increment(path).S) for path in paths]
+    results: list[oracle.Gap] = []
+    for name, G in saved or [("gradient", oracle.head_gradient(V, d))]:
+        sizes = [size for size in (1024, 8192) if 2 * size <= len(G)] + [len(G)]
+        with console.status(f"tension of the {name}"):
+            results += oracle.gaps(name, G, sizes, budgets)
+    oracle.show(results, console)
+    return results
+
+
+def write_json(results: Sequence[Comparison | oracle.Gap] | faults.Summary, path: Path) -> None:
     """Write the machine and the results as one JSON document."""
     found = results.as_dict() if isinstance(results, faults.Summary) else [r.as_dict() for r in results]
     document = {"machine": machine(), "results": found}

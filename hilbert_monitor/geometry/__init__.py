@@ -6,25 +6,34 @@ set for its matrix products, builds no graph, and leaves its input as it was.
 
 from .backward import BackwardBound, backward_bound, fixed_cotangent_bound, uniform_backward_bound
 from .diameter import DiameterBracket, RowDiameter, row_diameter, row_diameter_bracket
+from .oracle import OracleSolution, diameter_oracle, first_order_decrease, jung_ratio
 from .perturbation import HilbertPerturbation, hilbert_perturbation
 from .rows import center_rows, projected_row_norm, row_norm
 from .simplex import cross_entropy_change_bound, hilbert_distance, tv_bound, variation_seminorm
+from .tension import TensionBracket, TensionFlow, tension_bracket
 
 __all__ = [
     "BackwardBound",
     "DiameterBracket",
     "HilbertPerturbation",
+    "OracleSolution",
     "RowDiameter",
+    "TensionBracket",
+    "TensionFlow",
     "backward_bound",
     "center_rows",
     "cross_entropy_change_bound",
+    "diameter_oracle",
+    "first_order_decrease",
     "fixed_cotangent_bound",
     "hilbert_distance",
     "hilbert_perturbation",
+    "jung_ratio",
     "projected_row_norm",
     "row_diameter",
     "row_diameter_bracket",
     "row_norm",
+    "tension_bracket",
     "tv_bound",
     "uniform_backward_bound",
     "variation_seminorm",

@@ -49,6 +49,8 @@ class HilbertMonitor(Callback):
         run_dir: folder of the run logs, in which this run gets one of its own; None for no log.
         run_name: what the run is called; its log goes on in the same folder if it is started again.
         config: settings to keep with the run; by default the module's hyperparameters.
+        efficiency: also measure, where the panel is, how much of what its diameter allows a step turns into descent: a
+            second or two each time.
         rules: what counts as a blow-up.
         on_blowup: what to do about one, besides logging it. Any of "warn", "checkpoint" (save one beside the run log),
             "stop" (end training after this step, on all ranks), the address of a webhook, and a function of the alert,
@@ -83,6 +85,7 @@ class HilbertMonitor(Callback):
         run_dir: str | None = "runs",
         run_name: str | None = None,
         config: dict[str, Any] | None = None,
+        efficiency: bool = False,
         rules: Rules | None = None,
         on_blowup: str | list[Any] | Callable[[Alert], Any] = "warn",
         sinks: Iterable[Any] = (),
@@ -102,7 +105,7 @@ class HilbertMonitor(Callback):
         self.vocab_size, self.logit_scale = vocab_size, logit_scale
         self.sinks, self.progress_bar = tuple(sinks), progress_bar
         self.run_dir, self.run_name, self.config, self.rules = run_dir, run_name, config, rules
-        self.on_blowup = on_blowup
+        self.on_blowup, self.efficiency = on_blowup, efficiency
         self.prometheus_port, self.prometheus_address = prometheus_port, prometheus_address
         self.prometheus_tls, self.prometheus_registry = prometheus_tls, prometheus_registry
         self.prometheus_stalled_after, self.prometheus_linger = prometheus_stalled_after, prometheus_linger
@@ -230,6 +233,7 @@ class HilbertMonitor(Callback):
             logit_scale=self.logit_scale,
             decode=self.decode,
             judge=Judge(self.rules),
+            efficiency=self.efficiency,
             world=trainer.world_size,
             strict=self.guard.strict,
         )

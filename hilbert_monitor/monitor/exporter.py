@@ -11,9 +11,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
-
-from hilbert_monitor.runs.exposition import Exposition, RunSamples, Samples
+from hilbert_monitor.runs.exposition import CollectorRegistry, Exposition, RunSamples, Samples, start_http_server
 
 from .guard import tell
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
-from hilbert_monitor.runs.exposition import STALLED_AFTER, RunSamples
+from hilbert_monitor.runs.exposition import STALLED_AFTER, CollectorRegistry, RunSamples
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
 from .exporter import Exporter

@@ -17,10 +17,12 @@ from torch.optim import Optimizer
 from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_diameter_bracket
 from hilbert_monitor.geometry._arithmetic import compute_dtype
 from hilbert_monitor.geometry.diameter import DiameterBracket, RowDiameter
+from hilbert_monitor.geometry.worth import Interval
 from hilbert_monitor.optim import find_head
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, StepRecord
 
+from . import worth
 from .ceiling import diameter_ceiling
 from .guard import Guard, tell
 from .hidden import AutocastFactory, HiddenStates, hidden_states
@@ -52,6 +54,7 @@ class Probe:
         vocab_size: rows of the head that are tokens, if it is padded.
         logit_scale: factor between the head's output and the logits.
         decode: makes a token's text from its id.
+        efficiency: also bracket, where the panel is due, how much descent the step makes of its diameter.
         judge: blow-up rules. Where the bounds of a step do not rule one out its diameter is searched for, and where
             that is one the panel is looked at too. Give it on every rank.
         world: ranks that train together, if they are not those of torch.distributed: 1 for a process by itself.
@@ -75,6 +78,7 @@ class Probe:
         logit_scale: float = 1.0,
         decode: Callable[[int], str] | None = None,
         judge: Judge | None = None,
+        efficiency: bool = False,
         world: int | None = None,
         strict: bool = False,
     ) -> None:
@@ -86,7 +90,7 @@ class Probe:
         self.weight = weight
         self.diameter_every, self.perturbation_every = diameter_every, perturbation_every
         self.hidden, self.autocast, self.decode = hidden, autocast, decode
-        self.vocab_size, self.logit_scale, self.judge = vocab_size, logit_scale, judge
+        self.vocab_size, self.logit_scale, self.judge, self.efficiency = vocab_size, logit_scale, judge, efficiency
         self.source = IncrementSource(optimizer, weight, decay=decay)
         bias = getattr(self.head, "bias", None)
         self.bias = IncrementSource(optimizer, bias, decay=decay) if isinstance(bias, Tensor) else None
@@ -108,6 +112,7 @@ class Probe:
         self._ends: list[Callable[[], None]] = []
         self._increment: Tensor | None = None
         self._buffer: Tensor | None = None
+        self._head_diameter: float | None = None
         self._measured: dict[str, Any] = {}
         self._recorded: dict[str, Any] = {}
         self._earlier: list[tuple[StepRecord, list[Alert]]] = []
@@ -172,6 +177,9 @@ class Probe:
         """Measure a step that is new: in its hook, or at its record where the bias has an optimizer of its own."""
         if not self._measured["skipped"] and "diameter_lower" not in self._measured:
             self._measure(exact=self._due(self.step, self.diameter_every))
+            if self.ranks.rank == 0 and self._due(self.step, self.perturbation_every):
+                with self._guarded("worth"):
+                    self._worth()
 
     # Measuring
 
@@ -209,6 +217,22 @@ class Probe:
         if self.vocab_size is not None:
             S = S[: self.vocab_size]
         return S if self.logit_scale == 1 else S * self.logit_scale
+
+    def _worth(self) -> None:
+        """What the step is worth, while its gradient is there. A head with a bias has no gradient of S's shape."""
+        if self._measured.get("nonfinite_rows"):
+            return
+        if self._increment is None:
+            self._increment = self.increment()
+        S, weight = self._increment, self.weight.detach()[: self.vocab_size]
+        self._measured |= worth.of_increment(S)
+        if self.bias is not None:
+            return
+        self._head_diameter = worth.head_diameter(weight.to(S.dtype) * self.logit_scale, S)
+        if self.efficiency and "diameter_lower" in self._measured:
+            bounds = Interval(self._measured["diameter_lower"], self._measured["diameter_upper"])
+            state = self.source.optimizer.state[self.weight]
+            self._measured |= worth.efficiencies(S, self.weight.grad, state, bounds)
 
     def _exceeds(self, name: str) -> bool:
         """Whether something that was measured is more than the rules allow."""
@@ -259,7 +283,7 @@ class Probe:
         """Perturbation of the panel: each rank takes its share, and all of them learn of a failure by one gather."""
         if self.panel is None and self.ranks.world == 1:
             return
-        mine = torch.zeros(7, dtype=torch.float64)  # went well, positions, sum of squares, max, its pair, largest |h|
+        mine = torch.zeros(8, dtype=torch.float64)  # went well, positions, squares, max, its pair, largest |h|, squares
         with self._guarded("panel"):
             if self.panel is None:
                 raise RuntimeError("this rank has no panel")
@@ -272,10 +296,9 @@ class Probe:
                 if self.bias is not None:
                     H = torch.cat([H, H.new_ones(len(H), 1)], dim=1)
                 found = hilbert_perturbation(S, H)
-                largest = float(torch.linalg.vector_norm(H, dim=1).max())
-                mine = torch.tensor(
-                    [1, share.size, share.size * found.rms**2, found.max, *found.pair, largest], dtype=torch.float64
-                )
+                norms = torch.linalg.vector_norm(H, dim=1).double()
+                told = (found.max, *found.pair, float(norms.max()), float(norms.square().sum()))
+                mine = torch.tensor([1, share.size, share.size * found.rms**2, *told], dtype=torch.float64)
         ranks = self.ranks.gathered(mine)
         if not bool(ranks[:, 0].all()):
             return
@@ -286,7 +309,12 @@ class Probe:
             perturbation_max=float(worst[3]),
             perturbation_pair=pair,
             hidden_norm=float(ranks[:, 6].max()),
+            hidden_norm_rms=math.sqrt(float(ranks[:, 7].sum() / ranks[:, 1].sum())),
         )
+        if self._head_diameter is not None and (diameter := self._measured.get("diameter_upper")) is not None:
+            with self._guarded("worth"):
+                bound = worth.backward(diameter, self._head_diameter, self._measured["hidden_norm"])
+                self._measured["backward_bound"] = bound
         self._measured["perturbation_pair_text"] = self._texts(pair)
 
     def _texts(self, pair: tuple[int, int]) -> tuple[str, str] | None:
@@ -357,6 +385,7 @@ class Probe:
                 self.alerts = self.judge.judge(made)
         self._recorded = self._measured
         self._increment, self._measured, self._seconds, self._since = None, {}, defaultdict(float), now
+        self._head_diameter = None
         return made
 
     def amend(self, *, validation_loss: float) -> StepRecord | None:

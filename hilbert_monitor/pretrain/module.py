@@ -155,6 +155,7 @@ def _watchers(recipe: Recipe, places: Places, name: str, monitor: dict[str, Any]
         "diameter_every": recipe.diameter_every,
         "perturbation_every": recipe.perturbation_every,
         "panel": recipe.panel,
+        "efficiency": recipe.efficiency,
         "hidden": hidden_of,
         "decode": load_decoder(places.data) if (places.data / TOKENIZER).exists() else None,
         "run_dir": str(places.runs),

@@ -56,6 +56,8 @@ class Recipe:
     perturbation_every: int = 500
     panel_size: int = 8192
     panel: Literal["loader", "paper"] = "paper"
+    efficiency: bool = False
+    """Whether the steps' efficiency is measured where the panel is."""
     validation_every: int = 500
     """Updates, not batches."""
     validation_tokens: int = 5_242_880

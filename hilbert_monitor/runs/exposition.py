@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -22,11 +23,24 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from .metrics import CATALOGUE, FAMILIES, Family
 from .record import Alert, RunInfo, StepRecord
+
+__all__ = [
+    "BUCKETS",
+    "STALLED_AFTER",
+    "STATUSES",
+    "CollectorRegistry",
+    "Exposition",
+    "RunSamples",
+    "Samples",
+    "choose_encoder",
+    "start_http_server",
+]
 
 BUCKETS = (*(float(f"{10 ** (power / 4):.2e}") for power in range(-24, 9)), math.inf)
 """Upper ends of the histogram's buckets: four to a decade, from 1e-6 to 100."""

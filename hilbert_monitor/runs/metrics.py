@@ -59,7 +59,16 @@ CATALOGUE = (
     Metric("step_diameter_rounding", "rounding", "Bound on the row diameter's error from the rounding of weights."),
     Metric("perturbation_rms", "perturbation_rms", "Hilbert perturbation of the panel, root mean square.", axis="log"),
     Metric("perturbation_max", "perturbation_max", "Hilbert perturbation of the panel, largest.", axis="log"),
+    Metric("perturbation_utilisation", "utilisation", "Perturbation's RMS as a share of its worst case.", unit="ratio"),
     Metric("hidden_norm_max", "hidden_norm", "Largest norm of a hidden state of the panel."),
+    Metric("hidden_norm_rms", "hidden_norm_rms", "Norm of the panel's hidden states, root mean square."),
+    Metric("spectral_norm", "spectral_norm", "Spectral norm of the LM head's increment.", axis="log"),
+    Metric("gauge_waste", "gauge_waste", "Share of the increment that shifts all rows alike, in vain.", unit="ratio"),
+    Metric("backward_bound", "backward_bound", "Bound on the step's change of a hidden state's gradient.", axis="log"),
+    Metric("step_efficiency_lower", "efficiency_lower", "Descent as a share of the best at this diameter, at least."),
+    Metric("step_efficiency_upper", "efficiency_upper", "Descent as a share of the best at this diameter, at most."),
+    Metric("moment_efficiency_lower", "moment_efficiency_lower", "The same for the optimizer's moment, at least."),
+    Metric("moment_efficiency_upper", "moment_efficiency_upper", "The same for the optimizer's moment, at most."),
     Metric("row_norm_max", "row_norm", "Largest norm of a row of the LM head's increment.", axis="log"),
     Metric(
         "gradient_row_norm_max", "gradient_row_norm", "Largest norm of a row of the LM head's gradient.", axis="log"

@@ -90,6 +90,20 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     perturbation_pair_text: tuple[str, str] | None = None
     hidden_norm: float | None = None
     """Largest norm of a hidden state of the panel."""
+    hidden_norm_rms: float | None = None
+
+    spectral_norm: float | None = None
+    """Of S, what a spectral view would say of the step."""
+    gauge_waste: float | None = None
+    """Share of |S|^2 that is a common row shift, which changes no probability."""
+    backward_bound: float | None = None
+    """On the change, by the step, of the gradient that reaches a hidden state of the panel, for whichever target."""
+    efficiency_lower: float | None = None
+    efficiency_upper: float | None = None
+    """First-order decrease of the step over the best of its diameter, for the batch's gradient."""
+    moment_efficiency_lower: float | None = None
+    moment_efficiency_upper: float | None = None
+    """The same for the optimizer's moment."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     """What measuring cost, by part."""
@@ -102,6 +116,13 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.diameter is None or not self.ceiling:
             return None
         return self.diameter / self.ceiling
+
+    @property
+    def utilisation(self) -> float | None:
+        """RMS perturbation over D(S) times the RMS norm of the hidden states: how much of the worst case is seen."""
+        if self.perturbation_rms is None or not self.diameter or not self.hidden_norm_rms:
+            return None
+        return self.perturbation_rms / (self.diameter * self.hidden_norm_rms)
 
 
 class Alert(Struct, frozen=True, kw_only=True, omit_defaults=True):

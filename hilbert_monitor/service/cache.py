@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from .table import Table
 
-FORMAT = 2
+FORMAT = 3
 LOOK = 4096
 """Bytes at the beginning of a log, and before the offset, by which it is known again."""
 

@@ -10,7 +10,7 @@ import html
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -55,6 +55,7 @@ def page(runs: Sequence[Run], comparisons: Sequence[Comparison], *, now: float |
         f"<header><h1>LM-head step geometry</h1><p>{_plural(len(runs), 'run')}, {when}</p></header>",
         models,
         _runs(runs, known),
+        _worth(runs),
         _alerts(runs),
         _remarks(runs),
         _differences(runs),
@@ -280,6 +281,34 @@ def _run_row(run: Run, heads: Sequence[str], counted: bool) -> str:
     cells = (f"{dot}<span>{_text(s.optimizer, 40)}</span>", seed, state, step, *values)
     name = _text(s.label) + (f"<small>{_text(s.id)}</small>" if s.label != s.id else "")
     return f'<tr><th scope="row">{name}</th>{_cells(heads, cells)}</tr>'
+
+
+def _worth(runs: Sequence[Run]) -> str:
+    """How much descent the steps made of their diameter, if that was measured."""
+    heads = ("Run", "LM head", "For the moment", "For the batch's gradient", "Gauge waste")
+    told = [run for run in runs if "efficiency_lower" in run.worth]
+    if not told:
+        return ""
+    rows = "".join(_worth_row(run, heads) for run in told)
+    head = "".join(f'<th scope="col">{name}</th>' for name in heads)
+    about = "Descent as a share of the best that a step of the same diameter could have made: a mean over the run"
+    table = f"<table><caption>{about}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f"<section><h2>Step efficiency</h2>{table}</section>"
+
+
+def _worth_row(run: Run, heads: Sequence[str]) -> str:
+    shares = [_between(run.worth, name) for name in ("moment_efficiency", "efficiency")]
+    waste = f"{run.worth['gauge_waste']:.2%}" if "gauge_waste" in run.worth else DASH
+    dot = f'<i class="dot" style="background:{figures.colour(run.series.optimizer)}"></i>'
+    cells = (f"{dot}<span>{_text(run.series.optimizer, 40)}</span>", *shares, waste)
+    return f'<tr><th scope="row">{_text(run.series.label)}</th>{_cells(heads, cells)}</tr>'
+
+
+def _between(worth: Mapping[str, float], name: str) -> str:
+    """An interval in percent."""
+    if f"{name}_lower" not in worth:
+        return DASH
+    return _minus(f"{100 * worth[f'{name}_lower']:.1f} to {100 * worth[f'{name}_upper']:.1f} %")
 
 
 def _alerts(runs: Sequence[Run]) -> str:

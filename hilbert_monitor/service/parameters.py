@@ -18,7 +18,9 @@ from .security import protect, trouble
 from .view import Axis, Group, Scale, View
 from .views import FIELDS
 
-RunPanel = Literal["diameter", "saturation", "perturbation", "loss", "learning_rate", "cost"]
+RunPanel = Literal[
+    "diameter", "saturation", "perturbation", "efficiency", "shares", "norms", "loss", "learning_rate", "cost"
+]
 Panel = Literal["loss", "diameter", "perturbation", "ratio"]
 
 SEARCH = (

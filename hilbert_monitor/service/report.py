@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hilbert_monitor.runs.log import RunReader, RunState, find_runs
 from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.runs.record import Alert, RunInfo
 
 from .paper import PAPER, Figure
-from .series import CURVES, RunSeries, read_run
+from .series import CURVES, RunSeries, read_run, read_table
 from .statistics import BASE, METRICS, OURS, Comparison, Spread, final
+from .table import Table
 from .text import clip, csv_lines
 
 METRIC_NAMES = {metric.field: metric.name for metric in CATALOGUE}
@@ -31,6 +34,8 @@ class Run:
     info: RunInfo
     state: RunState
     alerts: tuple[Alert, ...] = ()
+    worth: Mapping[str, float] = field(default_factory=dict)
+    """What its steps were worth: means over the run, by field of a record."""
 
 
 def load(root: str | os.PathLike[str]) -> list[Run]:
@@ -44,8 +49,19 @@ def load(root: str | os.PathLike[str]) -> list[Run]:
 
 
 def _load(reader: RunReader) -> Run:
-    state = reader.state()
-    return Run(read_run(reader, state), reader.info, state, tuple(reader.alerts()))
+    state, table = reader.state(), read_table(reader)
+    return Run(read_run(reader, state, table), reader.info, state, tuple(reader.alerts()), dict(_worth(table)))
+
+
+WORTH = ("efficiency_lower", "efficiency_upper", "moment_efficiency_lower", "moment_efficiency_upper", "gauge_waste")
+
+
+def _worth(table: Table) -> Iterator[tuple[str, float]]:
+    """Means of what was measured of the steps' worth."""
+    for name in WORTH:
+        values = table.column(name)
+        if np.isfinite(values).any():
+            yield name, float(values[np.isfinite(values)].mean())
 
 
 def headline(comparison: Comparison) -> str:
@@ -104,7 +120,7 @@ def _run_json(run: Run, counted: set[str]) -> dict[str, Any]:
     about = {"id": s.id, "name": s.name, "model": s.model, "optimizer": s.optimizer, "seed": s.seed}
     where = {"panel_hash": s.panel_hash, "status": s.status, "step": s.step, "error": run.state.error}
     values = {metric: _finite(final(s, metric)) for metric in METRICS}
-    return {**about, **where, **values, "counted": s.id in counted, "alerts": len(run.alerts)}
+    return {**about, **where, **values, "counted": s.id in counted, "alerts": len(run.alerts), "worth": {**run.worth}}
 
 
 def _finite(value: float | None) -> float | None:
@@ -131,8 +147,8 @@ def _columns(paper: Figure | None) -> tuple[float | None, float | None]:
 
 def _curve_rows(c: Comparison) -> Iterator[tuple[Any, ...]]:
     for run in (*c.counted, *c.aside):
-        for field in CURVES:
-            curve, name = run.curve(field), METRIC_NAMES[field]
+        for metric in CURVES:
+            curve, name = run.curve(metric), METRIC_NAMES[metric]
             columns = (curve.steps.tolist(), curve.tokens.tolist(), curve.values.tolist())
             for step, tokens, value in zip(*columns, strict=True):
                 known = None if math.isnan(tokens) else int(tokens)

@@ -152,6 +152,15 @@ def _perturbation(table: Table) -> Values:
     return _some("perturbation_rms", "perturbation_max")(table) | bound
 
 
+def _shares(table: Table) -> Values:
+    """What part of the worst case the panel sees, and what part of the increment is in vain."""
+    rms, diameter, norm = (table.column(name) for name in ("perturbation_rms", "diameter", "hidden_norm_rms"))
+    with np.errstate(all="ignore"):
+        worst = diameter * norm
+    there = present(rms) & present(diameter) & present(norm) & (worst != 0)
+    return _derived("utilisation", np.divide, rms, worst, there) | _some("gauge_waste")(table)
+
+
 def _cost(table: Table) -> Values:
     return _some("share", *sorted(name for name in table.columns if name.startswith(SECONDS)))(table)
 
@@ -215,6 +224,45 @@ def _draw_rate(run: Run, columns: Values) -> Figure | None:
     return _figure(run, "Learning rate of the LM head", traces, columns, log=log)
 
 
+def _draw_efficiency(run: Run, columns: Values) -> Figure | None:
+    """Between its bounds, for the moment and for the gradient."""
+    log, traces = run.view.logarithmic(False), list[Trace]()
+    for prefix, name, color, dash in (("moment_", "moment", run.color, "solid"), ("", "gradient", GREY, "dot")):
+        for end in ("lower", "upper"):
+            if (column := f"{prefix}efficiency_{end}") in columns:
+                traces += _curve(run, columns[column], f"for the {name}", color, log=log, width=1.5, dash=dash)
+    for trace in traces:
+        trace["says"] = "%{y:.2%}"
+    return _figure(run, "Share of the best descent", traces, columns, log=log, tickformat=".0%")
+
+
+def _draw_shares(run: Run, columns: Values) -> Figure | None:
+    log, traces = run.view.logarithmic(False), list[Trace]()
+    looks_of = {"utilisation": ("utilisation", run.color, "solid"), "gauge_waste": ("gauge waste", GREY, "dash")}
+    for column, (name, color, dash) in looks_of.items():
+        if column in columns:
+            traces += _curve(run, columns[column], name, color, log=log, dash=dash)
+    for trace in traces:
+        trace["says"] = "%{y:.2%}"
+    return _figure(run, "Share", traces, columns, log=log, tickformat=".0%")
+
+
+def _draw_norms(run: Run, columns: Values) -> Figure | None:
+    """The spectral norm of the step, and the bound on what it changes of a gradient, beside D(S)."""
+    log, traces = run.view.logarithmic(True), list[Trace]()
+    if not {"spectral_norm", "backward_bound"} & columns.keys():
+        return None
+    looks_of = {
+        "backward_bound": ("backward bound", GREY, "dash"),
+        "spectral_norm": ("spectral norm", "#009E73", "dot"),
+        "diameter": ("D(S), exact", run.color, "solid"),
+    }
+    for column, (name, color, dash) in looks_of.items():
+        if column in columns:
+            traces += _curve(run, columns[column], name, color, log=log, width=1.75, dash=dash)
+    return _figure(run, "Norms of the step", traces, columns, log=log)
+
+
 def _draw_cost(run: Run, columns: Values) -> Figure | None:
     """Seconds of each part, and on the right what share of the run's time they are."""
     log, traces = run.view.logarithmic(False), list[Trace]()
@@ -238,6 +286,12 @@ PANELS: dict[str, tuple[Callable[[Table], Values], Callable[[Run, Values], Figur
     "diameter": (_some("diameter", "diameter_lower", "diameter_upper", "ceiling"), _draw_diameter),
     "saturation": (_saturation, _draw_saturation),
     "perturbation": (_perturbation, _draw_perturbation),
+    "efficiency": (
+        _some("efficiency_lower", "efficiency_upper", "moment_efficiency_lower", "moment_efficiency_upper"),
+        _draw_efficiency,
+    ),
+    "shares": (_shares, _draw_shares),
+    "norms": (_some("diameter", "spectral_norm", "backward_bound"), _draw_norms),
     "loss": (_some("train_loss", "validation_loss"), _draw_loss),
     "learning_rate": (_some("learning_rate"), _draw_rate),
     "cost": (_cost, _draw_cost),

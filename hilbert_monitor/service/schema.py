@@ -183,7 +183,8 @@ class RunFigures(_Answer):
     id: str
     version: Version
     figures: Figures = Field(
-        description="diameter, saturation, perturbation, loss, learning_rate, cost: if it has any."
+        description="diameter, saturation, perturbation, efficiency, shares, norms, loss, learning_rate, cost: where it"
+        " has any."
     )
 
 

@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 
-from hilbert_monitor.runs.exposition import BUCKETS, Exposition, Samples
+from hilbert_monitor.runs.exposition import BUCKETS, CollectorRegistry, Exposition, Samples, choose_encoder
 from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.runs.record import RunInfo
 
@@ -77,6 +75,9 @@ def samples(run: RunSnapshot) -> Samples:
     diameter, ceiling = latest["step_diameter"], latest["step_diameter_ceiling"]
     if diameter is not None and ceiling:
         latest["step_diameter_saturation"] = diameter / ceiling
+    rms, norm = latest["perturbation_rms"], latest["hidden_norm_rms"]
+    if rms is not None and diameter and norm:
+        latest["perturbation_utilisation"] = rms / (diameter * norm)
     diameters = _diameters(table)
     places = np.searchsorted(BUCKETS, diameters)
     return Samples(

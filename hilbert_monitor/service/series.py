@@ -137,13 +137,19 @@ CURVES = ("validation_loss", "train_loss", "diameter", "perturbation_rms")
 """Fields of a StepRecord that are Series of a RunSeries."""
 
 
-def read_run(reader: RunReader, state: RunState | None = None) -> RunSeries:
-    """Load a run's curves from its log."""
-    columns, attempts = Columns(), reader.attempts
+def read_run(reader: RunReader, state: RunState | None = None, table: Table | None = None) -> RunSeries:
+    """Load a run's curves from its log, or from what was read of it."""
+    attempts = reader.attempts
+    began = attempts[0].started if attempts else None
+    return run_series(reader.info, state or reader.state(), table or read_table(reader), began)
+
+
+def read_table(reader: RunReader) -> Table:
+    """Load a run's records from its log."""
+    columns = Columns()
     for news in reader.follow():
         columns.take(news)
-    began = attempts[0].started if attempts else None
-    return run_series(reader.info, state or reader.state(), columns.table, began)
+    return columns.table
 
 
 def run_series(info: RunInfo, state: RunState, table: Table, began: float | None = None) -> RunSeries:

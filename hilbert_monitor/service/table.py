@@ -45,6 +45,14 @@ NUMBERS = (
     "perturbation_rms",
     "perturbation_max",
     "hidden_norm",
+    "hidden_norm_rms",
+    "spectral_norm",
+    "gauge_waste",
+    "backward_bound",
+    "efficiency_lower",
+    "efficiency_upper",
+    "moment_efficiency_lower",
+    "moment_efficiency_upper",
     "share",
 )
 """Fields of a StepRecord that are columns of the same name."""

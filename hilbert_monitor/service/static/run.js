@@ -31,6 +31,24 @@ const PANELS = [
     about: "RMS and maximum over the panel, and the bound D · max|h|",
   },
   { key: "loss", title: "Loss", about: "Validation, and thinner the training loss" },
+  {
+    key: "efficiency",
+    title: "Step efficiency",
+    about: "Descent as a share of the best that a step of this diameter could have made",
+    none: "Not measured: HilbertMonitor(efficiency=True) does.",
+  },
+  {
+    key: "shares",
+    title: "Utilisation and gauge waste",
+    about: "RMS over D · rms|h|, and the share of the step that shifts all rows alike",
+    none: "Measured with the panel: not yet.",
+  },
+  {
+    key: "norms",
+    title: "What other rulers say",
+    about: "Spectral norm, and the bound on the change of a hidden state's gradient",
+    none: "Measured with the panel: not yet.",
+  },
   { key: "learning_rate", title: "Learning rate", about: "Of the LM head" },
   { key: "cost", title: "Cost of the monitor", about: "Seconds by part, and their share of the time between records" },
 ];

@@ -1,0 +1,151 @@
+"""Steepest descent under the row diameter: how good the best step is, exactly, for a vocabulary of a few hundred.
+
+Among all S with D(S) <= eta the largest first-order decrease -<G, S> is eta T(G), where the minimum total tension T(G)
+is the length sum |y_ij| of the shortest flow that balances G: sum_j y_ij = g_i. A potential, the step, proves T(G)
+from below, a flow from above. `tension.py` brackets T(G) where there are too many rows for this.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._arithmetic import check_nonnegative, check_rows, full_precision
+from ._cables import Cables, Loads, solve
+from ._centred import Centred, blocks
+
+_MOST_ROWS = 2048  # (V, V) tables in fp64
+_TOLERANCE = 6e-7
+
+
+def jung_ratio(k: int) -> float:
+    """Least share sqrt((k + 1) / (2 k)) of the best first-order decrease that projected RowNorm attains.
+
+    -eta/2 PRN(G) decreases the loss by eta/2 sum |g_i|, and by Jung's theorem no step of diameter eta does better than
+    eta sqrt(k / (2 (k + 1))) sum |g_i|, k the rank of G. The gradient whose rows are the vertices of a regular simplex,
+    with or without zero rows beside them, attains the ratio.
+
+    Args:
+        k: rank of G, or any upper bound on it, such as min(d, V - 1).
+    """
+    if k < 1:
+        raise ValueError(f"k must be a rank of at least one, got {k}")
+    return math.sqrt((k + 1) / (2 * k))
+
+
+@full_precision
+def first_order_decrease(G: Tensor, S: Tensor) -> float:
+    """Decrease -<G, S> of the linearised loss by the step S, summed in fp64.
+
+    Args:
+        G: (V, d) gradient or moment. If its rows do not sum to zero, a common shift of the rows of S counts too.
+        S: (V, d) step.
+    """
+    check_rows("G", G)
+    check_rows("S", S)
+    if G.shape != S.shape:
+        raise ValueError(f"G and S must have one shape, got {tuple(G.shape)} and {tuple(S.shape)}")
+    return -sum(float((G[at].double() * S[at].double()).sum()) for at in blocks(len(G)))
+
+
+@dataclass(frozen=True, slots=True)
+class OracleSolution:
+    """The best step of diameter eta, and the balanced flow that proves it."""
+
+    S: Tensor
+    """(V, d) fp64: centred, with D(S) <= eta."""
+    i: Tensor
+    """(E,) where an edge of the flow starts; the edges that are not listed carry nothing."""
+    j: Tensor
+    """(E,) where it ends, j > i."""
+    flow: Tensor
+    """(E, d) fp64: y_ij. Edges with a flow are tight: s_i - s_j = -eta y_ij / |y_ij|, to the accuracy of the gap."""
+    value: float
+    """-<G, S>, which is eta T(G) but for the gap."""
+    lower: float
+    """A bound from below on eta T(G): `value` less its rounding."""
+    upper: float
+    """A bound from above: eta times the flow's length, plus its rounding."""
+    shifted: bool
+    """Whether the rows of G did not sum to zero, so that P G stands in its place."""
+
+    @property
+    def gap(self) -> float:
+        """Return upper / lower, one for a perfect proof."""
+        return self.upper / self.lower if self.lower > 0 else (1.0 if self.upper == 0 else math.inf)
+
+
+@full_precision
+def diameter_oracle(G: Tensor, eta: float = 1.0) -> OracleSolution:
+    """Minimise <G, S> over the centred S with D(S) <= eta, with a proof: a gap of 1 + 1e-6 or less.
+
+    Takes seconds at 400 rows of 64, and grows faster than V^2 d.
+
+    Args:
+        G: (V, d) gradient or moment, any real floating-point dtype, on any device. Its rows should sum to zero.
+        eta: the diameter, zero or more.
+
+    Returns:
+        the step, the flow, and the interval that they prove for eta T(G).
+    """
+    rows = Centred.of(G)
+    check_nonnegative("eta", eta)
+    if not math.isfinite(eta):
+        raise ValueError(f"eta must be finite, got {eta}")
+    V, d = G.shape
+    if V > _MOST_ROWS:
+        raise ValueError(f"the oracle takes at most {_MOST_ROWS} rows, got {V}: bracket T(G) with tension_bracket")
+    g = torch.cat([chunk for _, chunk in rows.chunks()])
+    pulled = (rows.norms > 0).nonzero().squeeze(1)
+    none = torch.zeros(0, dtype=torch.long, device=G.device)
+    if len(pulled) < 2 or eta == 0:
+        i, j, flow, S = none, none, g.new_zeros(0, d), torch.zeros_like(g)
+        if eta == 0 and len(pulled) > 1:
+            i, j, flow = _star(g, pulled)
+        return OracleSolution(S, i, j, rows.raw(flow), 0.0, 0.0, 0.0, rows.shifted)
+    weight = rows.norms[pulled]
+    found = solve(Loads(g[pulled], torch.zeros_like(weight), weight), tol=_TOLERANCE, deadline=math.inf)
+    assert found is not None
+    cables, points = found
+    i, j, flow = _balanced(g[pulled], cables)
+    S = torch.zeros_like(g)
+    S[pulled] = -points  # rows without a load are at the centre, which is within reach of all
+    S[rows.norms == 0] = -points.mean(0)
+    S -= S.mean(0)
+    S *= eta / (float(torch.pdist(S).max()) * (1 + 2.0**-40))
+    value = rows.raw(-float((g * S).sum()))
+    length = float(torch.linalg.vector_norm(flow, dim=1).sum()) * (1 + 2.0**-40)
+    lower = max(0.0, value - eta * rows.raw(rows.rounding))
+    upper = eta * rows.raw(length + rows.rounding)
+    return OracleSolution(S, pulled[i], pulled[j], rows.raw(flow), value, lower, upper, rows.shifted)
+
+
+def _balanced(g: Tensor, cables: Cables) -> tuple[Tensor, Tensor, Tensor]:
+    """Edges and flows (E, d) of the cables, mended where they miss a load, along the cables where they connect."""
+    K = len(g)
+    i, j, flow = cables.i, cables.j, cables.pulls()
+    rest = _rest(g, i, j, flow)
+    graph = g.new_zeros(K, K)
+    graph[i, j] = graph[j, i] = -1.0
+    graph -= torch.diag(graph.sum(1))
+    height = torch.linalg.pinv(graph, hermitian=True) @ rest
+    flow = flow + height[i] - height[j]
+    rest = _rest(g, i, j, flow)
+    loose = (torch.linalg.vector_norm(rest, dim=1) > 2.0**-45 * torch.linalg.vector_norm(g, dim=1).sum()).nonzero()
+    if len(loose):  # parts that no cable connects
+        a, b, more = _star(rest, loose.squeeze(1))
+        i, j, flow = torch.cat([i, a]), torch.cat([j, b]), torch.cat([flow, more])
+    return i, j, flow
+
+
+def _rest(g: Tensor, i: Tensor, j: Tensor, flow: Tensor) -> Tensor:
+    return g.index_add(0, i, flow, alpha=-1).index_add_(0, j, flow)
+
+
+def _star(g: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Balance the loads of some rows through the first of them."""
+    hub, others = rows[0].expand(len(rows) - 1), rows[1:]
+    return hub, others, -g[others]

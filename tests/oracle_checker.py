@@ -1,0 +1,81 @@
+"""Checks what proves a bound on T(G), in NumPy, over all pairs: trusts nothing but the potential and the flow."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hilbert_monitor.geometry import TensionFlow
+
+Array = NDArray[np.float64]
+
+
+def centred(G: Tensor) -> Array:
+    rows = G.double().cpu().numpy()
+    return rows - rows.mean(0)
+
+
+def diameter(points: Array) -> float:
+    return max(float(np.linalg.norm(points - p, axis=1).max()) for p in points)
+
+
+def proved_below(G: Tensor, potential: Tensor) -> float:
+    """What a potential proves: <P G, Phi> / D(Phi)."""
+    points = potential.double().cpu().numpy()
+    width = diameter(points)
+    return float((centred(G) * points).sum()) / width if width else 0.0
+
+
+def proved_above(G: Tensor, y: dict[tuple[int, int], Array]) -> float:
+    """What a flow proves: its length, if it balances P G."""
+    g = centred(G)
+    left = g.copy()
+    for (i, j), vector in y.items():
+        assert i < j
+        left[i] -= vector
+        left[j] += vector
+    assert np.abs(left).max() <= 1e-11 * np.abs(g).sum() + 1e-14 * len(g) * np.abs(G.double().cpu().numpy()).max()
+    return float(sum(np.linalg.norm(vector) for vector in y.values()))
+
+
+def edges(i: Tensor, j: Tensor, flow: Tensor) -> dict[tuple[int, int], Array]:
+    pairs = zip(i.tolist(), j.tolist(), flow.cpu().numpy(), strict=True)
+    y: dict[tuple[int, int], Array] = {}
+    for a, b, vector in pairs:
+        y[a, b] = y.get((a, b), 0) + vector
+    return y
+
+
+def spread(G: Tensor, flow: TensionFlow) -> dict[tuple[int, int], Array]:
+    """The flow among rows that a flow among groups stands for."""
+    g, group, x = centred(G), flow.group.cpu().numpy(), flow.points.cpu().numpy()
+    K = len(x)
+    norm = np.linalg.norm(g, axis=1) * (group >= 0)
+    weight, load = np.zeros(K), np.zeros_like(x)
+    for row, a in enumerate(group):
+        if a >= 0:
+            weight[a] += norm[row]
+            load[a] += g[row]
+    among, share = np.zeros((K, K, x.shape[1])), np.zeros((K, K))
+    for a, b, t in zip(flow.i.tolist(), flow.j.tolist(), flow.tension.tolist(), strict=True):
+        among[a, b] += t * (x[a] - x[b])
+        among[b, a] -= t * (x[a] - x[b])
+        share[a, b] += t
+        share[b, a] += t  # twice, from a group to itself
+    rest = load - among.sum(1)
+    size = np.linalg.norm(rest, axis=1)
+    if size.sum():
+        among += (size[None, :, None] * rest[:, None] - size[:, None, None] * rest[None]) / size.sum()
+    for a in np.flatnonzero(share.sum(1) == 0):
+        share[a, a] = 1.0
+    share /= share.sum(1, keepdims=True)
+    y = {}
+    rows = np.flatnonzero(group >= 0)
+    part = {i: norm[i] / weight[group[i]] for i in rows}
+    own = {i: g[i] - part[i] * load[group[i]] for i in rows}
+    for i in rows:
+        for j in rows[rows > i]:
+            a, b = group[i], group[j]
+            y[i, j] = share[a, b] * part[j] * own[i] - share[b, a] * part[i] * own[j] + part[i] * part[j] * among[a, b]
+    return y
