@@ -87,7 +87,7 @@ def test_a_disk_without_room_is_one_sentence_before_anything_runs(monkeypatch, t
 def test_the_service_is_measured_alone():
     result, text = run("bench", "--service", "--optim")
     assert result.exit_code == 2
-    assert "--service measures something else" in text
+    assert "--optim and --service measure different things: give one of them" in text
 
 
 def test_made_runs_read_as_runs_that_were_written(tmp_path):
