@@ -165,21 +165,16 @@ def worth(scope: Scope) -> list[Json]:
     ends = {"lower": "at least", "upper": "at most"}
     shares = {"unit": "percentunit", "log": False}
     return [
-        measured(
-            scope,
-            "Step efficiency, for the moment",
-            {f"moment_efficiency_{end}": text for end, text in ends.items()},
-            also=" Measured with HilbertMonitor(efficiency=True).",
-            size=(6, 7),
-            **shares,
-        ),
-        measured(
-            scope,
-            "Step efficiency, for the gradient",
-            {f"step_efficiency_{end}": text for end, text in ends.items()},
-            also=" Measured with HilbertMonitor(efficiency=True).",
-            size=(6, 7),
-            **shares,
+        *(
+            measured(
+                scope,
+                f"Step efficiency, for the {name}",
+                {f"{prefix}_efficiency_{end}": text for end, text in ends.items()},
+                also=" Measured with HilbertMonitor(efficiency=True).",
+                size=(6, 7),
+                **shares,
+            )
+            for name, prefix in {"moment": "moment", "gradient": "step"}.items()
         ),
         measured(
             scope,

@@ -55,8 +55,6 @@ class Index:
         """Grows with every change of any run."""
         self.progress = 0.0
         """Share of all logs that was read."""
-        self.looks = 0
-        """How often the folder was looked at."""
         self._cache = Cache(cache) if cache is not None else None
         self._followed: dict[str, Followed] = {}
         self._stop = threading.Event()
@@ -89,7 +87,6 @@ class Index:
                 if followed.behind <= BEHIND and (not followed.ended or now - followed.looked >= rested):
                     self._advance(followed, now)
             self._catch_up(budget)
-            self.looks += 1
             self._note_progress()
 
     def _follow(self) -> None:
