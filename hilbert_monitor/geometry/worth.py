@@ -56,7 +56,7 @@ def spectral_norm(S: Tensor, *, vectors: int = 4, iterations: int = 16) -> float
 
     Args:
         S: (V, d).
-        vectors: iterated together, so that a first row without a part along the largest does no harm.
+        vectors: iterated together, which makes up for singular values that lie close.
         iterations: each takes two passes over S.
     """
     check_real("S", S)
@@ -69,4 +69,12 @@ def spectral_norm(S: Tensor, *, vectors: int = 4, iterations: int = 16) -> float
         Q, _ = torch.linalg.qr(Q)
         Q = S.mT @ (S @ Q)
     Q, _ = torch.linalg.qr(Q)
-    return float(torch.linalg.vector_norm(S @ Q, dim=0).amax() * scale)
+    SQ = S @ Q
+    gram = SQ.mT @ SQ  # (k, k), whose largest eigenvalue a high power of it brings out
+    tiny = torch.finfo(S.dtype).tiny
+    power = gram
+    for _ in range(16):
+        power = power / power.norm().clamp_min(tiny)
+        power = power @ power
+    largest = (gram @ power).norm() / power.norm().clamp_min(tiny)
+    return float(largest.sqrt() * scale)
