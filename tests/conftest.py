@@ -1,13 +1,29 @@
-"""Under CI the same examples are drawn on every run; elsewhere new ones, so that they go on finding things."""
+"""Set-up of all tests.
+
+Under CI the same examples are drawn on every run; elsewhere new ones, so that they go on finding things.
+"""
 
 import os
+import sys
 
 import pytest
 from hypothesis import settings
 
+from hilbert_monitor.doctor.bf16 import VARIABLE, WITHOUT_AMX, bf16_products_run
+
+# oneDNN reads the variable when torch is loaded; workers of pytest-xdist and children of tests inherit it.
+assert "torch" not in sys.modules
+BF16_KILLS = "PYTEST_XDIST_WORKER" not in os.environ and VARIABLE not in os.environ and not bf16_products_run()
+if BF16_KILLS:
+    os.environ[VARIABLE] = WITHOUT_AMX
+
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+def pytest_report_header():
+    return [f"bf16 products die with SIGILL here: {VARIABLE}={WITHOUT_AMX} for these tests"] if BF16_KILLS else []
 
 
 @pytest.fixture(autouse=True)
