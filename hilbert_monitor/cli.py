@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import __version__
+from hilbert_monitor import __version__
 
 app = typer.Typer(
     help="Exact step geometry of the language-model head.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -60,9 +60,10 @@ def bench(
     """
     from rich.console import Console
 
+    from hilbert_monitor.bench.faults import Plan
+    from hilbert_monitor.bench.service import Sizes
+
     from .bench import suite
-    from .bench.faults import Plan
-    from .bench.service import Sizes
 
     console = Console()
     if json is not None and not json.absolute().parent.is_dir():
@@ -129,8 +130,9 @@ def doctor(
     """
     from rich.console import Console
 
+    from hilbert_monitor.doctor.device import Sizes, choose
+
     from .doctor import report
-    from .doctor.device import Sizes, choose
 
     if json is not None and not json.absolute().parent.is_dir():
         raise typer.BadParameter(f"the folder of {json} does not exist: create it first", param_hint="--json")
@@ -223,8 +225,9 @@ def pretrain(
     import torch
     from rich.console import Console
 
+    from hilbert_monitor.pretrain.shards import TRAIN, VALIDATION, find_shards
+
     from .pretrain import recipes
-    from .pretrain.shards import TRAIN, VALIDATION, find_shards
 
     console = Console()
     gpus = torch.cuda.device_count() if accelerator != "cpu" else 0
@@ -239,8 +242,8 @@ def pretrain(
         named = {"head": head, "seed": seed, "devices": asked, "nodes": nodes}
         recipe = recipes.recipe(size, **named | recipes.parsed(change or []))
         if plan:
-            from .pretrain.plan import plan as projection
-            from .pretrain.plan_tables import show as show_plan
+            from hilbert_monitor.pretrain.plan import plan as projection
+            from hilbert_monitor.pretrain.plan_tables import show as show_plan
 
             show_plan(projection(recipe), console)
             return
@@ -250,7 +253,7 @@ def pretrain(
             find_shards(data, pattern)
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None
-    from .pretrain.module import Places, train
+    from hilbert_monitor.pretrain.module import Places, train
 
     if not quiet:
         console.print(recipe.as_dict())
@@ -278,9 +281,10 @@ def demo(
     """
     from rich.console import Console
 
-    from .pretrain import demo as pair
+    from hilbert_monitor.service.web.server import AddressError
+
+    from . import demo as pair
     from .pretrain import recipes
-    from .service.serve import AddressError
 
     console = Console()
     if json is not None and not json.absolute().parent.is_dir():
@@ -327,9 +331,9 @@ def report(
     """
     from rich.console import Console
 
-    from .service import page
-    from .service import report as service
-    from .service.statistics import compare
+    from hilbert_monitor.service.figures.comparison import compare
+    from hilbert_monitor.service.report import page
+    from hilbert_monitor.service.report import summary as service
 
     for path, option in ((out, "--out"), (csv, "--csv"), (json, "--json")):
         if path is not None and not path.absolute().parent.is_dir():
@@ -378,7 +382,7 @@ def serve(
 
     Example: hilbert-monitor serve runs --port 8000
     """
-    from .service import serve as service
+    from hilbert_monitor.service.web import server as service
 
     if token is not None and not token.strip():
         raise typer.BadParameter("a token has at least one character: drop it, or give one", param_hint="--token")

@@ -8,8 +8,8 @@ from starlette.testclient import TestClient
 
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
-from hilbert_monitor.service.app import create_app
-from hilbert_monitor.service.index import Index
+from hilbert_monitor.service.following.index import Index
+from hilbert_monitor.service.web.app import create_app
 
 SCRIPT = "<script>alert(1)</script>"
 FORMULA = "=cmd|' /C calc'!A0"

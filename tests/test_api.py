@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
-from hilbert_monitor.service import schema
-from hilbert_monitor.service.run_figures import NAMES as RUN_PANELS
-from hilbert_monitor.service.snapshot import RunSnapshot, summary
-from hilbert_monitor.service.table import NUMBERS
+from hilbert_monitor.service.figures.run_figures import NAMES as RUN_PANELS
+from hilbert_monitor.service.following.columns import NUMBERS
+from hilbert_monitor.service.following.snapshot import RunSnapshot, summary
+from hilbert_monitor.service.web import schema
 
 from .served import FORMULA, IMAGE, SCRIPT, client_of, record, write_run, write_zoo
 

@@ -15,7 +15,7 @@ from hilbert_monitor.bench import service, service_client, service_opponents
 from hilbert_monitor.bench.service_runs import GoingOn, make_runs, records_of
 from hilbert_monitor.cli import app
 from hilbert_monitor.runs.log import RunReader
-from hilbert_monitor.service.index import Index
+from hilbert_monitor.service.following.index import Index
 
 SUBJECTS = {"service start", "service memory", "first paint", "refresh", "browsers", "scalars of TensorBoard"}
 

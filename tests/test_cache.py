@@ -7,9 +7,9 @@ import pytest
 
 from hilbert_monitor.runs.log import STEPS, RunReader, RunWriter
 from hilbert_monitor.runs.record import RunInfo, StepRecord
-from hilbert_monitor.service.cache import Cache, Cached
-from hilbert_monitor.service.index import Index
-from hilbert_monitor.service.table import Columns
+from hilbert_monitor.service.following.cache import Cache, Cached
+from hilbert_monitor.service.following.columns import Columns
+from hilbert_monitor.service.following.index import Index
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from hilbert_monitor.bench.bed import Bed, Spoil
 from hilbert_monitor.bench.faults import FAULTS, Branch, Plan, Spikes, run, summary
+from hilbert_monitor.bench.trial_runs import Bed, Spoil
 
 QUICK = Plan.quick()
 LOUD = {

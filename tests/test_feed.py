@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hilbert_monitor.service.feed import Feed
+from hilbert_monitor.service.following.feed import Feed
 
 
 async def take(feed, count, after=None):

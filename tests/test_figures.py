@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hilbert_monitor.service import figures as service
-from hilbert_monitor.service.looks import INK, UNIFIED, template
-from hilbert_monitor.service.series import RunSeries, Series
-from hilbert_monitor.service.text import csv_lines
-from hilbert_monitor.service.thin import POINTS, thin
-from hilbert_monitor.service.view import View
+from hilbert_monitor.service.figures import compare_figures as service
+from hilbert_monitor.service.figures.downsampling import POINTS, thin
+from hilbert_monitor.service.figures.plot_options import View
+from hilbert_monitor.service.figures.series import RunSeries, Series
+from hilbert_monitor.service.figures.style import INK, UNIFIED, template
+from hilbert_monitor.service.following.text import csv_lines
 
 SEEDS = View(seeds=True)
 

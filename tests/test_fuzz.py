@@ -10,8 +10,8 @@ import schemathesis
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from hilbert_monitor.service.app import create_app
-from hilbert_monitor.service.index import Index
+from hilbert_monitor.service.following.index import Index
+from hilbert_monitor.service.web.app import create_app
 
 from .served import FORMULA, IMAGE, write_zoo
 

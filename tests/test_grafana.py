@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from hilbert_monitor.runs.metrics import CATALOGUE, FAMILIES
-from hilbert_monitor.service.looks import COLOURS
+from hilbert_monitor.service.figures.style import COLOURS
 from tests.grafana_rules import RULES, asked, panels, targets
 from tests.programs import needs
 

@@ -82,5 +82,5 @@ def test_one_module_knows_prometheus():
 
 
 def test_the_service_loads_no_torch():
-    modules = loaded("import hilbert_monitor.service.serve, hilbert_monitor.service.page")
+    modules = loaded("import hilbert_monitor.service.web.server, hilbert_monitor.service.report.page")
     assert not {"torch", "lightning", "pandas"} & modules

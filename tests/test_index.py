@@ -15,8 +15,8 @@ import pytest
 
 from hilbert_monitor.runs.log import RunReader, RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
-from hilbert_monitor.service import index as indexing
-from hilbert_monitor.service.index import Index
+from hilbert_monitor.service.following import index as indexing
+from hilbert_monitor.service.following.index import Index
 
 
 def write(root, name="run", steps=10, first=1, **about):
@@ -335,7 +335,7 @@ def test_a_line_without_an_end_takes_no_memory(root):
     writer.write(StepRecord(step=11, time=0))
     writer.close()
     code = (
-        "import sys; from pathlib import Path; from hilbert_monitor.service.index import Index\n"
+        "import sys; from pathlib import Path; from hilbert_monitor.service.following.index import Index\n"
         "i = Index(Path(sys.argv[1])); i.refresh()\n"
         "peak = [line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')]\n"
         "print(len(i.runs['run'].table), i.runs['run'].torn, *peak)"

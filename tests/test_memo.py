@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from hilbert_monitor.service.memo import Memo
+from hilbert_monitor.service.web.response_cache import Memo
 
 
 def test_an_answer_is_worked_out_once_for_all_who_ask_at_the_same_time():

@@ -7,7 +7,7 @@ import pytest
 
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.service.serve import background
+from hilbert_monitor.service.web.server import background
 
 from .browser import (  # noqa: F401
     COMPARED,

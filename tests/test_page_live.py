@@ -8,8 +8,8 @@ import pytest
 
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import RunInfo
-from hilbert_monitor.service.index import Index
-from hilbert_monitor.service.serve import Server, background, bind
+from hilbert_monitor.service.following.index import Index
+from hilbert_monitor.service.web.server import Server, background, bind
 
 from .browser import (  # noqa: F401
     WIDE,

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from hilbert_monitor.cli import app
 from hilbert_monitor.runs.log import RunReader, RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
-from hilbert_monitor.service import page as pages
-from hilbert_monitor.service import report as service
-from hilbert_monitor.service.paper import PAPER
-from hilbert_monitor.service.series import RunSeries, Series, model_of, read_run
-from hilbert_monitor.service.statistics import Spread, compare, spread
+from hilbert_monitor.service.figures.comparison import Spread, compare, spread
+from hilbert_monitor.service.figures.series import RunSeries, Series, model_of, read_run
+from hilbert_monitor.service.following.published import PAPER
+from hilbert_monitor.service.report import page as pages
+from hilbert_monitor.service.report import summary as service
 
 LOSSES = {"AdamW": [3.25, 3.5, 3.0], "RowNorm": [3.5, 3.625, 3.375]}
 DIAMETERS = {"AdamW": [0.5, 0.25, 0.75], "RowNorm": [0.015625, 0.03125, 0.046875]}
@@ -474,7 +474,8 @@ def test_the_report_never_loads_torch(tmp_path):
     six(tmp_path)
     command = (
         "import sys\n"
-        "from hilbert_monitor.service import report, page, figures, statistics, paper\n"
+        "from hilbert_monitor.service.report import summary, page\n"
+        "from hilbert_monitor.service.figures import compare_figures, comparison\n"
         f"runs = report.load({str(tmp_path)!r})\n"
         "page.page(runs, statistics.compare(run.series for run in runs))\n"
         "print(*sys.modules)"

@@ -9,11 +9,11 @@ import pytest
 
 from hilbert_monitor.runs.log import News
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
-from hilbert_monitor.service import run_figures as service
-from hilbert_monitor.service.table import Columns, Table
-from hilbert_monitor.service.text import csv_lines
-from hilbert_monitor.service.thin import POINTS
-from hilbert_monitor.service.view import View
+from hilbert_monitor.service.figures import run_figures as service
+from hilbert_monitor.service.figures.downsampling import POINTS
+from hilbert_monitor.service.figures.plot_options import View
+from hilbert_monitor.service.following.columns import Columns, Table
+from hilbert_monitor.service.following.text import csv_lines
 
 BEGAN = 1_000_000.0
 UPDATES = View(axis="updates")

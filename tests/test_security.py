@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from hilbert_monitor.service.app import create_app
-from hilbert_monitor.service.index import Index
+from hilbert_monitor.service.following.index import Index
+from hilbert_monitor.service.web.app import create_app
 
 from .served import client_of, write_zoo
 

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from hilbert_monitor.cli import app
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import RunInfo
-from hilbert_monitor.service.index import Index
-from hilbert_monitor.service.serve import AddressError, Server, background, bind
+from hilbert_monitor.service.following.index import Index
+from hilbert_monitor.service.web.server import AddressError, Server, background, bind
 
 from .served import record, write_run
 
@@ -126,8 +126,8 @@ def test_the_service_ends_within_a_second_whoever_is_connected(tmp_path, how):
 def test_the_service_never_loads_torch(tmp_path):
     script = (
         "import sys\n"
-        "from hilbert_monitor.service import serve, app\n"
-        "from hilbert_monitor.service.index import Index\n"
+        "from hilbert_monitor.service.web import server, app\n"
+        "from hilbert_monitor.service.following.index import Index\n"
         f"app.create_app(Index(__import__('pathlib').Path({str(tmp_path)!r})))\n"
         "heavy = {'torch', 'lightning', 'transformers', 'plotly.graph_objects'}\n"
         "print(sorted(heavy & sys.modules.keys()))"

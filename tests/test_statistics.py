@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from hilbert_monitor.runs.log import News, RunState
 from hilbert_monitor.runs.record import RunInfo, StepRecord
-from hilbert_monitor.service.means import align, pointwise
-from hilbert_monitor.service.series import Loaded, RunSeries, Series, run_series
-from hilbert_monitor.service.statistics import Current, axes, axis_of, compare, pair_up
-from hilbert_monitor.service.table import Columns
-from hilbert_monitor.service.text import cell
+from hilbert_monitor.service.figures.averages import align, pointwise
+from hilbert_monitor.service.figures.comparison import Current, axes, axis_of, compare, pair_up
+from hilbert_monitor.service.figures.series import Loaded, RunSeries, Series, run_series
+from hilbert_monitor.service.following.columns import Columns
+from hilbert_monitor.service.following.text import cell
 
 VALUES = st.one_of(st.floats(-1e3, 1e3), st.sampled_from([math.nan, math.inf, -math.inf]))
 CURVE = st.dictionaries(st.integers(1, 12), VALUES, max_size=12)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hilbert_monitor.runs.log import Marker, News
 from hilbert_monitor.runs.record import StepRecord
-from hilbert_monitor.service.table import MISSING, NUMBERS, Columns, Table, present
+from hilbert_monitor.service.following.columns import MISSING, NUMBERS, Columns, Table, present
 
 floats = st.none() | st.floats(allow_nan=True, allow_infinity=True)
 records = st.builds(

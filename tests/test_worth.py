@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hilbert_monitor import HilbertMonitor
 from hilbert_monitor.geometry import center_rows, diameter_oracle, jung_ratio, projected_row_norm, row_diameter
-from hilbert_monitor.geometry.worth import Interval, gauge_waste, spectral_norm, step_efficiency
+from hilbert_monitor.geometry.efficiency import Interval, gauge_waste, spectral_norm, step_efficiency
 from hilbert_monitor.monitor import worth
 from tests.kept import Kept
 from tests.test_callback import Module, fit

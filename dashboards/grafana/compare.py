@@ -26,7 +26,7 @@ from panels import (
     variables,
 )
 
-from hilbert_monitor.service.looks import COLOURS
+from hilbert_monitor.service.figures.style import COLOURS
 
 BASE, OURS = "AdamW", "RowNorm"
 """Heads that the paper compares."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from hilbert_monitor.runs.exposition import STATUSES
 from hilbert_monitor.runs.metrics import CATALOGUE, FAMILIES
-from hilbert_monitor.service.looks import COLOURS
+from hilbert_monitor.service.figures.style import COLOURS
 
 Json = dict[str, Any]
 

@@ -25,7 +25,7 @@ from panels import (
     variables,
 )
 
-from hilbert_monitor.service.looks import COLOURS, GREY
+from hilbert_monitor.service.figures.style import COLOURS, GREY
 
 
 def run() -> Json:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hilbert_monitor.pretrain.recipes import HEADS, Head
 
-from .bed import Bed, BedConfig, Outcome, Spoil
+from .trial_runs import Bed, BedConfig, Outcome, Spoil
 
 VISIBLE = 2.0
 WINDOW, QUIET = 100, 20

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hilbert_monitor.service.index import Index
+from hilbert_monitor.service.following.index import Index
 
 from . import service_opponents as opponents
 from .measure import Comparison, seconds

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hilbert_monitor.service.table import Table, present
+from hilbert_monitor.service.following.columns import Table, present
 
 LAST = "train_loss"
 """A scalar that every record has."""

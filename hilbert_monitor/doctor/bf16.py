@@ -1,7 +1,7 @@
 """Finds out whether this machine's bf16 matrix products run at all, without dying of the answer.
 
-Some virtual machines announce AMX and do not have it: every bf16 product then ends the process with SIGILL. oneDNN reads
-`ONEDNN_MAX_CPU_ISA` when it is loaded, so the variable has to be set before torch is imported.
+Some virtual machines announce AMX and do not have it: every bf16 product then ends the process with SIGILL. oneDNN
+reads `ONEDNN_MAX_CPU_ISA` when it is loaded, so the variable has to be set before torch is imported.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._arithmetic import chunk_length, compute_dtype
+from .arithmetic import chunk_length, compute_dtype
 
 SAMPLE = 2048
 """Rows from which the centre and the leading directions are estimated."""

@@ -33,8 +33,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._arithmetic import MAX_BYTES, check_rows, full_precision, nonfinite
 from ._cloud import Cloud
+from .arithmetic import MAX_BYTES, check_rows, full_precision, nonfinite
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._arithmetic import check_nonnegative, check_rows, full_precision
-from ._cables import Cables, Loads, solve
-from ._centred import Centred, blocks
+from ._gradient_rows import Centred, blocks
+from ._tension_program import Cables, Loads, solve
+from .arithmetic import check_nonnegative, check_rows, full_precision
 
 _MOST_ROWS = 2048  # (V, V) tables in fp64
 _TOLERANCE = 6e-7

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, nonfinite
 from ._cloud import SAMPLE, Cloud, leading_directions
+from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, nonfinite
 
 _RANK = 32
 _TILE = 64  # positions

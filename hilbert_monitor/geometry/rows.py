@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, row_chunks, row_mean
+from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, row_chunks, row_mean
 
 
 @full_precision

@@ -31,11 +31,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._arithmetic import MAX_BYTES, compute_dtype, full_precision
-from ._cables import Loads, flow_length, solve
-from ._centred import Centred, blocks
 from ._cloud import leading_directions
-from ._width import best_profile
+from ._constant_width import best_profile
+from ._gradient_rows import Centred, blocks
+from ._tension_program import Loads, flow_length, solve
+from .arithmetic import MAX_BYTES, compute_dtype, full_precision
 from .diameter import row_diameter, row_diameter_bracket
 from .oracle import jung_ratio
 

@@ -2,7 +2,7 @@
 
 from .chain import ChainedOptimizer
 from .muon import Muon
-from .recipe import pretraining_optimizer
+from .pretraining import pretraining_optimizer
 from .roles import find_head, parameter_roles
 from .rownorm import RowNorm
 from .schedule import warmup_cosine, warmup_cosine_scale

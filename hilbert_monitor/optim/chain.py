@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Adam, Optimizer
 
-from ._matrix import Group, MatrixOptimizer, called, label, outside_autocast, state_precision_kept
+from ._matrix_optimizer import Group, MatrixOptimizer, called, label, outside_autocast, state_precision_kept
 
 
 class ChainedOptimizer(Optimizer):

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from hilbert_monitor.geometry._arithmetic import compute_dtype
+from hilbert_monitor.geometry.arithmetic import compute_dtype
 
-from ._matrix import Group, LastStep, MatrixOptimizer, choice, move, number
+from ._matrix_optimizer import Group, LastStep, MatrixOptimizer, choice, move, number
 from .newton_schulz import orthogonalize
 
 STACK_BYTES = {"cpu": 16 * 2**20}

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.optim.optimizer import ParamsT
 
-from hilbert_monitor.geometry._arithmetic import compute_dtype
+from hilbert_monitor.geometry.arithmetic import compute_dtype
 
-from ._matrix import Group, LastStep, MatrixOptimizer, cache_chunks, choice, move, number
+from ._matrix_optimizer import Group, LastStep, MatrixOptimizer, cache_chunks, choice, move, number
 
 
 class RowNorm(MatrixOptimizer):

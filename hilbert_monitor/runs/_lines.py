@@ -22,7 +22,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from .values import plain
+from .json_values import plain
 
 LONGEST = 1 << 24
 """Bytes of a line, at most."""

@@ -19,8 +19,8 @@ import msgspec
 from msgspec import Struct
 
 from ._lines import LONGEST, Line, Marker, Step, blocks, is_locked, items, tail
+from .json_values import clean
 from .record import Alert, RunInfo, StepRecord
-from .values import clean
 
 INFO, STEPS, ALERTS, END, HEARTBEAT = "info.jsonl", "steps.jsonl", "alerts.jsonl", "end.jsonl", "heartbeat"
 

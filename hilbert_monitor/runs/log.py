@@ -44,8 +44,8 @@ from ._reader import (
     as_record,
     find_runs,
 )
+from .json_values import clean, shown
 from .record import Alert, RunInfo, StepRecord
-from .values import clean, shown
 
 __all__ = [
     "ALERTS",

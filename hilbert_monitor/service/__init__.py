@@ -1,1 +1,1 @@
-"""What looks at runs: their report. Nothing in this room loads torch."""
+"""What looks at runs. Four rooms in the order of the data: following, figures, web and report. None loads torch."""

@@ -24,14 +24,13 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from hilbert_monitor.pretrain.corpus import Corpus, corpus, standard_library
+from hilbert_monitor.pretrain.recipes import DEMO, HEADS, Head, Recipe
+from hilbert_monitor.pretrain.shards import write_shard
+from hilbert_monitor.pretrain.tokenization import TOKENIZER, text_files
 from hilbert_monitor.runs.log import RunReader, find_runs
 from hilbert_monitor.runs.record import StepRecord
-from hilbert_monitor.service.serve import AddressError, background
-
-from .corpus import Corpus, corpus, standard_library
-from .recipes import DEMO, HEADS, Head, Recipe
-from .shards import write_shard
-from .tokenization import TOKENIZER, text_files
+from hilbert_monitor.service.web.server import AddressError, background
 
 PORT = 8000
 """Of the dashboard, unless it is taken."""
@@ -250,10 +249,10 @@ def _spread(values: Sequence[float]) -> str:
 
 def draw(out: Path) -> Path:
     """Write the report of all runs of a demo's folder; return where it is."""
-    from hilbert_monitor.service import page, report
-    from hilbert_monitor.service.statistics import compare
+    from .service.figures.comparison import compare
+    from .service.report import page, summary
 
-    runs = report.load(out / "runs")
+    runs = summary.load(out / "runs")
     path = out / "report.html"
     path.write_text(page.page(runs, compare(run.series for run in runs)), encoding="utf-8")
     return path

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ._arithmetic import MAX_BYTES, check_rows, row_chunks
+from .arithmetic import MAX_BYTES, check_rows, row_chunks
 
 Amount = TypeVar("Amount", float, Tensor)
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tsdownsample import MinMaxDownsampler
 
-from .table import Floats
+from hilbert_monitor.service.following.columns import Floats
 
 POINTS = 2000
 """Points to a trace, at most."""

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from hilbert_monitor.runs.record import Alert, RunInfo
+from hilbert_monitor.service.following.columns import MISSING, SECONDS, Floats, Table, present
+from hilbert_monitor.service.following.text import label
 
-from . import looks
-from .looks import GREY, Figure, Trace, colour
+from .compare_figures import style as looks
+from .downsampling import thin
+from .plot_options import PLAIN, Axis, View
 from .series import Series, origin, series_of
-from .table import MISSING, SECONDS, Floats, Table, present
-from .text import label
-from .thin import thin
-from .view import PLAIN, Axis, View
+from .style import GREY, Figure, Trace, colour
 
 MARKS = 500
 """Marks of one kind in a figure, at most; of alerts the newest, of what is not finite some of every part."""

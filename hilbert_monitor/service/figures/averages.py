@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hilbert_monitor.service.following.columns import Floats
+
+from .plot_options import Axis
 from .series import Series
-from .table import Floats
-from .view import Axis
 
 Keys = NDArray[Any]
 Places = slice | NDArray[np.int64]

@@ -10,13 +10,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hilbert_monitor.runs.json_values import plain
 from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.runs.values import plain
-
-from .settings import settings
-from .snapshot import RunSnapshot, summary
-from .table import NUMBERS, PAIRS, SECONDS, Floats, Table, present
-from .thin import thin
+from hilbert_monitor.service.figures.downsampling import thin
+from hilbert_monitor.service.following.columns import NUMBERS, PAIRS, SECONDS, Floats, Table, present
+from hilbert_monitor.service.following.run_settings import settings
+from hilbert_monitor.service.following.snapshot import RunSnapshot, summary
 
 Runs = Mapping[str, RunSnapshot]
 

@@ -17,9 +17,8 @@ import numpy as np
 from hilbert_monitor.runs.exposition import BUCKETS, CollectorRegistry, Exposition, Samples, choose_encoder
 from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.runs.record import RunInfo
-
-from .snapshot import RunSnapshot
-from .table import SECONDS, Floats, Table, present
+from hilbert_monitor.service.following.columns import SECONDS, Floats, Table, present
+from hilbert_monitor.service.following.snapshot import RunSnapshot
 
 RECENT = 600.0
 """Seconds for which a run that has ended is still told of, so that a scrape sees how it ended."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from hilbert_monitor.runs.log import RunState
 from hilbert_monitor.runs.record import Alert, RunInfo
+from hilbert_monitor.service.figures.series import model_of
 
-from .series import model_of
-from .table import Table
+from .columns import Table
 
 UNKNOWN = RunState(status="killed", step=None, time=0.0)
 """The state of what cannot be read: its problem is what counts."""

@@ -6,15 +6,16 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hilbert_monitor.runs.values import plain
+from hilbert_monitor.runs.json_values import plain
+from hilbert_monitor.service.figures import compare_figures as figures
+from hilbert_monitor.service.figures import run_figures
+from hilbert_monitor.service.figures.comparison import Comparison, Spread, axes, compare
+from hilbert_monitor.service.figures.plot_options import View
+from hilbert_monitor.service.figures.series import Loaded, RunSeries, model_of
+from hilbert_monitor.service.following.snapshot import RunSnapshot
+from hilbert_monitor.service.following.text import csv_lines
 
-from . import figures, run_figures
-from .series import Loaded, RunSeries, model_of
-from .snapshot import RunSnapshot
-from .statistics import Comparison, Spread, axes, compare
-from .text import csv_lines
-from .view import View
-from .views import newest, stamp
+from .answers import newest, stamp
 
 
 class Choice(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from hilbert_monitor.geometry._arithmetic import compute_dtype
+from hilbert_monitor.geometry.arithmetic import compute_dtype
 
 Group = dict[str, Any]
 

@@ -15,12 +15,11 @@ import numpy as np
 from hilbert_monitor.runs.log import RunReader, RunState, find_runs
 from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.runs.record import Alert, RunInfo
-
-from .paper import PAPER, Figure
-from .series import CURVES, RunSeries, read_run, read_table
-from .statistics import BASE, METRICS, OURS, Comparison, Spread, final
-from .table import Table
-from .text import clip, csv_lines
+from hilbert_monitor.service.figures.comparison import BASE, METRICS, OURS, Comparison, Spread, final
+from hilbert_monitor.service.figures.series import CURVES, RunSeries, read_run, read_table
+from hilbert_monitor.service.following.columns import Table
+from hilbert_monitor.service.following.published import PAPER, Figure
+from hilbert_monitor.service.following.text import clip, csv_lines
 
 METRIC_NAMES = {metric.field: metric.name for metric in CATALOGUE}
 DASH, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"

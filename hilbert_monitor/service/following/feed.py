@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hilbert_monitor.runs.values import plain
+from hilbert_monitor.runs.json_values import plain
 
 REMEMBERED = 16 << 20
 """Bytes of events that are kept for those who come back."""

@@ -8,13 +8,13 @@ import stat
 import time
 from pathlib import Path
 
+from hilbert_monitor.runs.json_values import clean
 from hilbert_monitor.runs.log import ALERTS, END, INFO, STEPS, News, RunReader, RunState
 from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.runs.values import clean
 
 from .cache import Cache, Cached
+from .columns import Columns
 from .snapshot import UNKNOWN, RunSnapshot
-from .table import Columns
 
 FILES = (INFO, STEPS, ALERTS, END)
 ASK_AGAIN = {"running": 1.0, "stalled": 1.0, "killed": 10.0}

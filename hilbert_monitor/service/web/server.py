@@ -23,9 +23,10 @@ import uvicorn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from hilbert_monitor.service.following.index import CACHE, Index
+
 from . import assets
 from .app import create_app
-from .index import CACHE, Index
 from .security import LOOPBACK
 
 PATIENCE = 0.2

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._arithmetic import check_real, compute_dtype
+from .arithmetic import check_real, compute_dtype
 
 
 class Interval(NamedTuple):

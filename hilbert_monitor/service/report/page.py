@@ -18,15 +18,15 @@ import numpy as np
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from hilbert_monitor.runs.record import Alert
+from hilbert_monitor.service.figures import compare_figures as figures
+from hilbert_monitor.service.figures.comparison import BASE, METRICS, OURS, Comparison, Spread, final
+from hilbert_monitor.service.figures.plot_options import View
+from hilbert_monitor.service.figures.series import CURVES, RunSeries
+from hilbert_monitor.service.following.published import PAPER, Figure, Published
+from hilbert_monitor.service.following.run_settings import settings
+from hilbert_monitor.service.following.text import clip
 
-from . import figures
-from .paper import PAPER, Figure, Published
-from .report import DASH, MINUS, TIMES, Run
-from .series import CURVES, RunSeries
-from .settings import settings
-from .statistics import BASE, METRICS, OURS, Comparison, Spread, final
-from .text import clip
-from .view import View
+from .summary import DASH, MINUS, TIMES, Run
 
 ALERTS = 30
 """Alerts of a run that the page shows, the last ones."""

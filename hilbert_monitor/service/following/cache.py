@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from .table import Table
+from .columns import Table
 
 FORMAT = 3
 LOOK = 4096

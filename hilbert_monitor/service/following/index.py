@@ -21,7 +21,7 @@ from hilbert_monitor.runs.log import News
 
 from .cache import Cache
 from .feed import Feed
-from .followed import Followed
+from .follower import Followed
 from .snapshot import RunSnapshot, summary
 
 CACHE = ".hilbert-monitor"

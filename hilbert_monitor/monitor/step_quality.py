@@ -15,7 +15,7 @@ from hilbert_monitor.geometry import (
     tension_bracket,
     uniform_backward_bound,
 )
-from hilbert_monitor.geometry.worth import Interval, gauge_waste, spectral_norm, step_efficiency
+from hilbert_monitor.geometry.efficiency import Interval, gauge_waste, spectral_norm, step_efficiency
 
 BUDGET = 1.0
 """Seconds in which the tension of a gradient is bracketed."""

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from hilbert_monitor import __version__
 
-from .memo import Body
+from .response_cache import Body
 
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -97,7 +97,7 @@ def _plotly() -> Path:
 def _runbooks() -> list[Path]:
     """The runbooks: in the package, or beside it in a checkout."""
     here = Path(__file__).parent
-    places = (here / "runbooks", here.parents[1] / "dashboards" / "runbooks")
+    places = (here / "runbooks", here.parents[2] / "dashboards" / "runbooks")
     return next((found for place in places if (found := sorted(place.glob("*.md")))), [])
 
 

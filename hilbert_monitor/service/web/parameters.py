@@ -13,10 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hilbert_monitor.service.figures.plot_options import Axis, Group, Scale, View
+
+from .answers import FIELDS
 from .schema import Problem
 from .security import protect, trouble
-from .view import Axis, Group, Scale, View
-from .views import FIELDS
 
 RunPanel = Literal[
     "diameter", "saturation", "perturbation", "efficiency", "shares", "norms", "loss", "learning_rate", "cost"

@@ -18,11 +18,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from hilbert_monitor import __version__
+from hilbert_monitor.service.figures import compare_figures as figures
+from hilbert_monitor.service.following.index import Index
+from hilbert_monitor.service.following.snapshot import RunSnapshot
+from hilbert_monitor.service.following.text import csv_lines
 
-from . import figures, schema, views
+from . import answers as views
+from . import schema
 from .assets import PAGE, Assets, sent
-from .index import Index
-from .memo import Body, Memo
+from .figure_answers import Pictures, choose
 from .parameters import (
     POINTS,
     SEARCH,
@@ -40,11 +44,9 @@ from .parameters import (
     problems,
     refused,
 )
-from .pictures import Pictures, choose
-from .scraped import Scraped
+from .prometheus import Scraped
+from .response_cache import Body, Memo
 from .security import LOOPBACK, Guard
-from .snapshot import RunSnapshot
-from .text import csv_lines
 
 DESCRIPTION = """Runs of hilbert-monitor, as they are now: read-only, no request changes anything.
 

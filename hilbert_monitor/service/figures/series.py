@@ -12,10 +12,10 @@ import numpy as np
 
 from hilbert_monitor.runs.log import RunReader, RunState
 from hilbert_monitor.runs.record import RunInfo
+from hilbert_monitor.service.following.columns import Columns, Floats, Steps, Table, present
+from hilbert_monitor.service.following.published import PAPER, model_of_size
 
-from .paper import PAPER, model_of_size
-from .table import Columns, Floats, Steps, Table, present
-from .view import Axis
+from .plot_options import Axis
 
 _NONE: Floats = np.empty(0)
 

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hilbert_monitor.service.following.columns import Floats
+
+from .downsampling import POINTS, thin
+from .plot_options import Axis, View
 from .series import Series
-from .table import Floats
-from .thin import POINTS, thin
-from .view import Axis, View
 
 Theme = Literal["light", "dark"]
 Trace = dict[str, Any]

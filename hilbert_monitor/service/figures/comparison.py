@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .means import paired, pointwise
+from hilbert_monitor.service.following.text import clip
+
+from .averages import paired, pointwise
+from .plot_options import Axis
 from .series import CURVES, RunSeries, Series
-from .text import clip
-from .view import Axis
 
 BASE, OURS = "AdamW", "RowNorm"
 """Ratios are of the first over the second, differences of the second minus the first."""

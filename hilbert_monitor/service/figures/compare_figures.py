@@ -17,15 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from . import looks
-from .looks import Figure, Theme, Trace, colour, template
-from .means import Means, Ratios, paired, pointwise
+from hilbert_monitor.service.following.columns import Floats
+from hilbert_monitor.service.following.text import label
+
+from .averages import Means, Ratios, paired, pointwise
+from .compare_figures import style as looks
+from .comparison import BASE, OURS, Pair, axis_of, by_optimizer, pair_up, same_panel
+from .downsampling import POINTS, thin
+from .plot_options import PLAIN, Axis, View
 from .series import RunSeries, Series
-from .statistics import BASE, OURS, Pair, axis_of, by_optimizer, pair_up, same_panel
-from .table import Floats
-from .text import label
-from .thin import POINTS, thin
-from .view import PLAIN, Axis, View
+from .style import Figure, Theme, Trace, colour, template
 
 __all__ = ["PANELS", "Figure", "Theme", "colour", "curves", "diameter", "loss", "perturbation", "ratio", "template"]
 

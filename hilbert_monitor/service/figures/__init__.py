@@ -1,0 +1,1 @@
+"""Statistics over runs, and the plotly figures that show them."""

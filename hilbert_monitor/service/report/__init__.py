@@ -1,0 +1,1 @@
+"""One page and its tables for runs on disk, without a server."""

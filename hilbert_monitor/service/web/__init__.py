@@ -1,0 +1,1 @@
+"""Answers browsers, programs and Prometheus over HTTP."""
