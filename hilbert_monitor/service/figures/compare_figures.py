@@ -20,8 +20,8 @@ import numpy as np
 from hilbert_monitor.service.following.columns import Floats
 from hilbert_monitor.service.following.text import label
 
+from . import style as looks
 from .averages import Means, Ratios, paired, pointwise
-from .compare_figures import style as looks
 from .comparison import BASE, OURS, Pair, axis_of, by_optimizer, pair_up, same_panel
 from .downsampling import POINTS, thin
 from .plot_options import PLAIN, Axis, View

@@ -16,7 +16,7 @@ from hilbert_monitor.runs.record import Alert, RunInfo
 from hilbert_monitor.service.following.columns import MISSING, SECONDS, Floats, Table, present
 from hilbert_monitor.service.following.text import label
 
-from .compare_figures import style as looks
+from . import style as looks
 from .downsampling import thin
 from .plot_options import PLAIN, Axis, View
 from .series import Series, origin, series_of

@@ -1,0 +1,148 @@
+import json
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hilbert_monitor.bench import optimizers
+from hilbert_monitor.bench.diameter import exponent
+from hilbert_monitor.bench.increments import load_increment, make_increment
+from hilbert_monitor.bench.measure import Comparison, peak_bytes
+from hilbert_monitor.bench.opponents import all_pairs_cdist, all_pairs_matmul, muon_loop
+from hilbert_monitor.cli import app
+from hilbert_monitor.geometry import row_diameter
+from hilbert_monitor.optim import Muon
+from tests.support.references import all_pairs_diameter
+
+
+def run(*args):
+    result = CliRunner().invoke(app, [str(a) for a in args], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return result, re.sub(r"[│╭╮╰╯─\s]+", " ", result.output)
+
+
+def test_bench_prints_every_subject_with_its_opponent_and_writes_json(tmp_path):
+    made = make_increment("adamw", 3000, 32, panel=600)
+    torch.save({"S": made.S, "hidden": made.H}, tmp_path / "step7.pt")
+    result, text = run("bench", "--quick", "--increment", tmp_path / "step7.pt", "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, text
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert set(document["machine"]) >= {"processor", "threads", "torch", "python"}
+    subjects = {r["subject"] for r in document["results"]}
+    assert subjects == {"diameter", "bracket", "perturbation", "growth"}
+    for r in document["results"]:
+        assert r["opponent"] in text
+        assert r["ratio"] == pytest.approx(r["opponent_amount"] / r["amount"])
+    assert "step7" in text
+    assert "exponent" in text
+
+
+def test_bench_of_the_optimizers_has_time_and_memory(tmp_path):
+    result, text = run("bench", "--optim", "--quick", "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, text
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert {(r["subject"], r["unit"]) for r in results} == {("optimizer step", "s"), ("optimizer memory", "B")}
+    assert {r["opponent"] for r in results} == {"AdamW(fused=True)", "one by one, fp32", "torch.optim.Muon"}
+    (memory,) = (r for r in results if r["unit"] == "B")
+    assert memory["ratio"] > 1.9, "RowNorm holds one buffer and no scratch of the head's size, AdamW two buffers"
+
+
+def test_the_optimizers_take_no_increment(tmp_path):
+    result, text = run("bench", "--optim", "--increment", tmp_path / "x.pt")
+    assert result.exit_code == 2
+    assert "--increment and --optim measure different things: give one of them" in text
+
+
+def test_the_oracle_is_measured_beside_what_was_known_before(tmp_path):
+    result, text = run("bench", "--oracle", "--quick", "--json", tmp_path / "gaps.json")
+    assert result.exit_code == 0, text
+    found = json.loads((tmp_path / "gaps.json").read_text())["results"]
+    assert {r["rows"] for r in found} == {1024, 2048}
+    for r in found:
+        assert 0 < r["lower"] <= r["upper"]
+        assert 1 <= r["gap"] < r["jung_gap"]
+    result, text = run("bench", "--oracle", "--increment", tmp_path / "none.pt")
+    assert result.exit_code == 2
+    assert "there is no increment file" in text
+
+
+def test_the_loop_that_muon_is_measured_against_makes_its_step():
+    ours, theirs = ([optimizers._with_gradient(*s) for s in [(8, 8), (16, 4), (4, 16)]] for _ in range(2))
+    buffers = [torch.zeros_like(p) for p in theirs]
+    muon = Muon(ours)
+    for _ in range(3):
+        muon.step()
+        muon_loop(theirs, buffers)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "there is no increment file"),
+        (b"not a tensor", "torch.load can read"),
+        ({"weights": torch.zeros(3)}, "holds no increment"),
+    ],
+    ids=["missing", "garbage", "other keys"],
+)
+def test_a_bad_increment_file_is_one_sentence_before_anything_runs(tmp_path, content, words):
+    path = tmp_path / "x.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    result, text = run("bench", "--increment", path)
+    assert result.exit_code == 2
+    assert words in text
+    assert "Traceback" not in text
+
+
+def test_json_into_a_missing_folder_is_refused_before_anything_runs(tmp_path):
+    result, text = run("bench", "--quick", "--json", tmp_path / "no" / "out.json")
+    assert result.exit_code == 2
+    assert "does not exist" in text
+
+
+def test_increments_are_read_in_both_forms(tmp_path):
+    S = torch.randn(5, 3)
+    torch.save(S, tmp_path / "a.pt")
+    torch.save({"S_over_lr": S.half(), "lr": 0.5, "hidden": torch.randn(4, 3)}, tmp_path / "b.pt")
+    assert torch.equal(load_increment(tmp_path / "a.pt").S, S)
+    assert load_increment(tmp_path / "a.pt").H is None
+    b = load_increment(tmp_path / "b.pt")
+    assert torch.equal(b.S, S.half().float() * 0.5)
+    assert b.H is not None
+
+
+def test_made_increments_are_repeatable_and_of_their_optimizer():
+    adamw, rownorm = (make_increment(head, 2000, 32, panel=8) for head in ("adamw", "rownorm"))
+    assert torch.equal(make_increment("adamw", 2000, 32, panel=8).S, adamw.S)
+    lr = 1.6384 / 32
+    norms = rownorm.S.norm(dim=1)
+    assert norms.max() <= lr * (1 + 1e-6)
+    assert row_diameter(rownorm.S).value <= 2 * lr * (1 + 1e-6) < row_diameter(adamw.S).value
+
+
+def test_opponents_find_the_diameter_too():
+    S = make_increment("adamw", 700, 16, panel=1).S
+    expected = all_pairs_diameter(S)
+    assert all_pairs_cdist(S, block=100) == pytest.approx(expected, rel=1e-5)
+    assert all_pairs_matmul(S, block=100) == pytest.approx(expected, rel=1e-4)
+
+
+def test_exponent_of_a_power_law():
+    assert exponent([1, 2, 4, 8], [3.0, 12.0, 48.0, 192.0]) == pytest.approx(2)
+
+
+def test_ratio_is_how_many_times_faster():
+    assert Comparison("s", "c", "ours", 0.5, "theirs", 2.0).ratio == 4
+
+
+def test_peak_memory_counts_what_is_held_at_once():
+    def call():
+        for _ in range(3):
+            a = torch.ones(1000, 1000)
+            del a
+
+    assert 4e6 <= peak_bytes(call) < 4.1e6

@@ -1,0 +1,151 @@
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from hilbert_monitor.bench import service, service_client, service_opponents
+from hilbert_monitor.bench.service_runs import GoingOn, make_runs, records_of
+from hilbert_monitor.cli import app
+from hilbert_monitor.runs.log import RunReader
+from hilbert_monitor.service.following.index import Index
+
+SUBJECTS = {"service start", "service memory", "first paint", "refresh", "browsers", "scalars of TensorBoard"}
+
+
+def run(*args):
+    result = CliRunner().invoke(app, [str(a) for a in args], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return result, re.sub(r"[│╭╮╰╯─\s]+", " ", result.output)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """The whole bench, in small."""
+    folder = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder / "tmp"))
+        (folder / "tmp").mkdir()
+        result, text = run("bench", "--service", "--quick", "--json", folder / "out.json")
+    assert result.exit_code == 0, text
+    return json.loads((folder / "out.json").read_text())["results"], text, folder / "tmp"
+
+
+def test_every_figure_is_there_beside_its_limit_or_opponent(measured):
+    results, text, _ = measured
+    assert {r["subject"] for r in results} == SUBJECTS
+    for r in results:
+        assert r["amount"] > 0
+        assert r["opponent_amount"] > 0
+        assert r["case"] in text
+    limits = {r["opponent_amount"] for r in results if r["opponent"] == "limit"}
+    assert limits == {60, 10, 2, 1, 0.1, 1 << 30}
+    assert {r["opponent"] for r in results} == {"limit", "1 browser", "EventAccumulator", "data server"}
+
+
+def test_figures_are_of_a_plausible_size(measured):
+    by_case = {r["case"]: r for r in measured[0]}
+    assert (
+        by_case["first answer of a later start"]["amount"]
+        <= by_case["4 runs of 300 records there again, from the cache"]["amount"]
+    )
+    assert 30 << 20 < by_case["peak memory of the first indexing"]["amount"] < 1 << 30
+    assert "comparison of 4 runs" in by_case["all that the page fetches, one after the other"]["note"]
+    (read,) = (r for r in measured[0] if r["case"].endswith("bytes read"))
+    assert read["ratio"] > 0.3, "eight browsers cost one reader"
+
+
+def test_nothing_is_left_on_the_disk(measured):
+    assert not [path for path in measured[2].iterdir() if path.name.startswith("hilbert-monitor")]
+
+
+def test_without_a_browser_or_tensorboard_a_line_says_so(monkeypatch):
+    monkeypatch.setattr(service_opponents, "installed", lambda: False)
+    monkeypatch.setitem(sys.modules, "playwright.sync_api", None)
+    result, text = run("bench", "--service", "--quick")
+    assert result.exit_code == 0, text
+    assert "The first paint in Chromium was not measured: playwright is not installed." in text
+    assert "TensorBoard is not installed" in text
+    assert "EventAccumulator" not in text
+
+
+def test_a_disk_without_room_is_one_sentence_before_anything_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(service.shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(10**9))
+    result, text = run("bench", "--service")
+    assert result.exit_code == 1
+    assert "GB: make room there, or set TMPDIR to a folder with more" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_service_is_measured_alone():
+    result, text = run("bench", "--service", "--optim")
+    assert result.exit_code == 2
+    assert "--optim and --service measure different things: give one of them" in text
+
+
+def test_made_runs_read_as_runs_that_were_written(tmp_path):
+    ids = make_runs(tmp_path, 8, 60)
+    index = Index(tmp_path)
+    index.refresh()
+    assert set(index.runs) == set(ids)
+    for run in index.runs.values():
+        assert (run.status, run.torn, len(run.table)) == ("finished", 0, 60)
+        assert run.table.steps.tolist() == list(range(1, 61))
+        assert run.table.last("perturbation_rms") is not None
+    a, b = (index.runs[f"adamw-seed{seed}"] for seed in (0, 3))
+    assert a.info.seed != b.info.seed
+    assert np.array_equal(a.table.column("diameter_lower"), b.table.column("diameter_lower"))
+
+
+def test_made_optimizers_differ_as_the_real_ones_do():
+    adamw, rownorm = ([*records_of(head, 0, 2000, began=0.0)] for head in ("AdamW", "RowNorm"))
+    assert all(r.diameter_upper <= 1.05 * r.ceiling for r in rownorm)
+    late = slice(100, None)
+    ratio = np.median([a.diameter_lower / r.diameter_lower for a, r in zip(adamw[late], rownorm[late], strict=True)])
+    assert 4 < ratio < 20
+    assert max(r.row_norm or 0 for r in adamw) > 3 * np.median([r.row_norm for r in adamw if r.row_norm])
+
+
+def test_a_run_goes_on_in_a_process_of_its_own(tmp_path):
+    (id, _) = make_runs(tmp_path, 2, 50)
+    going = GoingOn(tmp_path, 0, 50)
+    try:
+        moments = going.write(3)
+        assert len(moments) == 3
+        reader = RunReader(tmp_path / id)
+        assert reader.state().status == "running"
+        assert (reader.state().step, going.step) == (53, 53)
+        assert reader.attempts[-1].pid != os.getpid()
+    finally:
+        going.close()
+    assert reader.state().status == "finished"
+
+
+def test_a_service_that_cannot_start_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    started = service_client.Service(tmp_path / "file", tmp_path / "log")
+    with pytest.raises(RuntimeError, match="the service ended; the last that it said"):
+        started.until()
+    started.stop()
+
+
+def test_tensorboard_loads_every_number_of_a_record(tmp_path):
+    make_runs(tmp_path / "runs", 1, 40)
+    index = Index(tmp_path / "runs")
+    index.refresh()
+    (found,) = index.runs.values()
+    written = service_opponents.write_events(found.table, tmp_path / "events", 2)
+    numbers = sum(int(service_opponents.present(v).sum()) for n, v in found.table.columns.items() if n != "time")
+    assert service_opponents.accumulate(tmp_path / "events")[1] == 2 * written == 2 * numbers
+
+
+def test_the_process_that_goes_on_with_a_run_needs_no_torch():
+    code = "import sys, hilbert_monitor.bench.service_runs; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hilbert_monitor.geometry import (
+    center_rows,
+    diameter_oracle,
+    first_order_decrease,
+    jung_ratio,
+    projected_row_norm,
+    row_diameter,
+    tension_bracket,
+)
+from tests.support import oracle_checker as checker
+
+
+def gradient(V: int, d: int, seed: int = 0, rank: int | None = None) -> Tensor:
+    """Rows of very different norms, a mass of them to one side, as a softmax head's are."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randn(V, d, generator=draw, dtype=torch.float64)
+    if rank:
+        rows = rows[:, :rank] @ torch.randn(rank, d, generator=draw, dtype=torch.float64)
+    rows *= torch.rand(V, 1, generator=draw, dtype=torch.float64) ** 3
+    rows[V // 2 :, 0] += 0.5
+    return rows - rows.mean(0)
+
+
+def simplex(k: int, zeros: int = 0) -> Tensor:
+    """Vertices of a centred regular k-simplex with unit edges, in k dimensions, and rows of zero."""
+    corners = torch.eye(k + 1, dtype=torch.float64) / math.sqrt(2)
+    corners -= corners.mean(0)
+    basis = torch.linalg.svd(corners).Vh[:k]
+    return torch.cat([corners @ basis.T, torch.zeros(zeros, k, dtype=torch.float64)])
+
+
+def independent_tension(G: Tensor) -> float:
+    """T(G) by a second-order cone solver: maximise <G, Phi> with every pair at most one apart."""
+    clarabel = pytest.importorskip("clarabel")
+    sparse = pytest.importorskip("scipy.sparse")
+    g = checker.centred(G)
+    V, d = g.shape
+    row, column, entry, bound, cones = [], [], [], [], []
+    at = 0
+    for i in range(V):
+        for j in range(i + 1, V):
+            bound += [1.0] + [0.0] * d
+            for k in range(d):
+                row += [at + 1 + k] * 2
+                column += [i * d + k, j * d + k]
+                entry += [-1.0, 1.0]
+            cones.append(clarabel.SecondOrderConeT(d + 1))
+            at += d + 1
+    A = sparse.csc_matrix((entry, (row, column)), shape=(at, V * d))
+    settings = clarabel.DefaultSettings()
+    settings.verbose = False
+    nothing = sparse.csc_matrix((V * d, V * d))
+    found = clarabel.DefaultSolver(nothing, -g.ravel(), A, np.array(bound), cones, settings).solve()
+    return float(-found.obj_val)
+
+
+@pytest.mark.parametrize(("V", "d"), [(2, 1), (5, 1), (6, 2), (12, 3), (25, 5), (40, 3)])
+def test_the_oracle_agrees_with_a_cone_solver(V: int, d: int) -> None:
+    G = gradient(V, d, seed=V)
+    assert diameter_oracle(G).value == pytest.approx(independent_tension(G), rel=2e-6)
+
+
+@pytest.mark.parametrize(("V", "d", "rank"), [(2, 3, None), (9, 2, None), (30, 8, 2), (60, 40, None), (150, 16, None)])
+def test_the_proof_of_the_oracle_holds(V: int, d: int, rank: int | None) -> None:
+    G, eta = gradient(V, d, rank=rank), 0.3
+    found = diameter_oracle(G, eta)
+    assert found.gap <= 1 + 1e-6
+    assert row_diameter(found.S).value <= eta
+    assert found.S.sum(0).abs().max() < 1e-12
+    assert found.value == pytest.approx(first_order_decrease(G, found.S), rel=1e-12)
+    assert eta * checker.proved_below(G, -found.S) >= found.lower
+    assert eta * checker.proved_above(G, checker.edges(found.i, found.j, found.flow)) <= found.upper
+
+
+def test_every_edge_with_flow_is_tight_and_along_it() -> None:
+    G, eta = gradient(60, 6), 2.0
+    found = diameter_oracle(G, eta)
+    length = found.flow.norm(dim=1)
+    span = found.S[found.i] - found.S[found.j]
+    carrying = length > 1e-4 * length.max()
+    torch.testing.assert_close(span[carrying], -eta * found.flow[carrying] / length[carrying, None], atol=5e-3, rtol=0)
+    missing = (length - (-span / eta * found.flow).sum(1)) / length.sum()
+    assert float(missing.min()) > -1e-12
+    assert float(missing.sum()) < 1e-6
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("zeros", [0, 3])
+def test_on_a_simplex_projected_rownorm_has_exactly_jungs_share(k: int, zeros: int) -> None:
+    G = simplex(k, zeros)
+    best, step = diameter_oracle(G).value, -0.5 * projected_row_norm(G)
+    assert first_order_decrease(G, step) / best == pytest.approx(jung_ratio(k), rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_projected_rownorm_has_at_least_jungs_share_of_the_best_decrease(seed: int) -> None:
+    G = gradient(20, 7, seed, rank=3)
+    share = first_order_decrease(G, -0.5 * projected_row_norm(G)) / diameter_oracle(G).value
+    assert jung_ratio(3) * (1 - 1e-6) <= share <= 1 + 1e-6
+
+
+def test_jungs_ratio_falls_from_one_to_the_root_of_a_half() -> None:
+    ratios = [jung_ratio(k) for k in (1, 2, 3, 10**9)]
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[0] == 1
+    assert ratios[-1] == pytest.approx(math.sqrt(0.5))
+    with pytest.raises(ValueError, match="at least one, got 0"):
+        jung_ratio(0)
+
+
+small = st.tuples(st.integers(2, 9), st.integers(1, 4), st.integers(0, 10**6))
+
+
+@settings(max_examples=15, deadline=None)
+@given(small, st.floats(1e-20, 1e20), st.floats(0.01, 100))
+def test_the_value_scales_with_the_gradient_and_the_diameter(size: tuple[int, int, int], c: float, eta: float) -> None:
+    G = gradient(*size)
+    assert diameter_oracle(c * G, eta).value == pytest.approx(c * eta * diameter_oracle(G).value, rel=1e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(small, st.floats(-10, 10))
+def test_a_common_shift_of_the_rows_changes_nothing_but_is_told(size: tuple[int, int, int], shift: float) -> None:
+    G = gradient(*size)
+    found = diameter_oracle(G + shift)
+    assert found.value == pytest.approx(diameter_oracle(G).value, rel=1e-5)
+    assert found.shifted == (abs(shift) > 1e-3) or abs(shift) <= 1e-3
+    assert not diameter_oracle(G).shifted
+
+
+@settings(max_examples=15, deadline=None)
+@given(small)
+def test_the_value_ignores_the_order_of_rows_and_the_choice_of_axes(size: tuple[int, int, int]) -> None:
+    G = gradient(*size)
+    draw = torch.Generator().manual_seed(size[2])
+    turn = torch.linalg.qr(torch.randn(size[1], size[1], generator=draw, dtype=torch.float64)).Q
+    moved = G[torch.randperm(size[0], generator=draw)] @ turn
+    assert diameter_oracle(moved).value == pytest.approx(diameter_oracle(G).value, rel=1e-5)
+
+
+@pytest.mark.parametrize("G", [torch.zeros(4, 3), torch.ones(1, 3), torch.full((5, 2), 0.3)])
+def test_nothing_to_gain_is_zero_with_a_gap_of_one(G: Tensor) -> None:
+    for found in (diameter_oracle(G), tension_bracket(G, budget_seconds=0)):
+        assert (found.lower, found.upper, found.gap) == (0, 0, 1)
+        assert found.shifted == bool(G.any())
+
+
+def test_a_diameter_of_zero_allows_no_step_and_still_has_a_balanced_flow() -> None:
+    G = gradient(6, 2)
+    found = diameter_oracle(G, 0.0)
+    assert found.value == found.upper == 0
+    assert not found.S.any()
+    checker.proved_above(G, checker.edges(found.i, found.j, found.flow))
+
+
+@pytest.mark.parametrize(("V", "d"), [(2, 1), (3, 2), (20, 1), (30, 4), (60, 20), (90, 6)])
+@pytest.mark.parametrize("budget", [0.0, 1.0])
+def test_the_bracket_holds_the_exact_value_and_both_certificates_check(V: int, d: int, budget: float) -> None:
+    G = gradient(V, d).float()
+    exact, found = diameter_oracle(G), tension_bracket(G, budget_seconds=budget)
+    assert found.lower <= exact.upper
+    assert found.upper >= exact.lower
+    assert checker.proved_below(G, found.potential) >= found.lower
+    assert row_diameter(found.potential).value <= 1 + 1e-6
+    if found.flow is None:
+        jung = np.linalg.norm(checker.centred(G), axis=1).sum() * math.sqrt(min(d, V - 1) / (2 * (min(d, V - 1) + 1)))
+        assert jung <= found.upper
+    else:
+        assert checker.proved_above(G, checker.spread(G, found.flow)) <= found.upper
+
+
+def test_a_bracket_of_few_rows_closes_with_time() -> None:
+    assert tension_bracket(gradient(100, 10), budget_seconds=10).gap < 1.005
+
+
+def test_more_time_never_makes_a_bracket_wider() -> None:
+    G = gradient(1500, 24).float()
+    found = [tension_bracket(G, budget_seconds=budget) for budget in (0, 0.3, 3)]
+    lowers, uppers = [f.lower for f in found], [f.upper for f in found]
+    assert lowers == sorted(lowers)
+    assert uppers == sorted(uppers, reverse=True)
+    assert found[-1].gap < found[0].gap
+    assert found[-1].gap < 1.25
+
+
+def test_a_bracket_of_a_real_shape_beats_projected_rownorm_and_jung() -> None:
+    G = gradient(5000, 32).float()
+    found = tension_bracket(G, budget_seconds=0)
+    stretched = first_order_decrease(center_rows(G), -projected_row_norm(G)) / row_diameter(projected_row_norm(G)).value
+    total = float(center_rows(G).double().norm(dim=1).sum())
+    assert found.lower >= stretched * (1 - 1e-6)
+    assert found.upper < total / (2 * jung_ratio(32))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(2, 40), st.integers(1, 6), st.integers(0, 10**6), st.sampled_from([0.0, 1e4]), st.floats(1e-30, 1e30)
+)
+def test_a_bracket_is_sound_at_any_scale_and_shift(V: int, d: int, seed: int, shift: float, scale: float) -> None:
+    G = ((gradient(V, d, seed) + shift) * scale).float()
+    exact, found = diameter_oracle(G), tension_bracket(G, budget_seconds=0)
+    assert found.lower <= exact.upper
+    assert found.upper >= exact.lower
+    assert checker.proved_below(G, found.potential) >= found.lower
+    if found.flow is not None:
+        assert checker.proved_above(G, checker.spread(G, found.flow)) <= found.upper
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype_is_taken_as_it_is_and_left_as_it_was(dtype: torch.dtype) -> None:
+    G = gradient(20, 3).to(dtype)
+    before = G.clone()
+    exact, found = diameter_oracle(G), tension_bracket(G, budget_seconds=0)
+    assert exact.S.dtype == torch.float64
+    assert found.potential.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert found.lower <= exact.upper <= found.upper * (1 + 1e-6)
+    assert torch.equal(G, before)
+
+
+def test_what_cannot_be_answered_is_refused_in_one_sentence() -> None:
+    G = gradient(4, 2)
+    for bad in (math.nan, math.inf):
+        broken = G.clone()
+        broken[1, 1] = bad
+        for call in (diameter_oracle, tension_bracket):
+            with pytest.raises(ValueError, match="G must be finite, got an infinity or a nan"):
+                call(broken)
+    with pytest.raises(ValueError, match="eta must be zero or positive, got -1"):
+        diameter_oracle(G, -1.0)
+    with pytest.raises(ValueError, match="at most 2048 rows, got 3000"):
+        diameter_oracle(torch.randn(3000, 2))
+    with pytest.raises(ValueError, match="budget_seconds must be zero or positive, got -1"):
+        tension_bracket(G, budget_seconds=-1)
+    with pytest.raises(ValueError, match="one shape"):
+        first_order_decrease(G, G[:2])
+    with pytest.raises(TypeError, match=r"torch\.Tensor"):
+        diameter_oracle([[1.0]])  # type: ignore[arg-type]

@@ -1,0 +1,310 @@
+"""The paper's recipe, from its numbers to real runs: killed, resumed, and over two processes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hilbert_monitor.cli import app
+from hilbert_monitor.pretrain import recipes
+from hilbert_monitor.pretrain.module import Places, train
+from hilbert_monitor.pretrain.shards import write_shard
+from hilbert_monitor.runs.log import RunReader, find_runs
+
+TINY = {
+    "vocab_size": 128,
+    "width": 32,
+    "blocks": 1,
+    "head_dim": 16,
+    "context": 16,
+    "global_batch": 8,
+    "micro_batch": 4,
+    "validation_tokens": 32 * 16,
+    "panel_size": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Shards of tokens that follow each other with some regularity."""
+    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for name, size in (("fineweb_train_0.bin", 30_000), ("fineweb_train_1.bin", 20_000), ("fineweb_val_0.bin", 4_000)):
+        tokens = np.cumsum(draw.integers(0, 5, size)) % 128
+        write_shard(folder / name, tokens.astype(np.uint16))
+    return folder
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    ("size", "width", "updates", "adamw", "rownorm", "micro", "accumulation"),
+    [
+        ("190M", 512, 7083, 4.0e-3, 3.2e-3, 32, 1),
+        ("380M", 768, 14464, 2.667e-3, 2.133e-3, 16, 2),
+        ("640M", 1024, 24406, 2.0e-3, 1.6e-3, 8, 4),
+    ],
+)
+def test_the_presets_have_the_papers_numbers(size, width, updates, adamw, rownorm, micro, accumulation):
+    for head, rate in (("adamw", adamw), ("rownorm", rownorm)):
+        r = recipes.recipe(size, head=head)
+        assert (r.width, r.updates, r.micro_batch, r.accumulation) == (width, updates, micro, accumulation)
+        assert r.head_lr == pytest.approx(rate, rel=2e-4)
+        assert (r.global_batch, r.context, r.vocab_size, r.blocks, r.head_dim) == (256, 2048, 50_257, 32, 64)
+        assert (r.matrix_lr, r.embedding_lr, r.weight_decay, r.clip) == (8e-3, 4e-3, 0.1, 1.0)
+        assert (r.warmup, r.final_rate, r.precision) == (0.1, 0.1, "bf16-mixed")
+        assert (r.diameter_every, r.perturbation_every, r.panel_size, r.panel) == (10, 500, 8192, "paper")
+        assert (r.validation_every, r.validation_tokens) == (500, 5_242_880)
+
+
+def test_every_number_can_be_overridden_by_name():
+    changes = recipes.parsed(["width=64", "vocab-size=512", "head_lr=0.5", "compile=true", "loss_chunk=None"])
+    assert changes == {"width": 64, "vocab_size": 512, "head_lr": 0.5, "compile": True, "loss_chunk": None}
+    r = recipes.recipe("190M", **recipes.parsed(["width=64", "vocab_size=512", "blocks=2", "head_dim=32", "devices=1"]))
+    assert (r.model.parameters, r.head_lr) == (2 * 512 * 64 + 2 * 16 * 64**2, 1.6384 / 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--size", "1B"], "there is no size '1B': choose one of 190M, 380M, 640M, demo"),
+        (["--size", "190M", "--head", "lion"], "the head is trained by adamw or rownorm, got 'lion'"),
+        (["--size", "190M", "--devices", "7"], "does not divide into micro-batches of 32 on 7 devices"),
+        (["--size", "190M", "--set", "depth=3"], "a recipe has no 'depth'; it has size, head, seed"),
+        (["--size", "190M", "--set", "width=wide"], "--set width=wide"),
+        (["--size", "190M", "--set", "width=100"], "an even divisor of the width"),
+        (["--size", "190M"], "give the folder of the token shards as --data"),
+        (["--size", "190M", "--data", "nowhere"], "nowhere"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_run_is_refused_in_one_sentence_before_anything_is_allocated(arguments, said):
+    result = CliRunner().invoke(app, ["pretrain", "--accelerator", "cpu", *arguments], env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split())
+    assert "Traceback" not in result.output
+
+
+# Runs
+
+
+def fit(data, tmp_path, name="run", **changes):
+    r = recipes.recipe("demo", **TINY | changes)
+    places = Places(data, tmp_path / "runs", tmp_path / "checkpoints", name)
+    return train(r, places, accelerator="cpu", quiet=True, monitor={"strict": True, "on_blowup": []})
+
+
+def test_validation_comes_every_so_many_updates_and_after_the_last_whatever_the_accumulation(data, tmp_path):
+    for micro in (8, 2):
+        fit(data, tmp_path, f"micro{micro}", updates=11, validation_every=4, micro_batch=micro)
+        steps = list(RunReader(tmp_path / "runs" / f"micro{micro}").steps())
+        assert [r.step for r in steps] == list(range(1, 12))
+        assert [r.step for r in steps if r.validation_loss is not None] == [4, 8, 11]
+        assert steps[-1].tokens == 11 * 8 * 16
+        assert steps[-1].perturbation_rms > 0
+
+
+def test_accumulation_changes_no_number_beyond_rounding(data, tmp_path):
+    runs = []
+    for micro in (8, 2):
+        fit(data, tmp_path, f"micro{micro}", updates=6, micro_batch=micro)
+        runs.append(list(RunReader(tmp_path / "runs" / f"micro{micro}").steps()))
+    for a, b in zip(*runs, strict=True):
+        assert a.train_loss == pytest.approx(b.train_loss, rel=1e-4)
+    assert runs[0][-1].validation_loss == pytest.approx(runs[1][-1].validation_loss, rel=1e-4)
+    assert runs[0][-1].perturbation_rms == pytest.approx(runs[1][-1].perturbation_rms, rel=1e-2)
+
+
+def test_the_first_update_has_no_learning_rate_and_the_last_a_tenth(data, tmp_path):
+    fit(data, tmp_path, updates=20, head="adamw")
+    steps = list(RunReader(tmp_path / "runs" / "run").steps())
+    peak = 2.048 / 32
+    assert (steps[0].learning_rate, steps[0].diameter_lower) == (0.0, 0.0)
+    assert steps[2].learning_rate == pytest.approx(peak)
+    assert steps[-1].learning_rate == pytest.approx(0.1 * peak)
+
+
+def test_the_resolved_recipe_is_part_of_the_runs_info(data, tmp_path):
+    fit(data, tmp_path, updates=2)
+    info = RunReader(tmp_path / "runs" / "run").info
+    assert info.config["parameters"] == 2 * 128 * 32 + 16 * 32**2
+    assert (info.config["updates"], info.config["head"], info.seed, info.head_optimizer) == (2, "rownorm", 0, "RowNorm")
+
+
+def test_a_chunked_loss_trains_the_same_model_and_the_monitor_sees_its_states(data, tmp_path):
+    for name, chunk in (("whole", None), ("chunked", 10)):
+        fit(data, tmp_path, name, updates=5, loss_chunk=chunk)
+    whole, chunked = (list(RunReader(tmp_path / "runs" / n).steps())[-1] for n in ("whole", "chunked"))
+    assert chunked.train_loss == pytest.approx(whole.train_loss, rel=1e-4)
+    assert chunked.perturbation_rms == pytest.approx(whole.perturbation_rms, rel=1e-2)
+
+
+@pytest.mark.parametrize("head", recipes.HEADS)
+def test_under_bf16_autocast_parameters_and_state_stay_fp32(data, tmp_path, head):
+    trainer = fit(data, tmp_path, updates=3, head=head, precision="bf16-mixed", loss_chunk=16)
+    assert all(p.dtype == torch.float32 for p in trainer.lightning_module.parameters())
+    states = trainer.optimizers[0].state_dict()["state"].values()
+    assert all(v.dtype == torch.float32 for state in states for v in state.values() if isinstance(v, torch.Tensor))
+    assert list(RunReader(tmp_path / "runs" / "run").steps())[-1].perturbation_rms > 0
+
+
+def command(data, folder, *more):
+    sets = [f"--set={name}={value}" for name, value in TINY.items()]
+    places = [f"--data={data}", f"--runs={folder / 'runs'}", f"--checkpoints={folder / 'checkpoints'}", "--name=run"]
+    start = [sys.executable, "-m", "hilbert_monitor", "pretrain", "--size=demo", "--accelerator=cpu", "--quiet"]
+    return [*start, *places, *sets, *more]
+
+
+def begin(arguments):
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    return subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True)
+
+
+def finish(process):
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+
+
+def weights(folder):
+    return torch.load(folder / "checkpoints" / "run" / "last.ckpt", weights_only=False)["state_dict"]
+
+
+def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(data, tmp_path):
+    more = ["--set=updates=150", "--set=checkpoint_every=7", "--set=head=adamw"]
+    whole = begin(command(data, tmp_path / "whole", *more))
+    killed = begin(command(data, tmp_path / "killed", *more))
+    log = RunReader(tmp_path / "killed" / "runs" / "run")
+    deadline = time.monotonic() + 60
+    while sum(1 for _ in log.steps()) < 60 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    seen = max(r.step for r in log.steps())
+    assert 60 <= seen < 150
+    finish(begin(command(data, tmp_path / "killed", *more)))
+    finish(whole)
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    steps = list(log.steps())
+    assert [r.step for r in steps] == list(range(1, 151))
+    assert len(log.attempts) == 2
+    assert log.attempts[1].first_step % 7 == 0
+    clean = {r.step: r for r in RunReader(tmp_path / "whole" / "runs" / "run").steps()}
+    assert all(r.diameter_lower == clean[r.step].diameter_lower and r.tokens == clean[r.step].tokens for r in steps)
+
+
+def test_two_processes_follow_one_to_rounding(data, tmp_path):
+    more = ["--set=updates=12", "--set=checkpoint_every=12", "--set=perturbation_every=4"]
+    one = begin(command(data, tmp_path / "one", *more, "--set=micro_batch=8"))
+    finish(one)
+    finish(begin(command(data, tmp_path / "two", *more, "--devices=2")))
+    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
+    alone, both = ({r.step: r for r in next(iter(find_runs(tmp_path / n / "runs"))).steps()} for n in ("one", "two"))
+    assert alone.keys() == both.keys()
+    for step, r in alone.items():
+        assert r.tokens == both[step].tokens
+        if r.perturbation_rms is not None:
+            assert both[step].perturbation_rms == pytest.approx(r.perturbation_rms, rel=2e-2)
+    assert both[12].validation_loss == pytest.approx(alone[12].validation_loss, rel=1e-4)
+
+
+# The demo
+
+SMALL = ["--set=vocab_size=300", "--set=width=32", "--set=blocks=1", "--set=head_dim=16", "--set=context=16"]
+
+
+def test_the_demo_trains_a_pair_and_writes_its_results(tmp_path):
+    out = tmp_path / "demo.json"
+    result = CliRunner().invoke(
+        app, ["demo", "--out", str(tmp_path / "demo"), "--steps", "8", "--json", str(out), "--no-serve", *SMALL]
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())
+    assert found.keys() == {"adamw", "rownorm", "ratios", "runs"}
+    for head in ("adamw", "rownorm"):
+        assert found[head].keys() == {"validation_loss", "step_diameter", "perturbation_rms"}
+        assert all(value > 0 for value in found[head].values())
+    assert found["ratios"]["step_diameter"] == pytest.approx(
+        found["adamw"]["step_diameter"] / found["rownorm"]["step_diameter"]
+    )
+    runs = list(find_runs(found["runs"]))
+    assert {r.info.head_optimizer for r in runs} == {"AdamW", "RowNorm"}
+    assert len({r.info.panel_hash for r in runs}) == 1
+    assert "AdamW / RowNorm" in result.output
+
+
+def test_a_demo_that_is_interrupted_ends_cleanly_with_what_there_is(tmp_path):
+    demo = [sys.executable, "-m", "hilbert_monitor", "demo", "--out", str(tmp_path / "demo"), "--steps", "5000", *SMALL]
+    process = subprocess.Popen(
+        [*demo, "--json", str(tmp_path / "out.json")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        text=True,
+    )
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        runs = list(find_runs(tmp_path / "demo" / "runs"))
+        if len(runs) == 2 and all(sum(1 for _ in run.steps()) > 25 for run in runs):
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert "ended early" in said
+    assert "Traceback" not in said
+    assert json.loads((tmp_path / "out.json").read_text())["ratios"]["step_diameter"] > 0
+    states = [run.state(time.time()) for run in find_runs(tmp_path / "demo" / "runs")]
+    assert [state.status for state in states] == ["failed", "failed"]
+    assert {state.error for state in states} == {"KeyboardInterrupt"}
+
+
+def test_the_demo_says_where_its_dashboard_is_first_and_serves_on_until_it_is_told_to_end(tmp_path):
+    demo = [sys.executable, "-m", "hilbert_monitor", "demo", "--out", str(tmp_path / "demo"), "--steps", "8", *SMALL]
+    process = subprocess.Popen(
+        [*demo, "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        text=True,
+    )
+    try:
+        [address] = re.findall(r"live dashboard: (http://127\.0\.0\.1:\d+/)", process.stdout.readline())
+        with urllib.request.urlopen(f"{address}healthz", timeout=10) as answer:
+            assert json.load(answer)["status"] == "ok"
+        said = next(line for line in process.stdout if "stays at" in line)
+        assert address in said
+        with urllib.request.urlopen(f"{address}api/runs", timeout=10) as answer:
+            runs = json.load(answer)["runs"]
+        assert sorted((run["optimizer"], run["status"], run["step"]) for run in runs) == [
+            ("AdamW", "finished", 8),
+            ("RowNorm", "finished", 8),
+        ]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        assert "Traceback" not in process.stdout.read()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_run_of_the_demo_that_fails_is_told_in_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text("import sys\nif 'pretrain' in sys.argv: raise SystemExit('no room')\n")
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "demo"), "--steps", "8", *SMALL])
+    assert result.exit_code == 1
+    assert "run ended with an error: " in " ".join(result.output.split())
+    assert "Traceback" not in result.output

@@ -1,0 +1,47 @@
+"""The API, asked all that its own OpenAPI document allows and much that it does not.
+
+Not asked here: /api/events, whose answer never ends. `test_serve` listens to it.
+"""
+
+from pathlib import Path
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from hilbert_monitor.service.following.index import Index
+from hilbert_monitor.service.web.app import create_app
+from tests.support.services import FORMULA, IMAGE, write_zoo
+
+EXAMPLES = 60
+PATHS = sorted(create_app(Index(Path("nowhere"))).openapi()["paths"].keys() - {"/api/events"})
+IDS = ["AdamW-0", "failed", "empty", "broken", IMAGE, FORMULA.replace("/", "")]
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory):
+    root = tmp_path_factory.mktemp("zoo")
+    write_zoo(root)
+    index = Index(root)
+    index.refresh()
+    assert {*IDS} <= index.runs.keys()
+    return schemathesis.openapi.from_asgi("/api/openapi.json", create_app(index, allowed_hosts=["testserver"]))
+
+
+@pytest.mark.parametrize("mode", schemathesis.GenerationMode)
+@pytest.mark.parametrize("path", PATHS)
+def test_every_answer_is_as_documented_and_none_is_a_fault(document, path, mode):
+    operation = document[path]["GET"]
+    if mode is schemathesis.GenerationMode.NEGATIVE and not len(operation.query):
+        pytest.skip("there is nothing to ask wrongly: any text may be an id")
+
+    @seed(0)
+    @settings(max_examples=EXAMPLES, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode), id=st.sampled_from([None, *IDS]))
+    def ask(case, id):
+        if id is not None and "id" in case.path_parameters:
+            case.path_parameters["id"] = id  # else nearly every answer would be that there is no such run
+        case.call_and_validate()
+
+    ask()

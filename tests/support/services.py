@@ -1,0 +1,115 @@
+"""Folders of runs for the service's tests, and the service over them."""
+
+import math
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+
+from starlette.testclient import TestClient
+
+from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.service.following.index import Index
+from hilbert_monitor.service.web.app import create_app
+
+SCRIPT = "<script>alert(1)</script>"
+FORMULA = "=cmd|' /C calc'!A0"
+IMAGE = "<img src=x onerror=alert(1)>"
+
+
+def record(step, **changes):
+    """A step of a healthy run."""
+    usual = {
+        "time": 1_700_000_000.0 + step,
+        "tokens": 1000 * step,
+        "train_loss": 10.0 / step,
+        "learning_rate": 0.01,
+        "diameter": 0.02 / step,
+        "diameter_lower": 0.02 / step,
+        "diameter_upper": 0.02 / step,
+        "ceiling": 0.04,
+        "pair": (step % 3, 7),
+        "pair_text": (f"t{step % 3}", "seven\nlines"),
+        "perturbation_rms": 0.1 / step,
+        "perturbation_max": 0.3 / step,
+        "hidden_norm": 3.0,
+        "hidden_norm_rms": 2.0,
+        "spectral_norm": 0.03 / step,
+        "gauge_waste": 0.01,
+        "backward_bound": 0.5 / step,
+        "efficiency_lower": 0.4,
+        "efficiency_upper": 0.5,
+        "moment_efficiency_lower": 0.7,
+        "moment_efficiency_upper": 0.8,
+        "seconds": {"diameter": 0.25, "panel": 0.5},
+        "share": 0.01,
+    }
+    return StepRecord(step=step, **(usual | changes))
+
+
+def write_run(root, name, records=(), alerts=(), error=None, **about):
+    """A run that has ended; its id."""
+    usual = {"head_optimizer": "RowNorm", "model": "GPT", "seed": 0, "panel_hash": "panel"}
+    writer = RunWriter.open(root, RunInfo(name=name, **(usual | about)))
+    for one in records:
+        writer.write(one)
+    for alert in alerts:
+        writer.alert(alert)
+    writer.close(error)
+    return writer.id
+
+
+def write_zoo(root):
+    """Runs of every kind: well, failed, hostile, empty, broken, foreign, not a run at all."""
+    for seed in (0, 1):
+        for head, factor in (("AdamW", 50.0), ("RowNorm", 1.0)):
+            steps = [
+                record(s, diameter=factor * 0.02 / s, validation_loss=11.0 / s if s % 10 == 0 else None)
+                for s in range(1, 101)
+            ]
+            write_run(
+                root, f"{head} {seed}", steps, head_optimizer=head, seed=seed, config={"lr": 0.1, "deep": {"a": [1]}}
+            )
+    lost = [record(1), record(2, train_loss=math.nan, diameter=math.inf, pair=None, pair_text=None)]
+    blown = Alert(step=2, time=5.0, kind="nonfinite", value=math.inf, expected=math.nan, message="two\nlines")
+    write_run(root, "failed", lost, [blown], ValueError("lost"), head_optimizer="Muon", config={"lr": 0.2})
+    hostile = [record(s, pair_text=(SCRIPT, FORMULA)) for s in range(1, 20)]
+    id = write_run(
+        root, SCRIPT, hostile, head_optimizer=FORMULA, model=SCRIPT, config={SCRIPT: FORMULA}, remarks=(SCRIPT,)
+    )
+    shutil.copytree(root / id, root / IMAGE)
+    shutil.copytree(root / id, root / FORMULA.replace("/", ""))
+    write_run(root, "empty", head_optimizer="Muon", seed=None)
+    (root / "broken").mkdir()
+    (root / "broken" / "info.jsonl").write_bytes(b"\x00\xff{]\n" * 3)
+    (root / "broken" / "steps.jsonl").write_bytes(b'{"step": 1e999}\n[[[[\n')
+    (root / "foreign").mkdir()
+    (root / "foreign" / "notes.txt").write_text("not a run")
+
+
+@contextmanager
+def client_of(root, **options):
+    """A client of the service over a folder, whose runs were read once; and the index."""
+    index = Index(root)
+    index.refresh()
+    with TestClient(create_app(index, **options), base_url="http://127.0.0.1:8000") as client:
+        client.index = index
+        yield client
+
+
+@contextmanager
+def served(*arguments):
+    """`hilbert-monitor serve` in a process of its own: the process, its address and what it said first."""
+    command = [sys.executable, "-m", "hilbert_monitor", "serve", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        first = process.stdout.readline()
+        found = re.search(r"http://\S+", first)
+        assert found, first
+        yield process, found[0], first
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
