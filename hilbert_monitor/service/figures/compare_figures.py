@@ -20,11 +20,11 @@ import numpy as np
 from hilbert_monitor.service.following.columns import Floats
 from hilbert_monitor.service.following.text import label
 
-from . import style as looks
+from . import style
 from .averages import Means, Ratios, paired, pointwise
 from .comparison import BASE, OURS, Pair, axis_of, by_optimizer, pair_up, same_panel
 from .downsampling import POINTS, thin
-from .plot_options import PLAIN, Axis, View
+from .plot_options import PLAIN, Axis, PlotOptions
 from .series import RunSeries, Series
 from .style import Figure, Theme, Trace, colour, template
 
@@ -40,7 +40,7 @@ METRICS = {"loss": ("validation_loss", "train_loss"), "diameter": ("diameter",),
 """Curves of a panel."""
 
 
-def loss(runs: Sequence[RunSeries], view: View = PLAIN, aside: Collection[str] = ()) -> Figure:
+def loss(runs: Sequence[RunSeries], view: PlotOptions = PLAIN, aside: Collection[str] = ()) -> Figure:
     """Validation loss, and thinner the training loss.
 
     Args:
@@ -51,31 +51,31 @@ def loss(runs: Sequence[RunSeries], view: View = PLAIN, aside: Collection[str] =
     view, log = _settled(view, runs), view.logarithmic(False)
     few = replace(view, smooth=0.0)  # validation losses are few, and smooth by themselves
     traces = _training(runs, view, aside, log=log) + _metric(runs, "validation_loss", few, aside, log=log)
-    looks.name_groups(traces)
-    late = None if log else looks.late_range([c for r in runs for c in (r.validation_loss, r.train_loss)], view)
-    return looks.figure("Loss", traces, view, log=log, **({"range": late} if late else {}))
+    style.name_groups(traces)
+    late = None if log else style.late_range([c for r in runs for c in (r.validation_loss, r.train_loss)], view)
+    return style.figure("Loss", traces, view, log=log, **({"range": late} if late else {}))
 
 
-def diameter(runs: Sequence[RunSeries], view: View = PLAIN, aside: Collection[str] = ()) -> Figure:
+def diameter(runs: Sequence[RunSeries], view: PlotOptions = PLAIN, aside: Collection[str] = ()) -> Figure:
     """Row diameter D(S) of the step, on a logarithmic axis unless the view says else; arguments as for `loss`."""
     view, log = _settled(view, runs), view.logarithmic(True)
-    traces = looks.name_groups(_metric(runs, "diameter", view, aside, log=log))
-    return looks.figure("Row diameter D(S)", traces, view, log=log)
+    traces = style.name_groups(_metric(runs, "diameter", view, aside, log=log))
+    return style.figure("Row diameter D(S)", traces, view, log=log)
 
 
-def perturbation(runs: Sequence[RunSeries], view: View = PLAIN, aside: Collection[str] = ()) -> Figure:
+def perturbation(runs: Sequence[RunSeries], view: PlotOptions = PLAIN, aside: Collection[str] = ()) -> Figure:
     """Hilbert RMS perturbation of the panel, likewise; no mean over different panels."""
     view, log = _settled(view, runs), view.logarithmic(True)
-    traces = looks.name_groups(_metric(runs, "perturbation_rms", view, aside, log=log))
-    return looks.figure("Hilbert RMS", traces, view, log=log)
+    traces = style.name_groups(_metric(runs, "perturbation_rms", view, aside, log=log))
+    return style.figure("Hilbert RMS", traces, view, log=log)
 
 
-def ratio(runs: Sequence[RunSeries], view: View = PLAIN, aside: Collection[str] = ()) -> Figure:
+def ratio(runs: Sequence[RunSeries], view: PlotOptions = PLAIN, aside: Collection[str] = ()) -> Figure:
     """AdamW's mean over RowNorm's, of D(S) and of Hilbert RMS, over the pairs that have both; none without a pair."""
     view, log = _settled(view, runs), view.logarithmic(False)
     pairs = pair_up(run for run in runs if run.id not in aside)
-    traces = looks.name_groups([trace for name in RATIOS for trace in _ratio(pairs, name, view)])
-    return looks.figure(f"{BASE} / {OURS}", traces, view, log=log, **({} if log else {"rangemode": "tozero"}))
+    traces = style.name_groups([trace for name in RATIOS for trace in _ratio(pairs, name, view)])
+    return style.figure(f"{BASE} / {OURS}", traces, view, log=log, **({} if log else {"rangemode": "tozero"}))
 
 
 PANELS: dict[str, Callable[..., Figure]] = {
@@ -86,19 +86,21 @@ PANELS: dict[str, Callable[..., Figure]] = {
 }
 
 
-def _settled(view: View, runs: Sequence[RunSeries]) -> View:
+def _settled(view: PlotOptions, runs: Sequence[RunSeries]) -> PlotOptions:
     """A view that has its axis."""
     return view if view.axis else replace(view, axis=axis_of(runs))
 
 
-def _axis(view: View) -> Axis:
+def _axis(view: PlotOptions) -> Axis:
     return view.axis or "updates"
 
 
 # Traces
 
 
-def _metric(runs: Sequence[RunSeries], name: str, view: View, aside: Collection[str], *, log: bool) -> list[Trace]:
+def _metric(
+    runs: Sequence[RunSeries], name: str, view: PlotOptions, aside: Collection[str], *, log: bool
+) -> list[Trace]:
     """All traces of a metric."""
     runs = [run for run in runs if len(run.curve(name))]
     if view.group == "run":
@@ -117,12 +119,12 @@ def _metric(runs: Sequence[RunSeries], name: str, view: View, aside: Collection[
     return traces
 
 
-def _each(runs: Sequence[RunSeries], name: str, view: View, aside: Collection[str], *, log: bool) -> list[Trace]:
+def _each(runs: Sequence[RunSeries], name: str, view: PlotOptions, aside: Collection[str], *, log: bool) -> list[Trace]:
     """A line for each run, in a shade of its optimizer's colour and under its own name, if a legend has the room."""
     traces: list[Trace] = []
     for optimizer, group in by_optimizer(runs).items():
         for number, run in enumerate(group):
-            color, dash = looks.shade(colour(optimizer), number)
+            color, dash = style.shade(colour(optimizer), number)
             for trace in _line(run, name, view, len(runs), log=log):
                 width = min(trace["line"]["width"], 1.75)
                 trace["line"] = {"color": color, "width": width, "dash": "dot" if run.id in aside else dash}
@@ -132,18 +134,18 @@ def _each(runs: Sequence[RunSeries], name: str, view: View, aside: Collection[st
     return traces
 
 
-def _line(run: RunSeries, name: str, view: View, among: int, *, log: bool) -> list[Trace]:
+def _line(run: RunSeries, name: str, view: PlotOptions, among: int, *, log: bool) -> list[Trace]:
     """One run's line, and behind a smooth one what it is made of."""
-    line = looks.line(run.curve(name), view, log=log, points=_points(among), smooth=view.smooth) | _of(run)
+    line = style.line(run.curve(name), view, log=log, points=_points(among), smooth=view.smooth) | _of(run)
     line |= {"opacity": 1.0, "line": {"color": colour(run.optimizer), "width": 2.5}}
     if not view.smooth:
         return [line]
     return [_behind(run, name, view, among, log=log, aside=False) | {"hoverinfo": "skip"}, line]
 
 
-def _behind(run: RunSeries, name: str, view: View, among: int, *, log: bool, aside: bool) -> Trace:
+def _behind(run: RunSeries, name: str, view: PlotOptions, among: int, *, log: bool, aside: bool) -> Trace:
     """One run's values as they are, faint; dotted if it is in no mean."""
-    trace = looks.line(run.curve(name), view, log=log, points=_points(among)) | _of(run)
+    trace = style.line(run.curve(name), view, log=log, points=_points(among)) | _of(run)
     if aside:
         trace["meta"] += f", {label(run.status)}"
     trace["line"] = {"color": colour(run.optimizer), "width": 1, "dash": "dot" if aside else "solid"}
@@ -165,39 +167,39 @@ def _points(among: int) -> int:
     return POINTS if among <= 12 else max(24_000 // among, 100)
 
 
-def _mean(optimizer: str, curves: Sequence[Series], view: View, *, log: bool) -> list[Trace]:
+def _mean(optimizer: str, curves: Sequence[Series], view: PlotOptions, *, log: bool) -> list[Trace]:
     """Mean and band of some curves, the mean last."""
     axis, color, common = _axis(view), colour(optimizer), _named(label(optimizer))
     found = _cut(pointwise(curves, axis, smooth=view.smooth), view)
-    mean, lower, upper = looks.shown(found.mean, log), *_edges(found, log)
+    mean, lower, upper = style.shown(found.mean, log), *_edges(found, log)
     kept = thin([lower, upper, mean])
     onward = found.x[kept] >= np.maximum.accumulate(found.x[kept]) if len(kept) else np.empty(0, bool)
     inside = kept[onward & ~np.isnan(lower[kept]) & ~np.isnan(upper[kept])]
     edge = common | {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
-    fill = {"fill": "tonexty", "fillcolor": looks.faded(color)}
-    strong = looks.drawn(found.x, mean, kept, axis, [_spoken(found, place) for place in kept.tolist()])
+    fill = {"fill": "tonexty", "fillcolor": style.faded(color)}
+    strong = style.drawn(found.x, mean, kept, axis, [_spoken(found, place) for place in kept.tolist()])
     return [
-        looks.drawn(found.x, lower, inside, axis) | edge,
-        looks.drawn(found.x, upper, inside, axis) | edge | fill,
+        style.drawn(found.x, lower, inside, axis) | edge,
+        style.drawn(found.x, upper, inside, axis) | edge | fill,
         *([_thin_mean(curves, replace(view, smooth=0.0), color, log=log) | common] if _hides(view) else []),
         strong | common | {"line": {"color": color, "width": 2.5}, "meta": label(optimizer)},
     ]
 
 
-def _hides(view: View) -> bool:
+def _hides(view: PlotOptions) -> bool:
     """Whether a smooth mean has nothing behind it: where each run's line is, that is not smooth."""
     return view.smooth > 0 and not view.seeds
 
 
-def _thin_mean(curves: Sequence[Series], view: View, color: str, *, log: bool) -> Trace:
+def _thin_mean(curves: Sequence[Series], view: PlotOptions, color: str, *, log: bool) -> Trace:
     """A thin line of the mean, faint and silent."""
     found = _cut(pointwise(curves, _axis(view), smooth=view.smooth, spread=False), view)
-    mean = looks.shown(found.mean, log)
-    trace = looks.drawn(found.x, mean, thin([mean]), _axis(view))
+    mean = style.shown(found.mean, log)
+    trace = style.drawn(found.x, mean, thin([mean]), _axis(view))
     return trace | {"opacity": FAINT, "line": {"color": color, "width": 1}, "hoverinfo": "skip"}
 
 
-def _training(runs: Sequence[RunSeries], view: View, aside: Collection[str], *, log: bool) -> list[Trace]:
+def _training(runs: Sequence[RunSeries], view: PlotOptions, aside: Collection[str], *, log: bool) -> list[Trace]:
     """The training loss: of each optimizer a thin line of its mean, or of its only run; or of each run."""
     runs = [run for run in runs if len(run.train_loss)]
     traces: list[Trace] = []
@@ -220,7 +222,7 @@ def _training(runs: Sequence[RunSeries], view: View, aside: Collection[str], *, 
     return traces
 
 
-def _ratio(pairs: Sequence[Pair], name: str, view: View) -> list[Trace]:
+def _ratio(pairs: Sequence[Pair], name: str, view: PlotOptions) -> list[Trace]:
     """The ratio of the pairs' means, and behind a smooth one what it is made of."""
     traces = []
     text, color, dash = RATIOS[name]
@@ -228,8 +230,8 @@ def _ratio(pairs: Sequence[Pair], name: str, view: View) -> list[Trace]:
         found = _ratios(pairs, name, view, smooth)
         if not len(found.x):
             continue
-        y, strong = looks.shown(found.ratio, log=True), smooth == view.smooth
-        trace = looks.drawn(found.x, y, thin([y]), _axis(view)) | _named(text)
+        y, strong = style.shown(found.ratio, log=True), smooth == view.smooth
+        trace = style.drawn(found.x, y, thin([y]), _axis(view)) | _named(text)
         trace |= {"line": {"color": color, "width": 2 if strong else 1, "dash": dash}}
         trace |= {"meta": f"{text}, {BASE} / {OURS}"} if strong else {"opacity": FAINT, "hoverinfo": "skip"}
         traces.append(trace)
@@ -239,16 +241,16 @@ def _ratio(pairs: Sequence[Pair], name: str, view: View) -> list[Trace]:
 # Numbers
 
 
-def _cut(means: Means, view: View) -> Means:
+def _cut(means: Means, view: PlotOptions) -> Means:
     """Means in the view's range."""
-    part = looks.window(means.x, view)
+    part = style.window(means.x, view)
     return Means(means.x[part], means.mean[part], means.deviation[part], means.runs[part], means.smallest[part])
 
 
-def _ratios(pairs: Sequence[Pair], name: str, view: View, smooth: float) -> Ratios:
+def _ratios(pairs: Sequence[Pair], name: str, view: PlotOptions, smooth: float) -> Ratios:
     """Ratios in the view's range."""
     found = paired([(a.curve(name), b.curve(name)) for a, b in pairs], _axis(view), smooth=smooth)
-    part = looks.window(found.x, view)
+    part = style.window(found.x, view)
     return Ratios(found.x[part], found.ratio[part], found.pairs[part])
 
 
@@ -258,7 +260,7 @@ def _edges(means: Means, log: bool) -> tuple[Floats, Floats]:
     if log:
         least = np.where(np.isfinite(means.smallest), means.smallest / 2, 0.0)
         lower, upper = np.maximum(lower, least), np.maximum(upper, least)
-    return looks.shown(lower, log), looks.shown(upper, log)
+    return style.shown(lower, log), style.shown(upper, log)
 
 
 def _spoken(means: Means, place: int) -> str:
@@ -276,7 +278,7 @@ Row = tuple[Any, ...]
 
 
 def curves(
-    panel: str, runs: Sequence[RunSeries], view: View = PLAIN, aside: Collection[str] = ()
+    panel: str, runs: Sequence[RunSeries], view: PlotOptions = PLAIN, aside: Collection[str] = ()
 ) -> tuple[tuple[str, ...], Iterator[Row]]:
     """Every value of a panel in the view's range, as the header and the rows of a table; nothing is thinned.
 
@@ -294,7 +296,7 @@ def curves(
 
 
 def _panel_rows(
-    names: Sequence[str], runs: Sequence[RunSeries], counted: Sequence[RunSeries], view: View
+    names: Sequence[str], runs: Sequence[RunSeries], counted: Sequence[RunSeries], view: PlotOptions
 ) -> Iterator[Row]:
     for name in names:
         for run in runs:
@@ -304,44 +306,44 @@ def _panel_rows(
                 yield from _mean_rows(optimizer, group, name, view)
 
 
-def _run_rows(run: RunSeries, name: str, view: View) -> Iterator[Row]:
+def _run_rows(run: RunSeries, name: str, view: PlotOptions) -> Iterator[Row]:
     curve = run.curve(name).on(_axis(view))
-    rows = looks.inside(curve.along(_axis(view)), view)
-    smoothed = looks.numbers(curve.smoothed(view.smooth)[rows]) if view.smooth else [None] * len(rows)
-    hours = looks.numbers(curve.along("time")[rows]) if curve.has("time") else [None] * len(rows)
-    tokens = [None if number is None else int(number) for number in looks.numbers(curve.tokens[rows])]
+    rows = style.inside(curve.along(_axis(view)), view)
+    smoothed = style.numbers(curve.smoothed(view.smooth)[rows]) if view.smooth else [None] * len(rows)
+    hours = style.numbers(curve.along("time")[rows]) if curve.has("time") else [None] * len(rows)
+    tokens = [None if number is None else int(number) for number in style.numbers(curve.tokens[rows])]
     columns = (curve.steps[rows].tolist(), tokens, hours, curve.values[rows].tolist(), smoothed)
     for row in zip(*columns, strict=True):
         yield run.optimizer, run.id, run.seed, name, *row, None, None
 
 
-def _mean_rows(optimizer: str, group: Sequence[RunSeries], name: str, view: View) -> Iterator[Row]:
+def _mean_rows(optimizer: str, group: Sequence[RunSeries], name: str, view: PlotOptions) -> Iterator[Row]:
     series = [run.curve(name) for run in group]
     found = pointwise(series, _axis(view))
-    rows = looks.inside(found.x, view)
+    rows = style.inside(found.x, view)
     smooth = pointwise(series, _axis(view), smooth=view.smooth, spread=False).mean[rows] if view.smooth else None
-    smoothed = [None] * len(rows) if smooth is None else looks.numbers(smooth)
+    smoothed = [None] * len(rows) if smooth is None else style.numbers(smooth)
     columns = (
-        looks.numbers(found.mean[rows]),
+        style.numbers(found.mean[rows]),
         smoothed,
-        looks.numbers(found.deviation[rows]),
+        style.numbers(found.deviation[rows]),
         found.runs[rows].tolist(),
     )
     for place, *row in zip(found.x[rows].tolist(), *columns, strict=True):
         yield optimizer, "mean", None, name, *_at(place, view), *row
 
 
-def _ratio_rows(pairs: Sequence[Pair], name: str, view: View) -> Iterator[Row]:
+def _ratio_rows(pairs: Sequence[Pair], name: str, view: PlotOptions) -> Iterator[Row]:
     found = _ratios(pairs, name, replace(view, x0=None, x1=None), 0.0)
-    rows = looks.inside(found.x, view)
+    rows = style.inside(found.x, view)
     smooth = _ratios(pairs, name, replace(view, x0=None, x1=None), view.smooth).ratio[rows] if view.smooth else None
-    smoothed = [None] * len(rows) if smooth is None else looks.numbers(smooth)
-    columns = (found.x[rows].tolist(), looks.numbers(found.ratio[rows]), smoothed, found.pairs[rows].tolist())
+    smoothed = [None] * len(rows) if smooth is None else style.numbers(smooth)
+    columns = (found.x[rows].tolist(), style.numbers(found.ratio[rows]), smoothed, found.pairs[rows].tolist())
     for place, ratio_, smooth_, count in zip(*columns, strict=True):
         yield name, *_at(place, view), ratio_, smooth_, count
 
 
-def _at(place: float, view: View) -> tuple[float | None, ...]:
+def _at(place: float, view: PlotOptions) -> tuple[float | None, ...]:
     """A place in its column."""
     found = place if view.axis == "time" else int(place)
     return tuple(found if column == WHERE[_axis(view)] else None for column in range(3))

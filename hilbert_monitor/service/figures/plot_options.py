@@ -11,7 +11,7 @@ Group = Literal["optimizer", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class PlotOptions:
     """A way to look at curves."""
 
     axis: Axis | None = None
@@ -32,5 +32,5 @@ class View:
         return auto if self.scale == "auto" else self.scale == "log"
 
 
-PLAIN = View()
+PLAIN = PlotOptions()
 """All of every curve, as it is."""

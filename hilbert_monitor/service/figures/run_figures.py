@@ -16,9 +16,9 @@ from hilbert_monitor.runs.record import Alert, RunInfo
 from hilbert_monitor.service.following.columns import MISSING, SECONDS, Floats, Table, present
 from hilbert_monitor.service.following.text import label
 
-from . import style as looks
+from . import style
 from .downsampling import thin
-from .plot_options import PLAIN, Axis, View
+from .plot_options import PLAIN, Axis, PlotOptions
 from .series import Series, origin, series_of
 from .style import GREY, Figure, Trace, colour
 
@@ -40,7 +40,7 @@ class Run:
     info: RunInfo
     attempts: Sequence[RunInfo]
     alerts: Sequence[Alert]
-    view: View
+    view: PlotOptions
     began: float
 
     @property
@@ -75,7 +75,7 @@ Values = dict[str, Floats]
 
 
 def figures(
-    table: Table, info: RunInfo, attempts: Sequence[RunInfo], alerts: Sequence[Alert], view: View = PLAIN
+    table: Table, info: RunInfo, attempts: Sequence[RunInfo], alerts: Sequence[Alert], view: PlotOptions = PLAIN
 ) -> dict[str, Figure]:
     """The figures of a run that have a curve, by name.
 
@@ -92,7 +92,7 @@ def figures(
 
 
 def curves(
-    panel: str, table: Table, info: RunInfo, attempts: Sequence[RunInfo], view: View = PLAIN
+    panel: str, table: Table, info: RunInfo, attempts: Sequence[RunInfo], view: PlotOptions = PLAIN
 ) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
     """Every value of a panel in the view's range, as the header and the rows of a table; nothing is thinned.
 
@@ -107,7 +107,7 @@ def curves(
     return ("step", "tokens", "hours", *columns), _rows(run, list(columns.values()))
 
 
-def _run(table: Table, info: RunInfo, attempts: Sequence[RunInfo], alerts: Sequence[Alert], view: View) -> Run:
+def _run(table: Table, info: RunInfo, attempts: Sequence[RunInfo], alerts: Sequence[Alert], view: PlotOptions) -> Run:
     began = origin(table, attempts[0].started if attempts else None)
     if view.axis is None:
         view = replace(view, axis="tokens" if np.isfinite(table.column("tokens")).all() else "updates")
@@ -120,10 +120,10 @@ def _rows(run: Run, columns: Sequence[Floats]) -> Iterator[tuple[Any, ...]]:
     for column in columns:
         some |= present(column)
     x = {"updates": table.steps.astype(np.float64), "tokens": table.column("tokens"), "time": hours}[run.axis]
-    rows = np.intersect1d(np.flatnonzero(some), looks.inside(x, run.view))
-    tokens = [None if number is None else int(number) for number in looks.numbers(table.column("tokens")[rows])]
+    rows = np.intersect1d(np.flatnonzero(some), style.inside(x, run.view))
+    tokens = [None if number is None else int(number) for number in style.numbers(table.column("tokens")[rows])]
     listed = [_listed(column[rows]) for column in columns]
-    yield from zip(table.steps[rows].tolist(), tokens, looks.numbers(hours[rows]), *listed, strict=True)
+    yield from zip(table.steps[rows].tolist(), tokens, style.numbers(hours[rows]), *listed, strict=True)
 
 
 def _listed(column: Floats) -> list[float | None]:
@@ -214,7 +214,7 @@ def _draw_loss(run: Run, columns: Values) -> Figure | None:
     if "validation_loss" in columns:
         few = replace(run, view=replace(run.view, smooth=0.0))  # as there are few of them
         traces += _curve(few, columns["validation_loss"], "validation", color, log=log)
-    late = None if log else looks.late_range([run.series(values) for values in columns.values()], run.view)
+    late = None if log else style.late_range([run.series(values) for values in columns.values()], run.view)
     return _figure(run, "Loss", traces, columns, log=log, **({"range": late} if late else {}))
 
 
@@ -310,7 +310,7 @@ def _curve(
     traces = []
     for smooth in sorted({0.0, run.view.smooth}):
         strong = smooth == run.view.smooth
-        trace = looks.line(series, run.view, log=log, smooth=smooth)
+        trace = style.line(series, run.view, log=log, smooth=smooth)
         trace |= {"type": "scatter", "name": text, "legendgroup": text, "opacity": 1.0 if strong else 0.35}
         trace |= {"line": {"color": color, "width": width if strong else 1, "dash": dash if strong else "solid"}}
         traces.append(trace | ({"meta": text} if strong else {"hoverinfo": "skip"}))
@@ -326,23 +326,23 @@ def _bracket(run: Run, columns: Values, color: str, *, log: bool) -> list[Trace]
         run.series(np.where(both, columns[f"diameter_{end}"], MISSING)).on(run.axis) for end in ("lower", "upper")
     )
     x = lower.along(run.axis)
-    part = looks.window(x, run.view)
-    x, low, high = x[part], looks.shown(lower.values[part], log), looks.shown(upper.values[part], log)
+    part = style.window(x, run.view)
+    x, low, high = x[part], style.shown(lower.values[part], log), style.shown(upper.values[part], log)
     kept = thin([low, high]) if len(x) else np.empty(0, np.int64)
     kept = kept[~np.isnan(low[kept]) & ~np.isnan(high[kept])]
     edge: Trace = {"type": "scatter", "name": "bracket", "legendgroup": "bracket", "mode": "lines"}
-    edge |= {"line": {"width": 0.75, "color": looks.faded(color, 0.4)}, "hoverinfo": "skip"}
+    edge |= {"line": {"width": 0.75, "color": style.faded(color, 0.4)}, "hoverinfo": "skip"}
     said = [f"{a:.4g} to {b:.4g}" for a, b in zip(low[kept].tolist(), high[kept].tolist(), strict=True)]
-    fill = {"fill": "tonexty", "fillcolor": looks.faded(color, 0.22), "meta": "bracket", "says": "", "hoverinfo": "all"}
-    return [looks.drawn(x, low, kept, run.axis) | edge, looks.drawn(x, high, kept, run.axis, said) | edge | fill]
+    fill = {"fill": "tonexty", "fillcolor": style.faded(color, 0.22), "meta": "bracket", "says": "", "hoverinfo": "all"}
+    return [style.drawn(x, low, kept, run.axis) | edge, style.drawn(x, high, kept, run.axis, said) | edge | fill]
 
 
 def _figure(run: Run, title: str, traces: list[Trace], columns: Values, *, log: bool, **yaxis: Any) -> Figure | None:
     """A figure with its marks; None without a curve."""
     if not any(len(trace["x"]) for trace in traces) and not any(present(values).any() for values in columns.values()):
         return None
-    looks.name_groups(traces)
-    figure = looks.figure(title, traces + _lost(run, columns) + _alerted(run), run.view, log=log, **yaxis)
+    style.name_groups(traces)
+    figure = style.figure(title, traces + _lost(run, columns) + _alerted(run), run.view, log=log, **yaxis)
     figure["layout"] |= {"yaxis2": dict(OVER), "shapes": _attempted(run)}
     return figure
 
@@ -354,7 +354,7 @@ def _lost(run: Run, columns: Values) -> list[Trace]:
     for name, values in columns.items():
         rows = np.flatnonzero(present(values) & ~np.isfinite(values))
         x = run.where(run.table.steps[rows].astype(np.float64), run.table.column("time")[rows])
-        seen = looks.inside(x, run.view)
+        seen = style.inside(x, run.view)
         seen = seen[np.unique(np.linspace(0, len(seen) - 1, MARKS).astype(np.int64))] if len(seen) > MARKS else seen
         at.append(x[seen])
         shown = zip(values[rows[seen]].tolist(), run.table.steps[rows[seen]].tolist(), strict=True)
@@ -369,12 +369,12 @@ def _alerted(run: Run) -> list[Trace]:
     alerts = list(run.alerts)
     steps = np.array([alert.step for alert in alerts], np.float64)
     x = run.where(steps, np.array([alert.time for alert in alerts], np.float64))
-    seen = looks.inside(x, run.view)[-MARKS:]
+    seen = style.inside(x, run.view)[-MARKS:]
     if not len(seen):
         return []
     said = [f"{label(alerts[i].kind)} at step {alerts[i].step:,}: {alerts[i].value:.4g}" for i in seen.tolist()]
     marks = _marks(run, x[seen], 0.97, said, {"symbol": "triangle-down", "size": 9, "color": RED}, "alerts")
-    places = looks.places(x[seen], run.axis)[-LINES:]
+    places = style.places(x[seen], run.axis)[-LINES:]
     lines: Trace = {"type": "scatter", "mode": "lines", "yaxis": "y2", "hoverinfo": "skip", "showlegend": False}
     lines |= {"x": [at for place in places for at in (place, place, None)], "y": [0, 0.97, None] * len(places)}
     return [lines | {"line": {"color": RED, "width": 1}, "opacity": 0.3, "legendgroup": "alerts"}, marks]
@@ -382,7 +382,7 @@ def _alerted(run: Run) -> list[Trace]:
 
 def _marks(run: Run, x: Floats, height: float, said: list[str], marker: dict[str, Any], name: str) -> Trace:
     trace: Trace = {"type": "scatter", "mode": "markers", "yaxis": "y2", "name": name, "legendgroup": name}
-    trace |= {"x": looks.places(x, run.axis), "y": [height] * len(x), "customdata": said, "cliponaxis": False}
+    trace |= {"x": style.places(x, run.axis), "y": [height] * len(x), "customdata": said, "cliponaxis": False}
     return trace | {"marker": marker, "meta": name, "says": "", "showlegend": True}
 
 
@@ -391,9 +391,9 @@ def _attempted(run: Run) -> list[dict[str, Any]]:
     later = list(run.attempts[1:])[-LINES:]
     steps = np.array([attempt.first_step for attempt in later], np.float64)
     x = run.where(steps, np.array([attempt.started for attempt in later], np.float64))
-    seen = looks.inside(x, run.view)
+    seen = style.inside(x, run.view)
     shapes = []
-    for number, place in zip(seen.tolist(), looks.places(x[seen], run.axis), strict=True):
+    for number, place in zip(seen.tolist(), style.places(x[seen], run.axis), strict=True):
         font = {"size": 10, "color": GREY}
         text = {"text": f"attempt {later[number].attempt}", "font": font, "textposition": "end", "textangle": 0}
         ends = {"type": "line", "x0": place, "x1": place, "y0": 0, "y1": 1, "yref": "y domain"}

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hilbert_monitor.service.following.columns import Floats
 
 from .downsampling import POINTS, thin
-from .plot_options import Axis, View
+from .plot_options import Axis, PlotOptions
 from .series import Series
 
 Theme = Literal["light", "dark"]
@@ -90,7 +90,7 @@ def template(theme: Theme) -> dict[str, Any]:
 # Figures
 
 
-def figure(title: str, traces: list[Trace], view: View, *, log: bool = False, **yaxis: Any) -> Figure:
+def figure(title: str, traces: list[Trace], view: PlotOptions, *, log: bool = False, **yaxis: Any) -> Figure:
     """A figure of some traces, whose view has its axis."""
     axis: Axis = view.axis or "updates"
     unified = _say(traces, axis)
@@ -158,7 +158,7 @@ def name_groups(traces: list[Trace]) -> list[Trace]:
 # Lines
 
 
-def line(series: Series, view: View, *, log: bool, points: int = POINTS, smooth: float = 0.0) -> Trace:
+def line(series: Series, view: PlotOptions, *, log: bool, points: int = POINTS, smooth: float = 0.0) -> Trace:
     """x and y of a curve, thinned, with gaps where the axis has no place for a value; worked out once."""
     axis: Axis = view.axis or "updates"
     key = ("line", axis, view.x0, view.x1, log, points, smooth)
@@ -194,7 +194,7 @@ def shown(values: Floats, log: bool) -> Floats:
     return values if known.all() else np.where(known, values, np.nan)
 
 
-def window(x: Floats, view: View) -> slice:
+def window(x: Floats, view: PlotOptions) -> slice:
     """The places in the view's range, and one more on either side, so that lines go on to the edge."""
     if view.x0 is None and view.x1 is None:
         return slice(None)
@@ -205,7 +205,7 @@ def window(x: Floats, view: View) -> slice:
     return slice(max(before - 1, 0), before + 1)
 
 
-def inside(x: Floats, view: View) -> NDArray[np.int64]:
+def inside(x: Floats, view: PlotOptions) -> NDArray[np.int64]:
     """The places in the view's range, and no more."""
     low, high = (-math.inf if view.x0 is None else view.x0), (math.inf if view.x1 is None else view.x1)
     return np.flatnonzero((x >= low) & (x <= high) & np.isfinite(x))
@@ -224,7 +224,7 @@ def numbers(y: Floats) -> list[float | None]:
     return [None if value != value else value for value in found] if np.isnan(y).any() else found
 
 
-def late_range(curves: Sequence[Series], view: View) -> list[float] | None:
+def late_range(curves: Sequence[Series], view: PlotOptions) -> list[float] | None:
     """The losses after the first twentieth of the longest run, so that the start does not press the rest flat."""
     axis: Axis = view.axis or "updates"
     if view.x0 is not None or view.x1 is not None:

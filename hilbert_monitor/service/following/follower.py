@@ -32,7 +32,7 @@ class Trouble(Exception):
     """Why a folder is not read, in a sentence."""
 
 
-class Followed:
+class RunFollower:
     """A run's folder, and what was read of it.
 
     Args:

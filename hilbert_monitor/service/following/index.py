@@ -21,7 +21,7 @@ from hilbert_monitor.runs.log import News
 
 from .cache import Cache
 from .feed import Feed
-from .follower import Followed
+from .follower import RunFollower
 from .snapshot import RunSnapshot, summary
 
 CACHE = ".hilbert-monitor"
@@ -56,7 +56,7 @@ class Index:
         self.progress = 0.0
         """Share of all logs that was read."""
         self._cache = Cache(cache) if cache is not None else None
-        self._followed: dict[str, Followed] = {}
+        self._followed: dict[str, RunFollower] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._pass = threading.Lock()
@@ -102,7 +102,7 @@ class Index:
         """Begin with folders that are new, and let go of those that are gone for long."""
         names = set(_folders(self.root))
         for name in sorted(names - self._followed.keys()):
-            self._followed[name] = Followed(self.root / name, self.root, self._cache)
+            self._followed[name] = RunFollower(self.root / name, self.root, self._cache)
         for name in self._followed.keys() - names:
             gone = self._followed[name]
             if gone.snapshot is None or time.time() - (gone.gone_since or math.inf) > REMEMBERED:
@@ -115,7 +115,7 @@ class Index:
             if followed.behind > BEHIND and time.monotonic() < deadline and not self._stop.is_set():
                 self._advance(followed, time.time(), deadline)
 
-    def _advance(self, followed: Followed, now: float, deadline: float = math.inf) -> None:
+    def _advance(self, followed: RunFollower, now: float, deadline: float = math.inf) -> None:
         """Read what a run has new, publish it and tell of it."""
         known, news = followed.snapshot, list[News]()
         current = known is not None and known.indexed == 1.0

@@ -18,9 +18,9 @@ import numpy as np
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from hilbert_monitor.runs.record import Alert
-from hilbert_monitor.service.figures import compare_figures as figures
+from hilbert_monitor.service.figures import compare_figures
 from hilbert_monitor.service.figures.comparison import BASE, METRICS, OURS, Comparison, Spread, final
-from hilbert_monitor.service.figures.plot_options import View
+from hilbert_monitor.service.figures.plot_options import PlotOptions
 from hilbert_monitor.service.figures.series import CURVES, RunSeries
 from hilbert_monitor.service.following.published import PAPER, Figure, Published
 from hilbert_monitor.service.following.run_settings import settings
@@ -34,12 +34,12 @@ SETTINGS = 100
 """Settings that differ, at most."""
 HEADS = ("LM head", "Validation loss", "D(S)", "Hilbert RMS", "Runs")
 FIGURES = {
-    "Loss": figures.loss,
-    "Row diameter of a step": figures.diameter,
-    "Hilbert RMS perturbation": figures.perturbation,
-    f"{BASE} over {OURS}": figures.ratio,
+    "Loss": compare_figures.loss,
+    "Row diameter of a step": compare_figures.diameter,
+    "Hilbert RMS perturbation": compare_figures.perturbation,
+    f"{BASE} over {OURS}": compare_figures.ratio,
 }
-THEMES: tuple[figures.Theme, ...] = ("light", "dark")
+THEMES: tuple[compare_figures.Theme, ...] = ("light", "dark")
 
 Value = Spread | Figure
 
@@ -48,7 +48,7 @@ def page(runs: Sequence[Run], comparisons: Sequence[Comparison], *, now: float |
     """The report as one HTML file, with plotly.js in it."""
     drawn: list[dict[str, Any]] = []
     models = "".join(_model(c, drawn, several=len(comparisons) > 1) for c in comparisons)
-    themes = {theme: figures.template(theme) for theme in THEMES}
+    themes = {theme: compare_figures.template(theme) for theme in THEMES}
     when = time.strftime("%d %B %Y, %H:%M", time.localtime(now))
     known = {r.id for c in comparisons for r in c.counted}
     body = [
@@ -150,7 +150,7 @@ def _figures(c: Comparison, drawn: list[dict[str, Any]]) -> str:
     runs, aside = (*c.counted, *c.aside), {run.id for run in c.aside}
     places = []
     for title, draw in FIGURES.items():
-        figure = draw(runs, View(seeds=True), aside)
+        figure = draw(runs, PlotOptions(seeds=True), aside)
         if figure["data"]:
             del figure["layout"]["yaxis"]["title"]  # the page has it
             figure["layout"]["height"] = 380
@@ -185,7 +185,7 @@ def _optimizer_row(name: str, found: dict[str, Spread], paper: Published | None)
     geometry = ("step_diameter", "perturbation_rms")
     cells = [loss, *(_beside(found[metric], published.get(metric), _scientific, _relative) for metric in geometry)]
     runs = max(s.runs for s in found.values())
-    return _row(name, [*cells, str(runs)], f'<i class="dot" style="background:{figures.colour(name)}"></i>')
+    return _row(name, [*cells, str(runs)], f'<i class="dot" style="background:{compare_figures.colour(name)}"></i>')
 
 
 def _ratio_cell(c: Comparison, metric: str, paper: Published | None) -> str:
@@ -276,7 +276,7 @@ def _run_row(run: Run, heads: Sequence[str], counted: bool) -> str:
         "" if counted else "<small>in no mean</small>"
     )
     values = [DASH if (v := final(s, metric)) is None else _minus(f"{v:.5g}") for metric in METRICS]
-    dot = f'<i class="dot" style="background:{figures.colour(s.optimizer)}"></i>'
+    dot = f'<i class="dot" style="background:{compare_figures.colour(s.optimizer)}"></i>'
     seed, step = (DASH if number is None else f"{number:,}" for number in (s.seed, s.step))
     cells = (f"{dot}<span>{_text(s.optimizer, 40)}</span>", seed, state, step, *values)
     name = _text(s.label) + (f"<small>{_text(s.id)}</small>" if s.label != s.id else "")
@@ -299,7 +299,7 @@ def _worth(runs: Sequence[Run]) -> str:
 def _worth_row(run: Run, heads: Sequence[str]) -> str:
     shares = [_between(run.worth, name) for name in ("moment_efficiency", "efficiency")]
     waste = f"{run.worth['gauge_waste']:.2%}" if "gauge_waste" in run.worth else DASH
-    dot = f'<i class="dot" style="background:{figures.colour(run.series.optimizer)}"></i>'
+    dot = f'<i class="dot" style="background:{compare_figures.colour(run.series.optimizer)}"></i>'
     cells = (f"{dot}<span>{_text(run.series.optimizer, 40)}</span>", *shares, waste)
     return f'<tr><th scope="row">{_text(run.series.label)}</th>{_cells(heads, cells)}</tr>'
 

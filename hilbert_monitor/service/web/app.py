@@ -1,6 +1,7 @@
 """The service as an app: pages, the JSON API and the stream of events. It only reads.
 
-What an answer is stands in `views` and `pictures`. Here requests are checked, and answers are encoded, kept and sent.
+What an answer says is worked out in `answers` and `figure_answers`. Here requests are checked, and answers are encoded,
+kept and sent.
 Routes that compute are plain functions, which run beside the loop that serves the streams.
 """
 
@@ -18,15 +19,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from hilbert_monitor import __version__
-from hilbert_monitor.service.figures import compare_figures as figures
+from hilbert_monitor.service.figures import compare_figures
 from hilbert_monitor.service.following.index import Index
 from hilbert_monitor.service.following.snapshot import RunSnapshot
 from hilbert_monitor.service.following.text import csv_lines
 
-from . import answers as views
-from . import schema
+from . import answers, schema
 from .assets import PAGE, Assets, sent
-from .figure_answers import Pictures, choose
+from .figure_answers import FigureAnswers, choose
 from .parameters import (
     POINTS,
     SEARCH,
@@ -44,9 +44,9 @@ from .parameters import (
     problems,
     refused,
 )
-from .prometheus import Scraped
-from .response_cache import Body, Memo
-from .security import LOOPBACK, Guard
+from .prometheus import PrometheusExport
+from .response_cache import Body, ResponseCache
+from .security import LOOPBACK, AccessControl
 
 DESCRIPTION = """Runs of hilbert-monitor, as they are now: read-only, no request changes anything.
 
@@ -93,16 +93,16 @@ def create_app(
         redirect_slashes=False,
         responses=problems(),
     )
-    app.add_middleware(Guard, token=token, hosts=allowed_hosts)
+    app.add_middleware(AccessControl, token=token, hosts=allowed_hosts)
     app.add_exception_handler(HTTPException, refused)
     app.add_exception_handler(RequestValidationError, misread)
     app.add_exception_handler(Exception, failed)
-    answers = Answers(index)
+    responder = Responder(index)
     _add_health(app, index)
-    _add_runs(app, answers)
-    _add_figures(app, answers)
+    _add_runs(app, responder)
+    _add_figures(app, responder)
     _add_events(app, index)
-    _add_prometheus(app, Scraped(lambda: index.runs.values(), everything=reexport))
+    _add_prometheus(app, PrometheusExport(lambda: index.runs.values(), everything=reexport))
     _add_pages(app, Assets())
     return app
 
@@ -110,11 +110,11 @@ def create_app(
 # Answers
 
 
-class Answers:
+class Responder:
     """What is asked about the runs of an index, each answer worked out once as long as nothing changes."""
 
     def __init__(self, index: Index) -> None:
-        self.index, self.memo, self.pictures = index, Memo(), Pictures()
+        self.index, self.cache, self.figures = index, ResponseCache(), FigureAnswers()
 
     def run(self, id: str) -> RunSnapshot:
         """A run by its id, which is looked up among those that are known and nowhere else."""
@@ -126,7 +126,7 @@ class Answers:
 
     def kept(self, request: Request, key: tuple[Any, ...], make: Callable[[], Any]) -> Response:
         """An answer that others may ask for too."""
-        body = self.memo.get((request.scope["route"].path, *key), lambda: msgspec.json.encode(make()))
+        body = self.cache.get((request.scope["route"].path, *key), lambda: msgspec.json.encode(make()))
         return sent(request, body, "application/json")
 
 
@@ -150,8 +150,8 @@ def _add_health(app: FastAPI, index: Index) -> None:
         return _json(request, about)
 
 
-def _add_runs(app: FastAPI, answers: Answers) -> None:
-    index = answers.index
+def _add_runs(app: FastAPI, responder: Responder) -> None:
+    index = responder.index
 
     @app.get("/api/runs", tags=["runs"], summary="The runs, the newest first", responses=ok(schema.Runs))
     def runs(
@@ -164,15 +164,15 @@ def _add_runs(app: FastAPI, answers: Answers) -> None:
         version, found = index.version, index.runs
 
         def make() -> dict[str, Any]:
-            listed = views.runs(found, q=q, status=status or "", optimizer=optimizer, model=model)
+            listed = answers.runs(found, q=q, status=status or "", optimizer=optimizer, model=model)
             return {"root": str(index.root), "progress": index.progress, "version": version, "runs": listed}
 
-        return answers.kept(request, (q, status, optimizer, model, version, index.progress), make)
+        return responder.kept(request, (q, status, optimizer, model, version, index.progress), make)
 
     @app.get("/api/runs/{id}", tags=["runs"], summary="A run, without its curves", responses=ok(schema.Run))
     def run(request: Request, id: Id) -> Response:
-        found = answers.run(id)
-        return answers.kept(request, views.stamp(found), lambda: views.run(found))
+        found = responder.run(id)
+        return responder.kept(request, answers.stamp(found), lambda: answers.run(found))
 
     @app.get(
         "/api/runs/{id}/records",
@@ -189,16 +189,16 @@ def _add_runs(app: FastAPI, answers: Answers) -> None:
         points: Annotated[int, Query(ge=10, le=20_000, description=POINTS)] = 2000,
         format: Annotated[Literal["json", "csv"], Query(description="CSV has every record.")] = "json",
     ) -> Response:
-        found = answers.run(id)
+        found = responder.run(id)
         try:
-            names = views.fields(found.table, [name for name in fields.split(",") if name][:64])
+            names = answers.fields(found.table, [name for name in fields.split(",") if name][:64])
         except ValueError as error:
             raise HTTPException(422, f"fields: {error}.") from None
-        rows = views.rows_of(found.table, first, last)
+        rows = answers.rows_of(found.table, first, last)
         if format == "csv":
-            return _csv(id, csv_lines(("step", *names), views.csv_rows(found.table, names, rows)))
-        key = (*views.stamp(found), tuple(names), rows.start, rows.stop, points)
-        return answers.kept(request, key, lambda: views.records(found, names, rows, points))
+            return _csv(id, csv_lines(("step", *names), answers.csv_rows(found.table, names, rows)))
+        key = (*answers.stamp(found), tuple(names), rows.start, rows.stop, points)
+        return responder.kept(request, key, lambda: answers.records(found, names, rows, points))
 
     @app.get("/api/alerts", tags=["runs"], summary="Alerts, the newest first", responses=ok(schema.Alerts))
     def alerts(
@@ -208,8 +208,8 @@ def _add_runs(app: FastAPI, answers: Answers) -> None:
         limit: Annotated[int, Query(ge=1, le=1000, description="How many, at most.")] = 200,
     ) -> Response:
         version, found = index.version, index.runs
-        return answers.kept(
-            request, (run, kind, limit, version), lambda: views.alerts(found, run=run, kind=kind, limit=limit)
+        return responder.kept(
+            request, (run, kind, limit, version), lambda: answers.alerts(found, run=run, kind=kind, limit=limit)
         )
 
     @app.get("/api/difference", tags=["runs"], summary="Settings of two runs", responses=ok(schema.Changes))
@@ -218,16 +218,16 @@ def _add_runs(app: FastAPI, answers: Answers) -> None:
         a: Annotated[str, Query(max_length=300, description="Id of a run.")],
         b: Annotated[str, Query(max_length=300, description="Id of another.")],
     ) -> Response:
-        return _json(request, views.difference(answers.run(a), answers.run(b)))
+        return _json(request, answers.difference(responder.run(a), responder.run(b)))
 
 
-def _add_figures(app: FastAPI, answers: Answers) -> None:
-    index, pictures = answers.index, answers.pictures
+def _add_figures(app: FastAPI, responder: Responder) -> None:
+    index, figures = responder.index, responder.figures
 
     @app.get("/api/runs/{id}/figures", tags=["figures"], summary="Figures of a run", responses=ok(schema.RunFigures))
     def run_figures_(request: Request, id: Id, view: Drawn) -> Response:
-        found = answers.run(id)
-        return answers.kept(request, (*views.stamp(found), view), lambda: pictures.of_run(found, view))
+        found = responder.run(id)
+        return responder.kept(request, (*answers.stamp(found), view), lambda: figures.of_run(found, view))
 
     @app.get(
         "/api/runs/{id}/panels/{panel}.csv",
@@ -237,15 +237,15 @@ def _add_figures(app: FastAPI, answers: Answers) -> None:
         responses=problems(inline=True),
     )
     def run_csv(id: Id, panel: Annotated[RunPanel, Path(description="One of its figures.")], view: Drawn) -> Response:
-        found = answers.run(id)
-        return _csv(f"{id}-{panel}", pictures.run_csv(found, panel, view))
+        found = responder.run(id)
+        return _csv(f"{id}-{panel}", figures.run_csv(found, panel, view))
 
     @app.get("/api/compare", tags=["figures"], summary="Runs of a model, compared", responses=ok(schema.Comparison))
     def compare(request: Request, view: Drawn, model: ModelName = "", runs: Ids = "") -> Response:
         version, found = index.version, index.runs
         choice = choose(found, model, ids(runs))
-        pictures.forget(found.keys())
-        return answers.kept(request, (*choice.versions, view), lambda: pictures.compared(choice, view, version))
+        figures.forget(found.keys())
+        return responder.kept(request, (*choice.versions, view), lambda: figures.compared(choice, view, version))
 
     @app.get(
         "/api/compare/{panel}.csv",
@@ -261,11 +261,11 @@ def _add_figures(app: FastAPI, answers: Answers) -> None:
         runs: Ids = "",
     ) -> Response:
         choice = choose(index.runs, model, ids(runs))
-        return _csv(f"{choice.model or 'runs'}-{panel}", pictures.compared_csv(choice, panel, view))
+        return _csv(f"{choice.model or 'runs'}-{panel}", figures.compared_csv(choice, panel, view))
 
     @app.get("/api/themes", tags=["figures"], summary="Plotly's templates", responses=ok(schema.Themes))
     def themes(request: Request) -> Response:
-        return answers.kept(request, (), lambda: {name: figures.template(name) for name in ("light", "dark")})
+        return responder.kept(request, (), lambda: {name: compare_figures.template(name) for name in ("light", "dark")})
 
 
 def _add_events(app: FastAPI, index: Index) -> None:
@@ -296,7 +296,7 @@ def _add_events(app: FastAPI, index: Index) -> None:
             retry = None
 
 
-def _add_prometheus(app: FastAPI, scraped: Scraped) -> None:
+def _add_prometheus(app: FastAPI, scraped: PrometheusExport) -> None:
     @app.get(
         "/api/prometheus/targets",
         tags=["prometheus"],

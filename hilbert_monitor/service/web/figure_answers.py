@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hilbert_monitor.runs.json_values import plain
-from hilbert_monitor.service.figures import compare_figures as figures
-from hilbert_monitor.service.figures import run_figures
+from hilbert_monitor.service.figures import compare_figures, run_figures
 from hilbert_monitor.service.figures.comparison import Comparison, Spread, axes, compare
-from hilbert_monitor.service.figures.plot_options import View
+from hilbert_monitor.service.figures.plot_options import PlotOptions
 from hilbert_monitor.service.figures.series import Loaded, RunSeries, model_of
 from hilbert_monitor.service.following.snapshot import RunSnapshot
 from hilbert_monitor.service.following.text import csv_lines
@@ -52,22 +51,22 @@ def choose(found: Mapping[str, RunSnapshot], model: str = "", ids: Collection[st
     )
 
 
-class Pictures:
+class FigureAnswers:
     """Draws runs. What was loaded of a run is kept as long as the run has nothing new."""
 
     def __init__(self) -> None:
         self._loaded, self._lock = Loaded(), threading.Lock()
 
-    def of_run(self, run: RunSnapshot, view: View) -> dict[str, Any]:
+    def of_run(self, run: RunSnapshot, view: PlotOptions) -> dict[str, Any]:
         """The figures of one run."""
         drawn = run_figures.figures(run.table, run.info, run.attempts, run.alerts, view)
         return {"id": run.id, "version": run.version, "figures": drawn}
 
-    def run_csv(self, run: RunSnapshot, panel: str, view: View) -> Iterator[str]:
+    def run_csv(self, run: RunSnapshot, panel: str, view: PlotOptions) -> Iterator[str]:
         """Every value of the curves of a run's panel."""
         return csv_lines(*run_figures.curves(panel, run.table, run.info, run.attempts, view))
 
-    def compared(self, choice: Choice, view: View, version: int) -> dict[str, Any]:
+    def compared(self, choice: Choice, view: PlotOptions, version: int) -> dict[str, Any]:
         """The runs of one model, compared."""
         comparison = self._compare(choice)
         about: dict[str, Any] = {
@@ -78,11 +77,11 @@ class Pictures:
         }
         return {**plain(about), "figures": _figures(comparison, view) if comparison else {}}
 
-    def compared_csv(self, choice: Choice, panel: str, view: View) -> Iterator[str]:
+    def compared_csv(self, choice: Choice, panel: str, view: PlotOptions) -> Iterator[str]:
         """Every value of the curves of a panel."""
         comparison = self._compare(choice)
         drawn, aside = _drawn(comparison) if comparison else ([], set())
-        return csv_lines(*figures.curves(panel, drawn, view, aside))
+        return csv_lines(*compare_figures.curves(panel, drawn, view, aside))
 
     def forget(self, ids: Collection[str]) -> None:
         """Let go of all runs but these."""
@@ -103,9 +102,9 @@ def _drawn(comparison: Comparison) -> tuple[Sequence[RunSeries], set[str]]:
     return [*comparison.counted, *comparison.aside], {run.id for run in comparison.aside}
 
 
-def _figures(comparison: Comparison, view: View) -> dict[str, Any]:
+def _figures(comparison: Comparison, view: PlotOptions) -> dict[str, Any]:
     drawn, aside = _drawn(comparison)
-    return {name: panel(drawn, view, aside) for name, panel in figures.PANELS.items()}
+    return {name: panel(drawn, view, aside) for name, panel in compare_figures.PANELS.items()}
 
 
 def _numbers(comparison: Comparison | None, choice: Choice) -> dict[str, Any]:

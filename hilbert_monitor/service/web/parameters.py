@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hilbert_monitor.service.figures.plot_options import Axis, Group, Scale, View
+from hilbert_monitor.service.figures.plot_options import Axis, Group, PlotOptions, Scale
 
 from .answers import FIELDS
 from .schema import Problem
@@ -70,12 +70,12 @@ def view(
         float | None, Query(allow_inf_nan=False, description="Begin of the range on that axis (time: in hours).")
     ] = None,
     x1: Annotated[float | None, Query(allow_inf_nan=False, description="End of the range.")] = None,
-) -> View:
+) -> PlotOptions:
     """How curves are looked at."""
-    return View(axis=axis, smooth=smooth, scale=scale, group=group, seeds=seeds, x0=x0, x1=x1)
+    return PlotOptions(axis=axis, smooth=smooth, scale=scale, group=group, seeds=seeds, x0=x0, x1=x1)
 
 
-Drawn = Annotated[View, Depends(view)]
+Drawn = Annotated[PlotOptions, Depends(view)]
 
 
 def ids(text: str) -> list[str]:

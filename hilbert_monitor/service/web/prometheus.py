@@ -26,7 +26,7 @@ LINGERING = 60.0
 """Seconds for which a run that has ended is still a target: its process waits for a last scrape."""
 
 
-class Scraped:
+class PrometheusExport:
     """The metrics of the runs that are going on, or ended just now.
 
     Args:

@@ -40,7 +40,7 @@ class _Entry:
         self.counted = 0
 
 
-class Memo:
+class ResponseCache:
     """The answers that were asked for last.
 
     Args:

@@ -55,7 +55,7 @@ def protect(headers: MutableHeaders, path: str) -> None:
         headers["Cache-Control"] = "no-store"
 
 
-class Guard:
+class AccessControl:
     """Stands before the app: checks the name that was asked for and the token, and adds headers.
 
     Args:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from hilbert_monitor.service.figures import compare_figures as service
 from hilbert_monitor.service.figures.downsampling import POINTS, thin
-from hilbert_monitor.service.figures.plot_options import View
+from hilbert_monitor.service.figures.plot_options import PlotOptions
 from hilbert_monitor.service.figures.series import RunSeries, Series
 from hilbert_monitor.service.figures.style import INK, UNIFIED, template
 from hilbert_monitor.service.following.text import csv_lines
 
-SEEDS = View(seeds=True)
+SEEDS = PlotOptions(seeds=True)
 
 
 def valid(panel):
@@ -78,7 +78,7 @@ def test_a_single_run_is_one_line_without_a_band():
 
 
 def test_curves_can_be_drawn_against_updates():
-    (trace,) = figures.diameter([run(diameter=[0.5, 0.25])], View(axis="updates")).data
+    (trace,) = figures.diameter([run(diameter=[0.5, 0.25])], PlotOptions(axis="updates")).data
     assert list(trace.x) == [10, 20]
 
 
@@ -146,14 +146,16 @@ def test_a_template_is_one_of_plotlys_and_has_the_themes_ink(theme):
 @pytest.mark.parametrize("panel", service.PANELS)
 @pytest.mark.parametrize("group", ["optimizer", "run"])
 def test_every_figure_stands_no_runs(panel, group):
-    figure = valid(service.PANELS[panel])([], View(group=group, smooth=0.5, scale="log", axis="time", x0=1, x1=2))
+    figure = valid(service.PANELS[panel])(
+        [], PlotOptions(group=group, smooth=0.5, scale="log", axis="time", x0=1, x1=2)
+    )
     assert not figure.data
     assert not list(service.curves(panel, [])[1])
 
 
 def test_markup_in_names_is_text():
     hostile = RunSeries(id="a", name="<b>x</b>" * 2000, optimizer="<a href='http://x'>y</a>", diameter=curve([1.0]))
-    for view in (View(), View(group="run"), View(smooth=0.5, seeds=True)):
+    for view in (PlotOptions(), PlotOptions(group="run"), PlotOptions(smooth=0.5, seeds=True)):
         for shown in service.diameter([hostile], view)["data"]:
             assert "<" not in shown["name"] + shown["meta"] + shown["legendgroup"]
             assert len(shown["meta"]) < 400
@@ -219,13 +221,13 @@ def strongest(figure):
 
 def test_without_seeds_a_group_has_its_mean_and_band_alone():
     runs = [run(seed=seed, diameter=[1.0 + seed]) for seed in range(3)]
-    assert len(figures.diameter(runs, View()).data) == 3
+    assert len(figures.diameter(runs, PlotOptions()).data) == 3
     assert len(figures.diameter(runs, SEEDS).data) == 6
 
 
 def test_run_by_run_every_run_has_a_line_and_a_name_in_a_shade_of_its_own():
     runs = [run(name, seed, diameter=[1.0, 2.0 + seed]) for name in ("AdamW", "RowNorm") for seed in range(9)]
-    figure = figures.diameter(runs, View(group="run"))
+    figure = figures.diameter(runs, PlotOptions(group="run"))
     assert [t.name for t in figure.data] == [r.id for r in runs]
     assert all(t.showlegend for t in figure.data)
     assert len({(t.line.color, t.line.dash) for t in figure.data}) == 18
@@ -235,14 +237,14 @@ def test_run_by_run_every_run_has_a_line_and_a_name_in_a_shade_of_its_own():
 
 def test_run_by_run_the_training_loss_toggles_with_its_run():
     runs = [run(seed=seed, train_loss=[1.0, 2.0], validation_loss=[3.0]) for seed in range(2)]
-    figure = figures.loss([*runs, run("RowNorm", train_loss=[1.0])], View(group="run"))
+    figure = figures.loss([*runs, run("RowNorm", train_loss=[1.0])], PlotOptions(group="run"))
     assert [t.legendgroup for t in figure.data if t.showlegend] == ["RowNorm-0", "AdamW-0", "AdamW-1"]
     assert len(figure.data) == 5
 
 
 def test_more_runs_than_a_legend_has_room_for_are_named_by_optimizer():
     runs = [run(name, seed, diameter=[1.0]) for name in ("AdamW", "RowNorm") for seed in range(20)]
-    figure = figures.diameter(runs, View(group="run"))
+    figure = figures.diameter(runs, PlotOptions(group="run"))
     assert len(figure.data) == 40
     assert list(strongest(figure)) == ["AdamW", "RowNorm"]
 
@@ -266,7 +268,7 @@ def average(values, weight):
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.sampled_from([0.001, 0.1, 0.5, 0.9, 0.99, 0.999]))
 def test_a_smooth_line_is_the_debiased_moving_average_before_its_raw_one(values, weight):
-    raw, smooth = figures.diameter([run(diameter=values)], View(smooth=weight, scale="linear")).data
+    raw, smooth = figures.diameter([run(diameter=values)], PlotOptions(smooth=weight, scale="linear")).data
     assert list(raw.y) == values
     assert raw.opacity < smooth.opacity
     assert list(smooth.y) == pytest.approx(average(values, weight), rel=1e-9, abs=1e-9)
@@ -283,7 +285,7 @@ def test_a_long_curve_is_smoothed_as_a_short_one_is():
 
 
 def test_smoothing_passes_over_what_is_not_finite():
-    _, smooth = figures.diameter([run(diameter=[1.0, math.nan, 3.0])], View(smooth=0.5)).data
+    _, smooth = figures.diameter([run(diameter=[1.0, math.nan, 3.0])], PlotOptions(smooth=0.5)).data
     assert smooth.y[1] is None
     assert (smooth.y[0], smooth.y[2]) == pytest.approx((1.0, (0.5 * 1 + 3) / 1.5))
 
@@ -291,7 +293,7 @@ def test_smoothing_passes_over_what_is_not_finite():
 def test_the_mean_of_smooth_curves_has_the_mean_as_it_is_behind_it():
     values = [[1.0, 5.0, 1.0], [3.0, 3.0, 9.0]]
     runs = [run(seed=seed, diameter=v) for seed, v in enumerate(values)]
-    figure = figures.diameter(runs, View(smooth=0.5))
+    figure = figures.diameter(runs, PlotOptions(smooth=0.5))
     smooth = [average(v, 0.5) for v in values]
     mean = mean_of(figure, "AdamW")
     assert list(mean.y) == pytest.approx([sum(pair) / 2 for pair in zip(*smooth, strict=True)])
@@ -301,7 +303,7 @@ def test_the_mean_of_smooth_curves_has_the_mean_as_it_is_behind_it():
 
 def test_validation_losses_are_few_and_stay_as_they_are():
     values = [5.0, 4.0, 3.5]
-    (line,) = figures.loss([run(validation_loss=values)], View(smooth=0.9)).data
+    (line,) = figures.loss([run(validation_loss=values)], PlotOptions(smooth=0.9)).data
     assert list(line.y) == values
 
 
@@ -309,35 +311,35 @@ def test_a_spike_is_still_there_behind_a_smooth_mean():
     values = [1.0] * 20_000
     values[7_777] = 50.0
     runs = [run(seed=0, diameter=values), run(seed=1, diameter=[1.0] * 20_000)]
-    figure = figures.diameter(runs, View(smooth=0.99))
+    figure = figures.diameter(runs, PlotOptions(smooth=0.99))
     assert max(max(v for v in t.y if v) for t in figure.data if t.opacity == 0.35) == 25.5
 
 
 def test_scales_can_be_chosen_and_what_is_not_positive_is_a_gap_on_a_logarithmic_one():
     runs = [run(validation_loss=[-1.0, 0.0, 2.0], diameter=[0.0, 1.0])]
-    loss, diameter = figures.loss(runs, View(scale="log")), figures.diameter(runs, View(scale="linear"))
+    loss, diameter = figures.loss(runs, PlotOptions(scale="log")), figures.diameter(runs, PlotOptions(scale="linear"))
     assert (loss.layout.yaxis.type, list(loss.data[0].y)) == ("log", [None, None, 2.0])
     assert (diameter.layout.yaxis.type, list(diameter.data[0].y)) == (None, [0.0, 1.0])
 
 
 def test_a_range_has_its_points_and_a_neighbour_on_either_side():
     runs = [run(diameter=[1.0] * 100)]
-    view = View(axis="updates", x0=305, x1=400)
+    view = PlotOptions(axis="updates", x0=305, x1=400)
     figure = figures.diameter(runs, view)
     assert list(figure.data[0].x) == [300, *range(310, 401, 10), 410]
     assert list(figure.layout.xaxis.range) == [305, 400]
-    between = figures.diameter(runs, View(axis="updates", x0=301, x1=302)).data[0]
+    between = figures.diameter(runs, PlotOptions(axis="updates", x0=301, x1=302)).data[0]
     assert list(between.x) == [300, 310]
 
 
 def test_a_range_is_drawn_finely():
     values = np.random.default_rng(0).random(20_000).tolist()
-    line = figures.diameter([run(diameter=values)], View(axis="updates", x0=50_010, x1=51_000)).data[0]
+    line = figures.diameter([run(diameter=values)], PlotOptions(axis="updates", x0=50_010, x1=51_000)).data[0]
     assert list(line.y) == values[4999:5101]
 
 
 def test_wall_time_is_in_hours_since_the_run_began():
-    (line,) = figures.diameter([run(diameter=[0.5, 0.25])], View(axis="time")).data
+    (line,) = figures.diameter([run(diameter=[0.5, 0.25])], PlotOptions(axis="time")).data
     assert list(line.x) == [0.1, 0.2]  # 10 and 20 steps of 36 s
 
 
@@ -346,7 +348,7 @@ def test_runs_of_different_pace_are_averaged_by_step_at_their_mean_time():
         RunSeries(id=i, optimizer="AdamW", seed=n, diameter=curve(values, pace=pace))
         for n, (i, values, pace) in enumerate([("slow", [1.0, 2.0], 54.0), ("fast", [3.0, 6.0, 9.0], 36.0)])
     )
-    mean = mean_of(figures.diameter([slow, fast], View(axis="time")), "AdamW")
+    mean = mean_of(figures.diameter([slow, fast], PlotOptions(axis="time")), "AdamW")
     assert list(mean.y) == [2.0, 4.0, 9.0]
     assert list(mean.x) == pytest.approx([0.125, 0.25, 0.3])
 
@@ -356,7 +358,7 @@ def test_a_mean_whose_time_goes_back_has_a_gap_there():
         RunSeries(id=i, optimizer="AdamW", seed=n, diameter=curve(values, pace=pace))
         for n, (i, values, pace) in enumerate([("slow", [1.0, 2.0], 720.0), ("fast", [3.0, 6.0, 9.0], 36.0)])
     )
-    mean = mean_of(figures.diameter([slow, fast], View(axis="time")), "AdamW")
+    mean = mean_of(figures.diameter([slow, fast], PlotOptions(axis="time")), "AdamW")
     assert list(mean.y) == [2.0, 4.0, None, 9.0]
     assert len(mean.customdata) == len(mean.x) == 4
 
@@ -364,7 +366,7 @@ def test_a_mean_whose_time_goes_back_has_a_gap_there():
 def test_points_without_tokens_are_left_out_of_an_axis_of_tokens():
     series = Series([1, 2, 3], [10.0, math.nan, 30.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
     only = RunSeries(id="a", diameter=series)
-    assert list(figures.diameter([only], View(axis="tokens")).data[0].x) == [10, 30]
+    assert list(figures.diameter([only], PlotOptions(axis="tokens")).data[0].x) == [10, 30]
     assert list(figures.diameter([only]).data[0].x) == [1, 2, 3]
 
 
@@ -387,7 +389,7 @@ def test_a_zoom_outlives_new_data_but_not_another_axis():
     runs = [run(diameter=[1.0, 2.0])]
     one, more, other = (
         figures.diameter(r, v).layout.to_plotly_json()
-        for r, v in ((runs, SEEDS), ([run(diameter=[1.0])], SEEDS), (runs, View(axis="time")))
+        for r, v in ((runs, SEEDS), ([run(diameter=[1.0])], SEEDS), (runs, PlotOptions(axis="time")))
     )
     assert one["uirevision"] == more["uirevision"] == other["uirevision"]
     assert one["xaxis"]["uirevision"] == more["xaxis"]["uirevision"] != other["xaxis"]["uirevision"]
@@ -410,7 +412,7 @@ def test_a_figure_of_a_run_that_grew_has_the_new_point():
 @given(
     st.lists(st.lists(st.one_of(st.floats(), st.floats(-10, 10)), max_size=5), max_size=4),
     st.builds(
-        View,
+        PlotOptions,
         axis=st.sampled_from([None, "updates", "tokens", "time"]),
         smooth=st.sampled_from([0.0, 0.5, 0.999]),
         scale=st.sampled_from(["auto", "log", "linear"]),
@@ -450,7 +452,7 @@ def test_the_table_of_a_panel_has_every_value_and_the_means():
 
 
 def test_the_table_obeys_range_smoothing_and_groups():
-    view = View(axis="updates", x0=20, x1=30, smooth=0.5, group="run")
+    view = PlotOptions(axis="updates", x0=20, x1=30, smooth=0.5, group="run")
     rows = rows_of("loss", [run(validation_loss=[1.0, 2.0, 4.0, 8.0], train_loss=[5.0])], view)
     assert [(r["metric"], r["step"], r["value"]) for r in rows] == [
         ("validation_loss", "20", "2.0"),
@@ -475,5 +477,5 @@ def test_the_table_of_ratios_has_how_many_pairs_they_are_of():
 
 def test_nan_and_formulas_in_a_table_are_what_they_are():
     bad = RunSeries(id="=1+1", optimizer="@x", seed=1, diameter=curve([math.nan, math.inf]))
-    rows = rows_of("diameter", [bad], View(group="run"))
+    rows = rows_of("diameter", [bad], PlotOptions(group="run"))
     assert [(r["run"], r["optimizer"], r["value"]) for r in rows] == [("'=1+1", "'@x", "nan"), ("'=1+1", "'@x", "inf")]

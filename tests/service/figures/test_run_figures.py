@@ -11,12 +11,12 @@ from hilbert_monitor.runs.log import News
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from hilbert_monitor.service.figures import run_figures as service
 from hilbert_monitor.service.figures.downsampling import POINTS
-from hilbert_monitor.service.figures.plot_options import View
+from hilbert_monitor.service.figures.plot_options import PlotOptions
 from hilbert_monitor.service.following.columns import Columns, Table
 from hilbert_monitor.service.following.text import csv_lines
 
 BEGAN = 1_000_000.0
-UPDATES = View(axis="updates")
+UPDATES = PlotOptions(axis="updates")
 HOSTILE = "<b onclick=x>" * 100
 
 
@@ -102,7 +102,7 @@ def test_the_cost_has_each_part_and_the_share():
 @pytest.mark.parametrize(("axis", "place"), [("updates", 20), ("tokens", 2000), ("time", 0.2)])
 def test_alerts_and_attempts_stand_where_they_happened(axis, place):
     figures = drawn(
-        [record(s, diameter=1.0, train_loss=1.0) for s in range(1, 31)], View(axis=axis), 3, [alert(20, "spike")]
+        [record(s, diameter=1.0, train_loss=1.0) for s in range(1, 31)], PlotOptions(axis=axis), 3, [alert(20, "spike")]
     )
     for figure in figures.values():
         marks = trace(figure, "alerts")
@@ -140,13 +140,13 @@ def test_a_spike_of_one_step_survives_and_a_range_is_fine():
     line = trace(drawn(records)["diameter"], "D(S), exact")
     assert len(line.x) <= POINTS
     assert line.x[line.y.index(50.0)] == 17_777
-    near = trace(drawn(records, View(axis="updates", x0=17_700, x1=17_800))["diameter"], "D(S), exact")
+    near = trace(drawn(records, PlotOptions(axis="updates", x0=17_700, x1=17_800))["diameter"], "D(S), exact")
     assert list(near.x) == list(range(17_699, 17_802))
 
 
 def test_marks_out_of_range_are_left_out():
     records = [record(s, diameter=1.0 if s != 5 else math.nan) for s in range(1, 101)]
-    view = View(axis="updates", x0=50, x1=60)
+    view = PlotOptions(axis="updates", x0=50, x1=60)
     figure = drawn(records, view, 2, [alert(5), alert(55)])["diameter"]
     assert list(trace(figure, "alerts").x) == [55]
     assert not [t for t in figure.data if t.name == "not finite"]
@@ -154,17 +154,17 @@ def test_marks_out_of_range_are_left_out():
 
 
 def test_a_smooth_curve_has_its_own_behind_it():
-    figure = drawn([record(s, diameter=float(s)) for s in (1, 2)], View(axis="updates", smooth=0.5))["diameter"]
+    figure = drawn([record(s, diameter=float(s)) for s in (1, 2)], PlotOptions(axis="updates", smooth=0.5))["diameter"]
     raw, smooth = (t for t in figure.data if t.name == "D(S), exact")
     assert (list(raw.y), list(smooth.y)) == ([1.0, 2.0], pytest.approx([1.0, 2.5 / 1.5]))
     assert raw.opacity < smooth.opacity
 
 
 def test_tokens_are_the_axis_if_every_record_has_them():
-    assert list(trace(drawn([record(3, diameter=1.0)], View())["diameter"], "D(S), exact").x) == [300]
+    assert list(trace(drawn([record(3, diameter=1.0)], PlotOptions())["diameter"], "D(S), exact").x) == [300]
     records = [record(3, diameter=1.0), record(4, tokens=None, diameter=1.0)]
-    assert list(trace(drawn(records, View())["diameter"], "D(S), exact").x) == [3, 4]
-    shown = drawn(records, View(axis="tokens"), alerts=[alert(4)])["diameter"]
+    assert list(trace(drawn(records, PlotOptions())["diameter"], "D(S), exact").x) == [3, 4]
+    shown = drawn(records, PlotOptions(axis="tokens"), alerts=[alert(4)])["diameter"]
     assert list(trace(shown, "D(S), exact").x) == [300]
 
 
@@ -179,14 +179,14 @@ def test_hostile_texts_stay_texts():
 def test_absurd_numbers_are_drawn_or_left_out_but_never_raise():
     records = [record(1, diameter=1e308, hidden_norm=1e308, tokens=10**30, seconds={"a": 1e308})]
     for axis in ("updates", "tokens", "time"):
-        assert drawn(records, View(axis=axis, smooth=0.9), alerts=[alert(2**80, time=math.inf)])
+        assert drawn(records, PlotOptions(axis=axis, smooth=0.9), alerts=[alert(2**80, time=math.inf)])
     assert drawn([record(s, train_loss=(-1) ** s * 1e308) for s in range(1, 99)])
 
 
 def test_the_table_of_a_panel_has_every_value():
     records = [record(s, diameter=1.0 / s if s % 2 else None, ceiling=math.nan) for s in range(1, 3001)]
     found = service.curves(
-        "diameter", table(records), RunInfo(), [RunInfo(started=BEGAN)], View(axis="updates", x1=2500)
+        "diameter", table(records), RunInfo(), [RunInfo(started=BEGAN)], PlotOptions(axis="updates", x1=2500)
     )
     rows = list(csv.DictReader("".join(csv_lines(*found)).splitlines()))
     assert list(rows[0]) == ["step", "tokens", "hours", "diameter", "ceiling"]

@@ -476,8 +476,8 @@ def test_the_report_never_loads_torch(tmp_path):
         "import sys\n"
         "from hilbert_monitor.service.report import summary, page\n"
         "from hilbert_monitor.service.figures import compare_figures, comparison\n"
-        f"runs = report.load({str(tmp_path)!r})\n"
-        "page.page(runs, statistics.compare(run.series for run in runs))\n"
+        f"runs = summary.load({str(tmp_path)!r})\n"
+        "page.page(runs, comparison.compare(run.series for run in runs))\n"
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)

@@ -2,11 +2,11 @@ import threading
 
 import pytest
 
-from hilbert_monitor.service.web.response_cache import Memo
+from hilbert_monitor.service.web.response_cache import ResponseCache
 
 
 def test_an_answer_is_worked_out_once_for_all_who_ask_at_the_same_time():
-    memo, made, barrier = Memo(), [], threading.Barrier(20)
+    memo, made, barrier = ResponseCache(), [], threading.Barrier(20)
 
     def make():
         made.append(1)
@@ -27,14 +27,14 @@ def test_an_answer_is_worked_out_once_for_all_who_ask_at_the_same_time():
 
 
 def test_the_memo_forgets_what_was_not_asked_for_lately():
-    memo, made = Memo(room=50_000), []
+    memo, made = ResponseCache(room=50_000), []
     for key in (1, 2, 1, 3, 1, 2):
         memo.get(key, lambda key=key: made.append(key) or bytes(20_000))
     assert made == [1, 2, 3, 2]
 
 
 def test_a_failure_is_not_remembered():
-    memo = Memo()
+    memo = ResponseCache()
     with pytest.raises(ZeroDivisionError):
         memo.get("key", lambda: 1 // 0)
     assert memo.get("key", lambda: b"good").content == b"good"
