@@ -42,7 +42,13 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    try:
+        home = import_module(f".{_HOMES[name]}", __name__)
+    except ModuleNotFoundError as error:
+        from ._extras import missing_extra
+
+        raise missing_extra(f"{__name__}.{name}", error) or error from None
+    return getattr(home, name)
 
 
 def __dir__() -> list[str]:

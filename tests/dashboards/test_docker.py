@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
@@ -89,16 +88,6 @@ def wait_for(found, what, seconds=30):
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
-
-
-# The requirements of the service
-
-
-def test_the_service_group_is_a_part_of_the_dependencies_with_the_same_versions():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    group = project["dependency-groups"]["service"]
-    assert set(group) <= set(project["project"]["dependencies"])
-    assert not any(re.match(r"torch|lightning|tokenizers", name) for name in group)
 
 
 # The service's image, by the very commands of its Dockerfile
@@ -197,10 +186,11 @@ def test_what_an_image_copies_is_there_and_not_ignored(dockerfile):
                     assert verdicts[-1].startswith("!"), source
 
 
-def test_the_training_image_has_the_torch_that_is_tested():
-    tested = re.search(r"TORCH \?= torch==(\S+)", (ROOT / "Makefile").read_text())[1]
-    stage = instructions(DOCKER / "Dockerfile.train")[-1]
-    assert ("ARG", f"TORCH={tested}") in stage
+@pytest.mark.parametrize(("name", "extra"), [("Dockerfile", "serve"), ("Dockerfile.train", "all")])
+def test_an_image_installs_its_extra_in_the_versions_that_are_tested(name, extra):
+    commands = [rest for stage in instructions(DOCKER / name) for key, rest in stage if key == "RUN"]
+    (install,) = [shlex.split(command) for command in commands if f".[{extra}]" in command]
+    assert {"--constraint=constraints.txt", "--build-constraint=constraints.txt", f".[{extra}]"} <= set(install)
 
 
 # The compose file
