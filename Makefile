@@ -1,39 +1,51 @@
-# Every target makes the virtual environment it needs; `make test` on a fresh machine is enough.
-PYTHON ?= python3
-TORCH ?= torch==2.13.0
+# Every target makes the virtual environment that it needs: `make test` on a fresh machine is enough.
+#
+#   PYTHON  the interpreter; by default the one that made the environment, or else python3
+#   TORCH   the requirement for torch, if it is to be another version or build than that of constraints.txt
+PYTHON ?=
+TORCH ?= $(shell grep '^torch==' constraints.txt)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
 # What the tests run for real, as Debian packages and as commands.
-PACKAGES := chromium prometheus prometheus-alertmanager
-PROGRAMS := chromium prometheus promtool prometheus-alertmanager amtool
+PACKAGES := chromium prometheus prometheus-alertmanager victoria-metrics
+PROGRAMS := chromium prometheus promtool prometheus-alertmanager amtool victoria-metrics vmalert
 
-.PHONY: setup programs demo test check format bench clean
+SETUP = PYTHON="$(PYTHON)" TORCH="$(TORCH)" .ci/setup
+PYTEST := -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-setup: $(VENV)/.installed
+# The lower bound of every direct dependency, as a constraint.
+LOWEST := sed -n '/^dependencies/,/^\[project.scripts\]/ s/^ *"\([a-z-]*\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml
 
-# torch first, by name: the plain requirement could resolve to a build for another accelerator.
-$(VENV)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable . --group dev
-	touch $@
+.PHONY: setup programs demo test test-lowest check format bench constraints clean
+
+setup:
+	@$(SETUP) $(VENV) constraints.txt
 
 # Installed where we may; elsewhere the tests that need a missing one are skipped, and fail under CI=true.
 programs:
-	@for program in $(PROGRAMS); do \
-		command -v $$program > /dev/null && continue; \
-		if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-			apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $(PACKAGES); break; \
-		else echo "$$program is not installed: its tests are skipped"; fi; \
-	done
+	@missing() { for program in $(PROGRAMS); do command -v $$program > /dev/null || echo $$program; done; }; \
+	if [ -n "$$(missing)" ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+		apt-get update -q; \
+		for package in $(PACKAGES); do \
+			DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $$package; \
+		done; \
+	fi; \
+	for program in $$(missing); do echo "$$program is not installed: its tests are skipped"; done
 
 demo: setup
 	$(BIN)/hilbert-monitor demo $(ARGS)
 
 test: setup programs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(ARGS)
+
+# With the oldest versions that pyproject.toml allows, in an environment of its own, and the newest tools that take them.
+test-lowest: TORCH = $(shell $(LOWEST) | grep '^torch==')
+test-lowest: programs
+	@mkdir -p build
+	$(LOWEST) > build/lowest.txt
+	@$(SETUP) $(VENV)-lowest build/lowest.txt
+	OMP_NUM_THREADS=1 $(VENV)-lowest/bin/python $(PYTEST) $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
@@ -47,5 +59,14 @@ format: setup
 bench: setup
 	$(BIN)/hilbert-monitor bench $(ARGS)
 
+# Renew constraints.txt: the newest versions that fit together, with the torch of TORCH.
+constraints:
+	rm -rf build/constraints
+	@$(SETUP) build/constraints /dev/null
+	{ echo "# The versions that \`make\` installs; \`make constraints\` renews them."; \
+		build/constraints/bin/python -m pip freeze --exclude-editable | sed 's/+.*//'; } > build/constraints.txt
+	mv build/constraints.txt constraints.txt
+	rm -rf build/constraints
+
 clean:
-	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lowest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
