@@ -7,38 +7,20 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hilbert_monitor.runs.exposition import STALLED_AFTER, CollectorRegistry, RunSamples
+from hilbert_monitor.runs.exposition import RunSamples
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
-from .exporter import Exporter
+from .exporter import Exporter, Prometheus
 from .guard import Guard
 from .sinks import Progress, QueuedSink, RunLog
 
 ALIVE = 10.0
 """Seconds between two signs of life while no step is made."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scraping:
-    """How Prometheus gets at the metrics; see Exporter."""
-
-    port: int | None = None
-    address: str = "127.0.0.1"
-    tls: tuple[str, str] | None = None
-    registry: CollectorRegistry | None = None
-    linger: float = 30.0
-    stalled_after: float = STALLED_AFTER
-
-    @property
-    def wanted(self) -> bool:
-        """Whether there is anything to export to."""
-        return self.port is not None or self.registry is not None
 
 
 class Outputs:
@@ -48,13 +30,18 @@ class Outputs:
         guard: for what fails.
         sinks: of the user.
         run_dir: folder of the run logs; None for no log.
-        scraping: of the metrics.
+        prometheus: how the metrics are exported.
     """
 
     def __init__(
-        self, guard: Guard, *, sinks: Iterable[Any] = (), run_dir: str | None = None, scraping: Scraping | None = None
+        self,
+        guard: Guard,
+        *,
+        sinks: Iterable[Any] = (),
+        run_dir: str | None = None,
+        prometheus: Prometheus | None = None,
     ) -> None:
-        self.guard, self.run_dir, self.scraping = guard, run_dir, scraping or Scraping()
+        self.guard, self.run_dir, self.prometheus = guard, run_dir, prometheus or Prometheus()
         self.log: RunLog | None = None
         self._log_queue: QueuedSink[Any] | None = None
         self._queues = [QueuedSink[StepRecord](sink) for sink in sinks]
@@ -78,7 +65,7 @@ class Outputs:
         else:
             self._info = info = _own_name(info)
         with self.guard("exporter"):
-            if self.scraping.wanted:
+            if self.prometheus.wanted:
                 info = self._export(info)
         if self.log is not None:
             if self.guard.strict:
@@ -133,24 +120,21 @@ class Outputs:
 
     def failures(self) -> Counter[str]:
         """What failed or was dropped so far, by part or sink."""
-        found = Counter(self.guard.failures)
+        failures = Counter(self.guard.failures)
         for sink in (*([self._log_queue] if self._log_queue else []), *self._queues):
-            found[sink.name] += sink.failures + sink.dropped
-        return found
+            failures[sink.name] += sink.failures + sink.dropped
+        return failures
 
     def _export(self, info: RunInfo) -> RunInfo:
         """Begin to export; return the info with the port in it."""
-        s = self.scraping
-        samples = RunSamples(self.about, failures=self.failures, stalled_after=s.stalled_after)
-        self._exporter = Exporter(
-            samples, port=s.port, address=s.address, tls=s.tls, registry=s.registry, linger=s.linger
-        )
+        samples = RunSamples(self.about, failures=self.failures, stalled_after=self.prometheus.stalled_after)
+        self._exporter = Exporter(samples, self.prometheus)
         return self._with_place(info, self._exporter)
 
     def _with_place(self, info: RunInfo, exporter: Exporter) -> RunInfo:
         """The info, and where the metrics are."""
         return msgspec.structs.replace(
-            info, port=exporter.port, address=self.scraping.address if exporter.port is not None else ""
+            info, port=exporter.port, address=self.prometheus.address if exporter.port is not None else ""
         )
 
 

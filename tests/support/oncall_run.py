@@ -12,7 +12,7 @@ import lightning
 import torch
 from torch.utils.data import DataLoader
 
-from hilbert_monitor import HilbertMonitor
+from hilbert_monitor import HilbertMonitor, Prometheus
 from tests.support.training import Module, Text
 
 STEPS, FAULT = 240, 160
@@ -51,8 +51,7 @@ def main(name, folder, fault=""):
         run_dir=folder,
         run_name=name,
         on_blowup=[],
-        prometheus_port=0,
-        prometheus_stalled_after=15.0,
+        prometheus=Prometheus(port=0, stalled_after=15.0),
     )
     trainer = lightning.Trainer(
         accelerator="cpu",
