@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hilbert_monitor.monitor.callback import HilbertMonitor
-from hilbert_monitor.monitor.panel import random_state_kept
+from hilbert_monitor.monitor.random_state import preserve_random_state
 from hilbert_monitor.optim import pretraining_optimizer
 from hilbert_monitor.runs.record import StepRecord
 
@@ -130,7 +130,7 @@ def train(
     kept = Kept()
     trainer = _trainer(precision, device, updates, [monitor(kept)] if watched else [])
     model, text = LanguageModel(head), some_text(V, 64, 17)
-    with random_state_kept(seed=1):
+    with preserve_random_state(seed=1):
         torch.manual_seed(1)  # on the device too
         trainer.fit(model, _loader(text, shuffle=True), _loader(text[:8]))
         return _left(model, trainer.optimizers[0], device), kept.records

@@ -16,10 +16,10 @@ from hilbert_monitor.runs.alerts import Rules
 from hilbert_monitor.runs.metrics import values
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
+from .batches import Batch, token_ids
 from .exporter import Prometheus
 from .hidden import AutocastFactory
 from .increment import Decay
-from .panel import Batch, token_ids
 from .ranks import Ranks
 from .session import MonitorOptions, MonitorSession
 

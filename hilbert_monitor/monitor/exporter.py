@@ -90,7 +90,7 @@ class Exporter:
         self._registry.register(self._collector)
 
     def end(self, status: str) -> None:
-        """Tell how the run ended, wait for a last scrape in a thread of its own, and go."""
+        """Export how the run ended; stop after one more scrape, for which a thread of its own waits."""
         self.samples.end(status)
         self._ended = True
         if not self._scraped:
@@ -99,7 +99,7 @@ class Exporter:
             threading.Thread(target=self._linger, name="hilbert-monitor last scrape").start()
 
     def stop(self) -> None:
-        """Go: the run's series are no more."""
+        """Stop serving, and take the run's series out of the registry."""
         self._seen.set()
         with suppress(KeyError):
             self._registry.unregister(self._collector)

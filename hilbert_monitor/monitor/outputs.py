@@ -59,7 +59,7 @@ class Outputs:
         return self.log.folder if self.log is not None else None
 
     def open(self, info: RunInfo, *, first_step: int) -> None:
-        """Begin with what is known of the run."""
+        """Open the log and the exporter, and write what is known of the run."""
         if self.run_dir is not None:
             self.log = RunLog(self.run_dir, first_step=first_step, strict=self.guard.strict)
         else:
@@ -74,14 +74,14 @@ class Outputs:
             self._log_queue.write(info)
 
     def describe(self, info: RunInfo) -> None:
-        """Say what has become known of the run."""
+        """Write what has become known of the run since."""
         if self._exporter is not None:
             info = self._with_place(info, self._exporter)
         if self._log_queue is not None:
             self._log_queue.write(info)
 
     def write(self, record: StepRecord, alerts: Sequence[Alert] = ()) -> None:
-        """Write a step's record, and what was said of it; one for a step that was written before replaces it."""
+        """Write a step's record and its alerts. A record for a step that was written before replaces the earlier one."""
         items: tuple[StepRecord | Alert, ...] = (record, *alerts)
         for item in items:
             if self._exporter is not None:
@@ -101,7 +101,7 @@ class Outputs:
                 self._log_queue.write(Progress())
 
     def close(self, error: BaseException | None = None, also: Sequence[QueuedSink[Any]] = ()) -> None:
-        """Say how the run ended, and give what is waiting to be written a few seconds, that of `also` included."""
+        """Say how the run ended, and give all outputs, and those in `also`, a few seconds to finish writing."""
         log, deadline = self.log, time.monotonic() + 5
         if self._log_queue is not None and log is not None:
             self._log_queue.end(lambda: log.close(error))
@@ -114,7 +114,7 @@ class Outputs:
             sink.close(max(0.1, deadline - time.monotonic()))
 
     def about(self) -> RunInfo:
-        """What is known of the run; its log knows most."""
+        """What is known of the run: what its log has filled in, where there is a log."""
         writer = self.log.writer if self.log is not None else None
         return writer.info if writer is not None else self._info
 
@@ -132,14 +132,14 @@ class Outputs:
         return self._with_place(info, self._exporter)
 
     def _with_place(self, info: RunInfo, exporter: Exporter) -> RunInfo:
-        """The info, and where the metrics are."""
+        """The info with the place of the metrics in it."""
         return msgspec.structs.replace(
             info, port=exporter.port, address=self.prometheus.address if exporter.port is not None else ""
         )
 
 
 def _own_name(info: RunInfo) -> RunInfo:
-    """The info of a run that has no log to give it a name and a time."""
+    """The info with a name and a time, for a run that has no log to fill them in."""
     host, pid = socket.gethostname(), os.getpid()
     id = info.id or info.name or f"{host}-{pid}"
     return msgspec.structs.replace(info, id=id, host=host, pid=pid, started=time.time())

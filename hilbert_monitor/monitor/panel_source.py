@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from .batches import Batch, positions_of, with_tensors
 from .guard import tell
-from .panel import Batch, Panel, positions_of, with_tensors
+from .panel import Panel
 
 PanelChoice = Literal["loader", "paper"] | list[int] | list[list[int]] | Tensor
 """See `PanelSource`."""

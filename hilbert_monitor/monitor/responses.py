@@ -43,11 +43,11 @@ class Responses:
     """
 
     def __init__(self, actions: Action | list[Any], guard: Guard, run: Callable[[], str] = lambda: "") -> None:
-        chosen: list[Action] = list(actions) if isinstance(actions, list | tuple) else [actions]
+        choices: list[Action] = list(actions) if isinstance(actions, list | tuple) else [actions]
         self.guard, self.run = guard, run
         self.webhooks: list[QueuedSink[Alert]] = []
-        self._together = {action for action in chosen if isinstance(action, str)} & TOGETHER
-        self._alone = [self._response(action) for action in chosen if action not in TOGETHER]
+        self._together = {action for action in choices if isinstance(action, str)} & TOGETHER
+        self._alone = [self._response(action) for action in choices if action not in TOGETHER]
         self._saved = 0
 
     def tell(self, alerts: Sequence[Alert]) -> None:
