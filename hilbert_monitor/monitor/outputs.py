@@ -81,7 +81,7 @@ class Outputs:
             self._log_queue.write(info)
 
     def write(self, record: StepRecord, alerts: Sequence[Alert] = ()) -> None:
-        """Write a step's record and its alerts. A record for a step that was written before replaces the earlier one."""
+        """Write a step's record and its alerts. A later record of the same step replaces it."""
         items: tuple[StepRecord | Alert, ...] = (record, *alerts)
         for item in items:
             if self._exporter is not None:

@@ -60,7 +60,7 @@ class QueuedSink(Generic[T]):
                 tell(f"{self.name} has fallen behind, records are dropped")
 
     def close(self, timeout: float = 5.0, *, last: Callable[[], None] | None = None) -> None:
-        """Wait up to `timeout` seconds until all records are written and `last` has been called, in the sink's thread."""
+        """Wait up to `timeout` seconds until all records are written and `last` was called, in the sink's thread."""
         deadline = time.monotonic() + timeout
         self.end(last)
         try:
@@ -95,7 +95,7 @@ class Progress:
 
 
 class RunLog:
-    """The run's folder on disk. The first item written is the RunInfo, which opens it, now or as soon as the disk allows.
+    """The run's folder on disk. The first item is the RunInfo, which opens it, or as soon as the disk allows.
 
     Args:
         root: folder of the runs.
