@@ -34,7 +34,7 @@ def test_a_measurement_without_any_part_makes_a_record_of_what_is_known():
 
 
 def test_what_the_parts_hold_is_in_the_record():
-    S, G = normal(40, 6, 0), normal(40, 6, 1)
+    S, G = normal(0, 40, 6), normal(1, 40, 6)
     bounds, exact, gradient = DiameterBounds.of(S), ExactDiameter.of(S), GradientRows.of(G)
     assert bounds.diameter_lower <= exact.diameter <= bounds.diameter_upper
     record = record_of(
@@ -49,7 +49,7 @@ def test_what_the_parts_hold_is_in_the_record():
 
 
 def test_bounds_that_are_not_exact_have_no_diameter():
-    step = Measurement(step=1, bounds=DiameterBounds.of(normal(40, 6, 0)))
+    step = Measurement(step=1, bounds=DiameterBounds.of(normal(0, 40, 6)))
     assert step.exact is None
     assert record_of(step).diameter is None
     assert record_of(step).diameter_lower is not None
