@@ -12,7 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from hilbert_monitor.runs.metrics import CATALOGUE, FAMILIES
+from hilbert_monitor.runs.families import FAMILIES
+from hilbert_monitor.runs.metrics import CATALOGUE
 
 ROOT = Path(__file__).parents[1]
 README, RULES = ROOT / "README.md", ROOT / "dashboards" / "prometheus" / "rules"

@@ -11,7 +11,9 @@ from panels import (
     data_link,
     fixed,
     heads,
+    help_of,
     instant,
+    is_logarithmic,
     lines,
     link_to,
     override,
@@ -21,7 +23,6 @@ from panels import (
     stat,
     steps,
     table,
-    told,
     unit_of,
     variables,
 )
@@ -80,7 +81,7 @@ def ratio_now(scope: Scope, name: str) -> Json:
     """The ratio, as a big number."""
     return stat(
         f"{PAPER[name]}, {BASE} / {OURS}",
-        f"{told(name)} Mean of the {BASE} runs over mean of the {OURS} runs, each as it was last in the time shown.",
+        f"{help_of(name)} Mean of the {BASE} runs over mean of the {OURS} runs, each as it was last in the time shown.",
         [instant(over(scope, name, last=True), PAPER[name])],
         decimals=2,
         size=(4, 8),
@@ -92,7 +93,7 @@ def ratios(scope: Scope) -> Json:
     """The ratios over time."""
     return lines(
         f"{BASE} / {OURS}",
-        f"{told(*GEOMETRY)} Mean of the {BASE} runs over mean of the {OURS} runs. {CLOCK}",
+        f"{help_of(*GEOMETRY)} Mean of the {BASE} runs over mean of the {OURS} runs. {CLOCK}",
         [query(over(scope, name, last=False), PAPER[name]) for name in GEOMETRY],
         size=(12, 8),
         log=True,
@@ -118,10 +119,10 @@ def each_run(scope: Scope, name: str) -> Json:
     unit = unit_of(name)
     return lines(
         PAPER[name],
-        told(name),
+        help_of(name),
         [query(scope.now(name), "{{head}} {{run}}")],
         unit=unit,
-        log=unit == "sci",
+        log=is_logarithmic(name),
         overrides=heads(),
         links=data_link("__field.labels.run"),
     )
@@ -143,14 +144,14 @@ def spread(scope: Scope, name: str) -> Json:
     beside = override("/deviation$/", regexp=True, custom__lineWidth=0, custom__fillOpacity=15)
     return lines(
         f"{PAPER[name]}, mean and deviation",
-        f"{told(name)} Mean over the runs of a head, and one standard deviation of theirs to both sides. {CLOCK}",
+        f"{help_of(name)} Mean over the runs of a head, and one standard deviation of theirs to both sides. {CLOCK}",
         [
             query(mean, "{{head}} mean"),
             query(f"{mean} + {deviation}", "{{head}} + deviation"),
             query(f"({mean} - {deviation}) > 0", "{{head}} - deviation"),  # a logarithmic axis has nothing below
         ],
         unit=unit,
-        log=unit == "sci",
+        log=is_logarithmic(name),
         overrides=[beside, *bands],
         size=(8, 8),
     )
@@ -173,8 +174,8 @@ def runs(scope: Scope) -> Json:
     }
     return table(
         "Runs",
-        f"{told('run_info')} Its state as it last said, and how long ago that was: after a kill a run stays 'running'"
-        " and is silent.",
+        f"{help_of('run_info')} The state is what the run last said, and how long ago that was: a run that was killed"
+        " stays 'running' and is silent.",
         [
             instant(scope.last("run_info", by="run, head, name, model, seed")),
             instant(f"1000 * {scope.state()}"),

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hilbert_monitor.runs.exposition import STATUSES
-from hilbert_monitor.runs.metrics import CATALOGUE, FAMILIES
+from hilbert_monitor.runs.families import FAMILIES, Family
+from hilbert_monitor.runs.metrics import CATALOGUE, Metric
 from hilbert_monitor.service.figures.style import COLOURS
 
 Json = dict[str, Any]
@@ -21,10 +22,12 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 TAGS = ["hilbert-monitor", "training"]
 STATES = dict(zip(STATUSES, ("green", "blue", "red", "orange", "dark-red"), strict=True))
 
-KNOWN = {m.exported: m for m in CATALOGUE if not m.counted} | {f.exported: f for f in FAMILIES}
+KNOWN: dict[str, Metric | Family] = {m.exported: m for m in CATALOGUE if not m.counted} | {
+    f.exported: f for f in FAMILIES
+}
 
 
-def known(name: str) -> Any:
+def known(name: str) -> Metric | Family:
     """The catalogue's entry of a metric; an error if there is none."""
     full = f"hilbert_{name}"
     if full not in KNOWN:
@@ -32,7 +35,7 @@ def known(name: str) -> Any:
     return KNOWN[full]
 
 
-def told(*names: str) -> str:
+def help_of(*names: str) -> str:
     """What the catalogue says of some metrics."""
     return " ".join(known(name).help for name in names)
 
@@ -40,8 +43,15 @@ def told(*names: str) -> str:
 def unit_of(name: str) -> str:
     """Grafana's unit for a metric of the catalogue."""
     entry = known(name)
-    plain = "sci" if getattr(entry, "axis", "") == "log" else "none"
-    return {"ratio": "percentunit", "tokens": "short"}.get(getattr(entry, "unit", ""), plain)
+    if not isinstance(entry, Metric):
+        return "none"
+    plain = "sci" if entry.axis == "log" or entry.is_scientific else "none"
+    return {"ratio": "percentunit", "tokens": "short"}.get(entry.unit, plain)
+
+
+def is_logarithmic(name: str) -> bool:
+    """Whether a metric of the catalogue has a logarithmic axis."""
+    return getattr(known(name), "axis", "") == "log"
 
 
 # Queries
@@ -153,14 +163,14 @@ def lines(
 ) -> Json:
     """Values over time."""
     scale = {"type": "log", "log": 10} if log else {"type": "linear"}
-    drawn = {"lineWidth": 1, "fillOpacity": 0, "showPoints": "never", "scaleDistribution": scale, **(custom or {})}
+    style = {"lineWidth": 1, "fillOpacity": 0, "showPoints": "never", "scaleDistribution": scale, **(custom or {})}
     return panel(
         "timeseries",
         title,
         description,
         queries,
         size,
-        fieldConfig={"defaults": {"unit": unit, "custom": drawn, **defaults}, "overrides": overrides or []},
+        fieldConfig={"defaults": {"unit": unit, "custom": style, **defaults}, "overrides": overrides or []},
         options={
             "legend": {"displayMode": "table", "placement": "bottom", "showLegend": True, "calcs": ["lastNotNull"]},
             "tooltip": {"mode": "multi", "sort": "desc"},
@@ -252,22 +262,22 @@ def silence() -> Json:
 
 def variable(name: str, of: str, *, several: bool = True, sort: int = 1) -> Json:
     """A variable with the values of a label; `several`: of which one may choose more than one, or all."""
-    asked = f"label_values({known('run_info').exported}{of}, {name})"
-    chosen = {"current": {"text": ["All"], "value": ["$__all"]}, "allValue": ".+"} if several else {"current": {}}
+    values = f"label_values({known('run_info').exported}{of}, {name})"
+    choice = {"current": {"text": ["All"], "value": ["$__all"]}, "allValue": ".+"} if several else {"current": {}}
     return {
         "type": "query",
         "name": name,
         "label": name.title(),
         "datasource": SOURCE,
-        "query": asked,
-        "definition": asked,
+        "query": values,
+        "definition": values,
         "refresh": 2,
         "sort": sort,
         "multi": several,
         "includeAll": several,
         "options": [],
         "hide": 0,
-        **chosen,
+        **choice,
     }
 
 
@@ -304,8 +314,8 @@ def link_to(uid: str, title: str, about: str) -> Json:
 
 def data_link(run: str) -> list[Json]:
     """From a series or a cell to its run."""
-    kept = "${__url_time_range}&${datasource:queryparam}&${job:queryparam}"
-    return [{"title": "This run", "url": f"/d/hilbert-run?{kept}&var-run=${{{run}:percentencode}}"}]
+    settings = "${__url_time_range}&${datasource:queryparam}&${job:queryparam}"
+    return [{"title": "This run", "url": f"/d/hilbert-run?{settings}&var-run=${{{run}:percentencode}}"}]
 
 
 def dashboard(uid: str, title: str, description: str, scope: Scope, panels: list[Json], **more: Any) -> Json:

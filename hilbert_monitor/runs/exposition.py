@@ -27,7 +27,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from .metrics import CATALOGUE, FAMILIES, Family
+from .families import FAMILIES, Family
+from .metrics import CATALOGUE, values
 from .record import Alert, RunInfo, StepRecord
 
 __all__ = [
@@ -64,7 +65,6 @@ class Samples:
     steps: int = 0
     skipped: int = 0
     nonfinite: int = 0
-    tokens: float | None = None
     latest: dict[str, float] = field(default_factory=dict)
     """The last number of each metric of the catalogue, by its name."""
     seconds: Counter[str] = field(default_factory=Counter)
@@ -122,20 +122,18 @@ class RunSamples:
     def samples(self) -> Samples:
         """What is to be told now."""
         with self._lock:
-            made = Samples(**vars(self._samples))
-            made.latest, made.alerts = dict(made.latest), dict(made.alerts)
-            made.seconds, made.blowups = Counter(made.seconds), Counter(made.blowups)
-            made.buckets = tuple(self._buckets)
-        made.info, made.failures = self._info(), Counter(self._failures())
-        return made
+            samples = Samples(**vars(self._samples))
+            samples.latest, samples.alerts = dict(samples.latest), dict(samples.alerts)
+            samples.seconds, samples.blowups = Counter(samples.seconds), Counter(samples.blowups)
+            samples.buckets = tuple(self._buckets)
+        samples.info, samples.failures = self._info(), Counter(self._failures())
+        return samples
 
     def _take(self, record: StepRecord) -> None:
         known = self._samples
         known.heartbeat = self._clock()
-        for metric in CATALOGUE:
-            value = getattr(record, metric.field)
-            if value is not None:
-                known.latest[metric.name] = float(value)
+        for metric, value in values(record):
+            known.latest[metric.name] = float(value)
         if known.step is not None and record.step <= known.step:
             return
         pace = record.time - self._last
@@ -144,7 +142,6 @@ class RunSamples:
             known.stalled_after = max(self._stalled_after, remembered)
         self._last = record.time
         known.step, known.steps = record.step, known.steps + 1
-        known.tokens = known.tokens if record.tokens is None else float(record.tokens)
         known.skipped += bool(record.skipped)
         known.nonfinite += bool(record.nonfinite_rows)
         known.seconds.update(record.seconds)
@@ -174,15 +171,15 @@ class Exposition(Collector):
 
 
 def _families(runs: Sequence[Samples]) -> dict[str, Metric]:
-    made = {family.exported: _FAMILY[family.kind](family) for family in FAMILIES}
+    families = {family.exported: _FAMILY[family.kind](family) for family in FAMILIES}
     for metric in CATALOGUE:
         if not metric.counted:
-            made[metric.exported] = GaugeMetricFamily(metric.exported, metric.help, labels=("run", "head"))
+            families[metric.exported] = GaugeMetricFamily(metric.exported, metric.help, labels=("run", "head"))
     for run in runs:
         who = (run.info.id, run.info.head_optimizer or "unknown")
-        for name, labels, *values in _samples(run):
-            made[f"hilbert_{name}"].add_metric([*who, *labels], *values)  # type: ignore[attr-defined]
-    return made
+        for name, labels, *sample in _samples(run):
+            families[f"hilbert_{name}"].add_metric([*who, *labels], *sample)  # type: ignore[attr-defined]
+    return families
 
 
 def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
@@ -190,8 +187,8 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
     yield "run_info", (), _about(run.info)
     yield "step_diameter_distribution", (), _cumulative(run.buckets), run.total
     for metric in CATALOGUE:
-        if metric.name in run.latest and not metric.counted:
-            yield metric.name, (), run.latest[metric.name]
+        if metric.name in run.latest:
+            yield f"{metric.name}_total" if metric.counted else metric.name, (), run.latest[metric.name]
     for status in STATUSES:
         yield "run_status", (status,), float(run.status == status)
     yield "run_start_timestamp_seconds", (), run.info.started
@@ -200,8 +197,6 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
     if run.step is not None:
         yield "step", (), run.step
     yield "steps_total", (), run.steps
-    if run.tokens is not None:
-        yield "tokens_total", (), run.tokens
     yield "nonfinite_increments_total", (), run.nonfinite
     yield "skipped_steps_total", (), run.skipped
     for kind in KINDS | run.blowups.keys():
@@ -237,11 +232,11 @@ def _about(info: RunInfo) -> dict[str, str]:
 
 
 def _cumulative(buckets: Sequence[int]) -> list[tuple[str, float]]:
-    found, count = [], 0
+    pairs, count = [], 0
     for end, own in zip(BUCKETS, buckets, strict=True):
         count += own
-        found.append((str(floatToGoString(end)), float(count)))  # type: ignore[no-untyped-call]
-    return found
+        pairs.append((str(floatToGoString(end)), float(count)))  # type: ignore[no-untyped-call]
+    return pairs
 
 
 def _labels(family: Family) -> list[str]:

@@ -6,6 +6,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from .formula import SATURATION, UTILISATION
+
 Pair = tuple[int, int]
 
 
@@ -113,16 +115,12 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def saturation(self) -> float | None:
         """D(S) as a share of its ceiling."""
-        if self.diameter is None or not self.ceiling:
-            return None
-        return self.diameter / self.ceiling
+        return SATURATION.of(self)
 
     @property
     def utilisation(self) -> float | None:
-        """RMS perturbation over D(S) times the RMS norm of the hidden states: how much of the worst case is seen."""
-        if self.perturbation_rms is None or not self.diameter or not self.hidden_norm_rms:
-            return None
-        return self.perturbation_rms / (self.diameter * self.hidden_norm_rms)
+        """The panel's RMS perturbation as a share of the most it could be, D(S) times the RMS norm of hidden states."""
+        return UTILISATION.of(self)
 
 
 class Alert(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -135,7 +133,8 @@ class Alert(Struct, frozen=True, kw_only=True, omit_defaults=True):
     value: float
     """What was measured."""
     expected: float | None = None
-    """What it should have been at most, where a rule says so."""
+    """What was usual: the median of the history at the step's learning rate. For the kind "ceiling" it is the ceiling,
+    for "nonfinite" 0."""
     pair: Pair | None = None
     pair_text: tuple[str, str] | None = None
     """Tokens that attain the value."""

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from hilbert_monitor.runs.exposition import Exposition, RunSamples
-from hilbert_monitor.runs.metrics import CATALOGUE, FAMILIES
+from hilbert_monitor.runs.families import FAMILIES
+from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.runs.record import RunInfo, StepRecord
 from tests.support.programs import needs
 

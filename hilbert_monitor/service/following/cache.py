@@ -17,9 +17,10 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from .columns import Table
+from .columns import NUMBERS, PAIRS, Table
 
-FORMAT = 3
+FORMAT = zlib.crc32(",".join(("3", *NUMBERS, *PAIRS)).encode())
+"""What the files look like, and which fields a record had: a cache that lacks a field is made anew."""
 LOOK = 4096
 """Bytes at the beginning of a log, and before the offset, by which it is known again."""
 

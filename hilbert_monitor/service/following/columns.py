@@ -11,13 +11,14 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from sys import intern
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hilbert_monitor.runs.log import News
-from hilbert_monitor.runs.record import StepRecord
+from hilbert_monitor.runs.metrics import CATALOGUE, GUIDES
+from hilbert_monitor.runs.record import Pair, StepRecord
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -25,45 +26,29 @@ Steps = NDArray[np.int64]
 _BITS = 0x7FF8_0000_0000_07A2
 MISSING: float = struct.unpack("<d", struct.pack("<Q", _BITS))[0]
 
-NUMBERS = (
-    "time",
-    "tokens",
-    "train_loss",
-    "validation_loss",
-    "learning_rate",
-    "diameter",
-    "diameter_lower",
-    "diameter_upper",
-    "ceiling",
-    "rounding",
-    "row_norm",
-    "row_token",
-    "gradient_row_norm",
-    "gradient_row_token",
-    "gradient_balance",
-    "nonfinite_rows",
-    "perturbation_rms",
-    "perturbation_max",
-    "hidden_norm",
-    "hidden_norm_rms",
-    "spectral_norm",
-    "gauge_waste",
-    "backward_bound",
-    "efficiency_lower",
-    "efficiency_upper",
-    "moment_efficiency_lower",
-    "moment_efficiency_upper",
-    "share",
-)
+
+def _fields(*types: object) -> tuple[str, ...]:
+    """Fields of a StepRecord that have one of some types, its step left out: that has a place of its own."""
+    return tuple(name for name, type_ in get_type_hints(StepRecord).items() if type_ in types and name != "step")
+
+
+NUMBERS = _fields(float, int, float | None, int | None)
 """Fields of a StepRecord that are columns of the same name."""
-PAIRS = ("pair", "perturbation_pair")
+PAIRS = _fields(Pair, Pair | None)
 """Fields that are two columns each: "pair.0" and "pair.1"."""
+PAIR_COLUMNS = tuple(f"{name}.{end}" for name in PAIRS for end in (0, 1))
+WHOLE = {*_fields(int, int | None), *PAIR_COLUMNS}
+"""Columns of whole numbers."""
+FORMULAS = {metric.field: metric.formula for metric in (*CATALOGUE, *GUIDES) if metric.formula is not None}
+"""Columns that are worked out of others when they are asked for."""
 SECONDS = "seconds."
 """What a part of measuring cost is the column "seconds.PART"."""
 PARTS = 16
 """Such columns at most: a log of others may name any."""
 TEXT = 80
 """Characters of a token that are kept."""
+BLOCK = 4096
+"""Rows that are looked through at once for a last value."""
 
 _numbers = operator.attrgetter(*NUMBERS)
 
@@ -86,21 +71,40 @@ class Table:
     def __len__(self) -> int:
         return len(self.steps)
 
+    def get(self, name: str) -> Floats | None:
+        """A column, also one that follows from others; None if no record has it."""
+        values = self._rows(name, slice(None))
+        return values if values is not None and (name in self.columns or present(values).any()) else None
+
     def column(self, name: str) -> Floats:
         """A column, MISSING throughout if no record has it."""
-        found = self.columns.get(name)
-        return np.full(len(self), MISSING) if found is None else found
+        values = self.get(name)
+        return np.full(len(self), MISSING) if values is None else values
 
     def last(self, name: str) -> float | None:
-        """The last value that there is of a column."""
-        values = self.columns.get(name)
-        if values is None:
-            return None
-        for stop in range(len(values), 0, -4096):
-            rows = np.flatnonzero(present(values[max(stop - 4096, 0) : stop]))
-            if len(rows):
-                return float(values[max(stop - 4096, 0) + rows[-1]])
+        """The last value of a column that is not missing, as far back as that may be."""
+        for stop in range(len(self), 0, -BLOCK):
+            values = self._rows(name, slice(max(stop - BLOCK, 0), stop))
+            if values is None:
+                return None
+            places = np.flatnonzero(present(values))
+            if len(places):
+                return float(values[places[-1]])
         return None
+
+    def _rows(self, name: str, rows: slice) -> Floats | None:
+        """Some rows of a column; None without it, or without a column that it follows from."""
+        formula = FORMULAS.get(name)
+        if formula is None:
+            values = self.columns.get(name)
+            return None if values is None else values[rows]
+        if not self.columns.keys() >= {*formula.fields}:
+            return None
+        parts = {field: self.columns[field][rows] for field in formula.fields}
+        with np.errstate(all="ignore"):
+            known = np.logical_and.reduce([present(part) for part in parts.values()])
+            known &= np.not_equal(formula.divisor(parts.__getitem__), 0)
+            return np.where(known, formula.apply(parts.__getitem__), MISSING)
 
 
 class Columns:

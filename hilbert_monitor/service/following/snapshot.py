@@ -64,7 +64,7 @@ def model_of(info: RunInfo) -> str:
 def summary(run: RunSnapshot) -> dict[str, Any]:
     """A run in a line of a table; what does not exist is None."""
     info, table, last = run.info, run.table, run.alerts[-1] if run.alerts else None
-    tokens, diameter, ceiling = table.last("tokens"), table.last("diameter"), table.last("ceiling")
+    tokens = table.last("tokens")
     return {
         "id": run.id,
         "name": info.name,
@@ -86,10 +86,10 @@ def summary(run: RunSnapshot) -> dict[str, Any]:
         "last_alert": None if last is None else {"step": last.step, "kind": last.kind, "time": last.time},
         "train_loss": table.last("train_loss"),
         "validation_loss": table.last("validation_loss"),
-        "diameter": diameter,
+        "diameter": table.last("diameter"),
         "perturbation_rms": table.last("perturbation_rms"),
         "learning_rate": table.last("learning_rate"),
-        "saturation": diameter / ceiling if diameter is not None and ceiling else None,
+        "saturation": table.last("saturation"),
         "version": run.version,
         "indexed": run.indexed,
         "torn": run.torn,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hilbert_monitor.runs.json_values import plain
 from hilbert_monitor.runs.record import Alert, RunInfo
 from hilbert_monitor.service.figures.downsampling import thin
-from hilbert_monitor.service.following.columns import NUMBERS, PAIRS, SECONDS, Floats, Table, present
+from hilbert_monitor.service.following.columns import NUMBERS, PAIR_COLUMNS, SECONDS, WHOLE, Floats, Table, present
 from hilbert_monitor.service.following.run_settings import settings
 from hilbert_monitor.service.following.snapshot import RunSnapshot, summary
 
@@ -23,10 +23,8 @@ TOKENS = 50
 """Pairs, and single tokens, that a run's page lists."""
 ALERTS = 1000
 """Alerts of a run that its page lists, the last ones."""
-FIELDS = (*NUMBERS, *(f"{name}.{end}" for name in PAIRS for end in (0, 1)))
+FIELDS = (*NUMBERS, *PAIR_COLUMNS)
 """Columns that a run may have, beside its steps and what the parts of measuring cost."""
-WHOLE = {"tokens", "row_token", "gradient_row_token", "nonfinite_rows", *(name for name in FIELDS if "." in name)}
-"""Those that hold whole numbers."""
 SEARCHED = ("id", "name", "optimizer", "model", "status")
 NAMED = (*SEARCHED, "seed", "panel_hash", "error")
 """Fields of a summary that a search looks through, and those that it knows by name."""

@@ -30,12 +30,12 @@ from .figure_answers import FigureAnswers, choose
 from .parameters import (
     POINTS,
     SEARCH,
+    ComparePanel,
     Drawn,
     Fields,
     Id,
     Ids,
     ModelName,
-    Panel,
     RunPanel,
     failed,
     ids,
@@ -255,7 +255,7 @@ def _add_figures(app: FastAPI, responder: Responder) -> None:
         responses=problems(inline=True),
     )
     def compare_csv(
-        panel: Annotated[Panel, Path(description="One of the figures.")],
+        panel: Annotated[ComparePanel, Path(description="One of the figures.")],
         view: Drawn,
         model: ModelName = "",
         runs: Ids = "",

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from hilbert_monitor import __version__
 
+from . import catalogue
 from .response_cache import Body
 
 TYPES = {
@@ -36,8 +37,9 @@ class Assets:
     """The files of the page by name. Where they say __VERSION__ they get a hash of them all."""
 
     def __init__(self) -> None:
-        found = {file.name: file.read_bytes() for file in files(__package__).joinpath("static").iterdir()}
-        known = {name: content for name, content in found.items() if Path(name).suffix in TYPES}
+        folder = files(__package__).joinpath("static")
+        known = {file.name: file.read_bytes() for file in folder.iterdir() if Path(file.name).suffix in TYPES}
+        known[catalogue.NAME] = catalogue.script()
         self.version = _hash(
             __version__.encode(), str(_plotly().stat().st_size).encode(), *map(_hash_of, sorted(known.items()))
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import Depends, Path, Query
 from fastapi.exceptions import RequestValidationError
@@ -13,16 +13,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hilbert_monitor.service.figures import compare_figures, run_figures
 from hilbert_monitor.service.figures.plot_options import Axis, Group, PlotOptions, Scale
 
 from .answers import FIELDS
 from .schema import Problem
 from .security import protect, trouble
 
-RunPanel = Literal[
-    "diameter", "saturation", "perturbation", "efficiency", "shares", "norms", "loss", "learning_rate", "cost"
-]
-Panel = Literal["loss", "diameter", "perturbation", "ratio"]
+if TYPE_CHECKING:
+    RunPanel = str
+    ComparePanel = str
+else:
+    RunPanel = Literal[tuple(run_figures.PANELS)]
+    ComparePanel = Literal[tuple(compare_figures.PANELS)]
 
 SEARCH = (
     "Words that must all occur in a run's id, name, optimizer, model, state or settings; `lr=0.1` and `status:failed`"

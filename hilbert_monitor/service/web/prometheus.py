@@ -71,12 +71,6 @@ def samples(run: RunSnapshot) -> Samples:
     """The samples of a run, from its log."""
     table = run.table
     latest = {metric.name: table.last(metric.field) for metric in CATALOGUE}
-    diameter, ceiling = latest["step_diameter"], latest["step_diameter_ceiling"]
-    if diameter is not None and ceiling:
-        latest["step_diameter_saturation"] = diameter / ceiling
-    rms, norm = latest["perturbation_rms"], latest["hidden_norm_rms"]
-    if rms is not None and diameter and norm:
-        latest["perturbation_utilisation"] = rms / (diameter * norm)
     diameters = _diameters(table)
     places = np.searchsorted(BUCKETS, diameters)
     return Samples(
@@ -87,7 +81,6 @@ def samples(run: RunSnapshot) -> Samples:
         steps=len(table),
         skipped=_count(table, "skipped"),
         nonfinite=_count(table, "nonfinite_rows"),
-        tokens=latest["tokens"],
         latest={name: value for name, value in latest.items() if value is not None},
         seconds=Counter({name: _sum(values) for name, values in _parts(table)}),
         buckets=tuple(np.bincount(places, minlength=len(BUCKETS)).tolist()),

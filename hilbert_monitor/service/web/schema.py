@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, RootModel
 
+from hilbert_monitor.runs.metrics import CATALOGUE
+from hilbert_monitor.service.figures import compare_figures, run_figures
+
 Number = float | Literal["nan", "inf", "-inf"]
 Figures = dict[str, dict[str, Any]]
 Status = Literal["running", "finished", "failed", "stalled", "killed", "unreadable"]
@@ -172,7 +175,8 @@ class Records(_Answer):
     version: Version
     of: int = Field(description="Records in the range, of which these are some.")
     columns: dict[str, list[Number | None]] = Field(
-        description="Each as long as `step`; null where a record does not have the field.",
+        description="Each as long as `step`; null where a record does not have the field.\n\n"
+        + "\n".join(f"- `{metric.field}`: {metric.help}" for metric in CATALOGUE if metric.formula is None),
         examples=[{"step": [1, 2, 3], "train_loss": [10.4, "nan", None]}],
     )
 
@@ -182,10 +186,7 @@ class RunFigures(_Answer):
 
     id: str
     version: Version
-    figures: Figures = Field(
-        description="diameter, saturation, perturbation, efficiency, shares, norms, loss, learning_rate, cost: where it"
-        " has any."
-    )
+    figures: Figures = Field(description=f"Those that have a curve, of {', '.join(run_figures.PANELS)}.")
 
 
 class Model(_Answer):
@@ -234,7 +235,7 @@ class Comparison(_Answer):
     counted: list[str] = Field(description="Ids of the runs that the means are of.")
     aside: list[str]
     axes: list[str] = Field(description="Axes that all runs have.")
-    figures: Figures = Field(description="loss, diameter, perturbation and ratio, for plotly.")
+    figures: Figures = Field(description=f"For plotly: {', '.join(compare_figures.PANELS)}.")
     version: Version
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
-from hilbert_monitor.service.figures.run_figures import NAMES as RUN_PANELS
+from hilbert_monitor.service.figures.run_figures import PANELS as RUN_PANELS
 from hilbert_monitor.service.following.columns import NUMBERS
 from hilbert_monitor.service.following.snapshot import RunSnapshot, summary
 from hilbert_monitor.service.web import schema

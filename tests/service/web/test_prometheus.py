@@ -49,6 +49,8 @@ def records():
             diameter=0.01 * step if step % 10 == 0 else None,
             diameter_lower=0.01 * step,
             ceiling=1.0,
+            perturbation_rms=0.5 / step if step % 20 == 0 else None,
+            hidden_norm_rms=3.0 if step % 20 == 0 else None,
             nonfinite_rows=3 if step == 31 else 0,
             skipped="overflow" if step == 12 else "",
             seconds={"increment": 0.25, **({"panel": 0.5} if step % 20 == 0 else {})},

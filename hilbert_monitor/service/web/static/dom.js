@@ -1,5 +1,7 @@
 /* Building elements. Texts of others only ever become text nodes and attributes, never markup. */
 
+import { COLOURS } from "./catalogue.js";
+
 /**
  * An element with attributes and children.
  * Functions named on... listen; true is an empty attribute; null, undefined and false are left out.
@@ -74,8 +76,6 @@ export function runLink(id, label, step = null) {
 export function stateMark(status) {
   return h("span", { class: "state", "data-state": status }, h("i", { "aria-hidden": "true" }), status);
 }
-
-const COLOURS = { AdamW: "#D55E00", RowNorm: "#0072B2", Muon: "#009E73", SGD: "#CC79A7" };
 
 /** An optimizer's name beside its colour. */
 export function optimizerMark(name) {

@@ -2,6 +2,7 @@
 
 import { get as fetchAnswer, runPath } from "./api.js";
 import { alertCard } from "./alerts.js";
+import { RUN_PANELS } from "./catalogue.js";
 import { Charts } from "./charts.js";
 import { Controls } from "./controls.js";
 import { fill, h, renew, say, tool } from "./dom.js";
@@ -12,46 +13,6 @@ import { alertList, figures, line, troubles } from "./run_head.js";
 import { attempts, configuration, cost, origin, tokenPairs } from "./run_parts.js";
 import { change, get, viewQuery, written } from "./state.js";
 import { about, runs } from "./store.js";
-
-const PANELS = [
-  {
-    key: "diameter",
-    title: "Row diameter D(S)",
-    about: "With its certified bracket, and the ceiling where a theorem gives one",
-  },
-  {
-    key: "saturation",
-    title: "Saturation",
-    about: "D(S) as a share of its ceiling",
-    none: "No ceiling is known for this optimizer.",
-  },
-  {
-    key: "perturbation",
-    title: "Hilbert perturbation",
-    about: "RMS and maximum over the panel, and the bound D · max|h|",
-  },
-  { key: "loss", title: "Loss", about: "Validation, and thinner the training loss" },
-  {
-    key: "efficiency",
-    title: "Step efficiency",
-    about: "Descent as a share of the best that a step of this diameter could have made",
-    none: "Not measured: HilbertMonitor(efficiency=True) does.",
-  },
-  {
-    key: "shares",
-    title: "Utilisation and gauge waste",
-    about: "RMS over D · rms|h|, and the share of the step that shifts all rows alike",
-    none: "Measured with the panel: not yet.",
-  },
-  {
-    key: "norms",
-    title: "What other rulers say",
-    about: "Spectral norm, and the bound on the change of a hidden state's gradient",
-    none: "Measured with the panel: not yet.",
-  },
-  { key: "learning_rate", title: "Learning rate", about: "Of the LM head" },
-  { key: "cost", title: "Cost of the monitor", about: "Seconds by part, and their share of the time between records" },
-];
 
 /** The view at `/runs/{id}`. */
 export class Run {
@@ -64,7 +25,7 @@ export class Run {
     this.marked = h("div", { class: "marked" });
     this.controls = new Controls({ compare: false });
     this.charts = new Charts(
-      PANELS,
+      RUN_PANELS,
       {
         name: () => this.answer?.summary.label || id,
         csv: (panel) => `${runPath(id)}/panels/${panel}.csv${written(viewQuery())}`,
