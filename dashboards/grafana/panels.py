@@ -11,16 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hilbert_monitor.runs.exposition import STATUSES
+from hilbert_monitor.runs.alerts import KINDS
 from hilbert_monitor.runs.families import FAMILIES, Family
 from hilbert_monitor.runs.metrics import CATALOGUE, Metric
+from hilbert_monitor.runs.states import LOST_AFTER, STALLED_AFTER, STATUSES
 from hilbert_monitor.service.figures.style import COLOURS
 
 Json = dict[str, Any]
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 TAGS = ["hilbert-monitor", "training"]
-STATES = dict(zip(STATUSES, ("green", "blue", "red", "orange", "dark-red"), strict=True))
+STATES = dict(zip(STATUSES, ("green", "orange", "red", "dark-red", "blue"), strict=True))
+"""Colours of the states of a run."""
+BLOW_UPS = dict(zip(KINDS, ("dark-red", "red", "orange", "purple"), strict=True))
+"""Colours of the kinds of blow-ups."""
 
 KNOWN: dict[str, Metric | Family] = {m.exported: m for m in CATALOGUE if not m.counted} | {
     f.exported: f for f in FAMILIES
@@ -254,7 +258,7 @@ def coloured(column: str, colours: dict[str, str]) -> Json:
 
 def silence() -> Json:
     """Seconds without a sign of life, in colours."""
-    return {"thresholds": steps(("green", None), ("orange", 60), ("red", 300))}
+    return {"thresholds": steps(("green", None), ("orange", LOST_AFTER), ("red", STALLED_AFTER))}
 
 
 # Dashboards

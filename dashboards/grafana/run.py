@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from panels import (
+    BLOW_UPS,
     STATES,
     Json,
     Scope,
@@ -206,8 +207,7 @@ def distribution(scope: Scope) -> Json:
 def blow_ups(scope: Scope) -> list[Json]:
     """How many blow-ups there were, when, and how bad the last of each kind was."""
     bars = {"drawStyle": "bars", "fillOpacity": 80, "stacking": {"mode": "normal", "group": "A"}}
-    kinds = {"nonfinite": "dark-red", "ceiling": "red", "diameter": "orange", "perturbation": "purple"}
-    colours = [override(kind, color=fixed(colour)) for kind, colour in kinds.items()]
+    colours = [override(kind, color=fixed(colour)) for kind, colour in BLOW_UPS.items()]
     when = [query(f"round({scope.counted('blowups_total', 'run, head, kind')})", "{{kind}}")]
     last = ("blowup_step", "blowup_value", "blowup_expected")
     others = {"nonfinite_increments_total": "not finite", "skipped_steps_total": "skipped"}
@@ -219,7 +219,7 @@ def blow_ups(scope: Scope) -> list[Json]:
             [instant(scope.last(name, by="run, head, kind")) for name in last],
             columns={"kind": "Kind", "Value #A": "Step", "Value #B": "Value", "Value #C": "Usual"},
             hidden=["run", "head"],
-            overrides=[coloured("Kind", kinds), override("/Value|Usual/", regexp=True, unit="sci")],
+            overrides=[coloured("Kind", BLOW_UPS), override("/Value|Usual/", regexp=True, unit="sci")],
             size=(6, 7),
         ),
         lines(

@@ -13,7 +13,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -21,6 +21,7 @@ from msgspec import Struct
 from ._lines import LONGEST, Line, Marker, Step, blocks, is_locked, items, tail
 from .json_values import clean
 from .record import Alert, RunInfo, StepRecord
+from .states import LOST_AFTER, STALLED_AFTER, STALLED_STEPS, Status
 
 INFO, STEPS, ALERTS, END, HEARTBEAT = "info.jsonl", "steps.jsonl", "alerts.jsonl", "end.jsonl", "heartbeat"
 
@@ -47,7 +48,7 @@ as_step = msgspec.json.Decoder(_Step, strict=False)
 class RunState(Struct, frozen=True, kw_only=True):
     """Where a run stands."""
 
-    status: Literal["running", "finished", "failed", "stalled", "killed"]
+    status: Status
     step: int | None
     """The last one that counts."""
     time: float
@@ -102,9 +103,9 @@ class RunReader:
         self,
         folder: str | os.PathLike[str],
         *,
-        lost_after: float = 60.0,
-        stalled_after: float = 300.0,
-        stalled_steps: float = 20.0,
+        lost_after: float = LOST_AFTER,
+        stalled_after: float = STALLED_AFTER,
+        stalled_steps: float = STALLED_STEPS,
     ) -> None:
         self.folder = Path(folder)
         self.lost_after, self.stalled_after, self.stalled_steps = lost_after, stalled_after, stalled_steps

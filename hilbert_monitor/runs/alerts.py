@@ -20,11 +20,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import nlargest
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .record import Alert, StepRecord
 
 Kind = Literal["nonfinite", "ceiling", "diameter", "perturbation"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""The rules, by what they look at: rows that are not finite, D(S) against its ceiling, D(S) and the perturbation of the
+panel against their history."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,14 +27,15 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from .alerts import KINDS
 from .families import FAMILIES, Family
 from .metrics import CATALOGUE, values
 from .record import Alert, RunInfo, StepRecord
+from .states import STALLED_AFTER, STALLED_STEPS, STATUSES
 
 __all__ = [
     "BUCKETS",
     "STALLED_AFTER",
-    "STATUSES",
     "CollectorRegistry",
     "Exposition",
     "RunSamples",
@@ -45,11 +46,6 @@ __all__ = [
 
 BUCKETS = (*(float(f"{10 ** (power / 4):.2e}") for power in range(-24, 9)), math.inf)
 """Upper ends of the histogram's buckets: four to a decade, from 1e-6 to 100."""
-
-STALLED_AFTER, STALLED_STEPS = 300.0, 20.0
-"""A run is stalled after so many seconds without a sign of life, and after so many steps at its own pace."""
-
-STATUSES = ("running", "finished", "failed", "stalled", "killed")
 
 
 @dataclass(kw_only=True)
@@ -199,7 +195,7 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
     yield "steps_total", (), run.steps
     yield "nonfinite_increments_total", (), run.nonfinite
     yield "skipped_steps_total", (), run.skipped
-    for kind in KINDS | run.blowups.keys():
+    for kind in {*KINDS, *run.blowups}:  # from zero: a counter that appears with its first count has no increase
         yield "blowups_total", (kind,), run.blowups[kind]
     for kind, alert in run.alerts.items():
         yield "blowup_value", (kind,), alert.value
@@ -210,10 +206,6 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
         yield "monitor_seconds_total", (part,), seconds
     for sink, count in run.failures.items():
         yield "monitor_failures_total", (sink,), count
-
-
-KINDS = {"nonfinite", "ceiling", "diameter", "perturbation"}
-"""Blow-ups are counted from zero: a counter that appears with its first count has no increase."""
 
 
 def _about(info: RunInfo) -> dict[str, str]:

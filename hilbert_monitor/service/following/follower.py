@@ -11,13 +11,14 @@ from pathlib import Path
 from hilbert_monitor.runs.json_values import clean
 from hilbert_monitor.runs.log import ALERTS, END, INFO, STEPS, News, RunReader, RunState
 from hilbert_monitor.runs.record import Alert, RunInfo
+from hilbert_monitor.runs.states import ENDED, LIVE
 
 from .cache import Cache, Cached
 from .columns import Columns
 from .snapshot import UNKNOWN, RunSnapshot
 
 FILES = (INFO, STEPS, ALERTS, END)
-ASK_AGAIN = {"running": 1.0, "stalled": 1.0, "killed": 10.0}
+ASK_AGAIN: dict[str, float] = {"running": 1.0, "stalled": 1.0, "killed": 10.0}
 """Seconds after which a run's state is asked again although nothing was written, where it may change by itself."""
 YOUNG = 5.0
 """Seconds that a run has to say what it is."""
@@ -69,7 +70,7 @@ class RunFollower:
     @property
     def ended(self) -> bool:
         """Whether the run has finished or failed, as far as is known."""
-        return self.snapshot is not None and self.snapshot.status in ("finished", "failed")
+        return self.snapshot is not None and self.snapshot.status in ENDED
 
     @property
     def behind(self) -> int:
@@ -166,12 +167,12 @@ class RunFollower:
         """What keeps the files from being a run, or nothing."""
         info, steps = self._seen[:2]
         if self._attempts:
-            return "" if steps else "its steps.jsonl is gone: it was moved or deleted"
+            return "" if steps else f"its {STEPS} is gone: it was moved or deleted"
         if info is None and (steps is None or now - self._began < YOUNG):
             return ""
         if info and info[1]:
-            return "its info.jsonl is not one of ours"
-        return "its info.jsonl, which says what run it is, is missing or empty"
+            return f"its {INFO} is not one of ours"
+        return f"its {INFO}, which says what run it is, is missing or empty"
 
     # Publishing
 
@@ -215,7 +216,7 @@ class RunFollower:
     def _keep(self, state: RunState) -> None:
         """Keep columns that have grown, and from then on use those on the disk: they need no memory of ours."""
         rows = len(self._columns.table)
-        enough = GROWTH * max(self._kept_rows, 1000) if state.status in ("running", "stalled") else self._kept_rows
+        enough = GROWTH * max(self._kept_rows, 1000) if state.status in LIVE else self._kept_rows
         if self._cache is None or self.behind or rows <= enough:
             return
         self._kept_rows = rows

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from hilbert_monitor.runs.log import RunState
 from hilbert_monitor.runs.record import Alert, RunInfo
+from hilbert_monitor.runs.states import Status
 
 from .columns import Table
 from .published import PAPER, model_of_size
 
+ShownStatus = Literal[Status, "unreadable"]
+SHOWN_STATUSES: tuple[ShownStatus, ...] = get_args(ShownStatus)
+"""The states of a run, as the service shows them."""
 UNKNOWN = RunState(status="killed", step=None, time=0.0)
 """The state of what cannot be read: its problem is what counts."""
 
@@ -40,8 +44,8 @@ class RunSnapshot:
     """Grows with every change."""
 
     @property
-    def status(self) -> str:
-        """Where the run stands, or that nobody can tell."""
+    def status(self) -> ShownStatus:
+        """The state of the run, or that its log cannot be read."""
         return "unreadable" if self.problem else self.state.status
 
 

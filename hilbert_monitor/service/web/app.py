@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from hilbert_monitor import __version__
 from hilbert_monitor.service.figures import compare_figures
 from hilbert_monitor.service.following.index import Index
-from hilbert_monitor.service.following.snapshot import RunSnapshot
+from hilbert_monitor.service.following.snapshot import RunSnapshot, ShownStatus
 from hilbert_monitor.service.following.text import csv_lines
 
 from . import answers, schema
@@ -157,7 +157,7 @@ def _add_runs(app: FastAPI, responder: Responder) -> None:
     def runs(
         request: Request,
         q: Annotated[str, Query(max_length=300, description=SEARCH, examples=["rownorm lr=0.1"])] = "",
-        status: Annotated[schema.Status | None, Query(description="Only runs that stand so.")] = None,
+        status: Annotated[ShownStatus | None, Query(description="Only runs that stand so.")] = None,
         optimizer: Annotated[str, Query(max_length=100, description="Only runs with this LM head.")] = "",
         model: ModelName = "",
     ) -> Response:

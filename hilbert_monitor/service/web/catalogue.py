@@ -8,6 +8,7 @@ import msgspec
 
 from hilbert_monitor.service.figures.run_figures import PANELS
 from hilbert_monitor.service.figures.style import COLOURS
+from hilbert_monitor.service.following.snapshot import SHOWN_STATUSES
 
 NAME = "catalogue.js"
 
@@ -20,6 +21,7 @@ def script() -> bytes:
     ]
     constants: dict[str, tuple[str, Any]] = {
         "RUN_PANELS": ("The panels of a run's page.", panels),
+        "STATES": ("The states of a run, in the order in which they want attention.", SHOWN_STATUSES),
         "COLOURS": ("The colours of optimizers.", COLOURS),
     }
     lines = [

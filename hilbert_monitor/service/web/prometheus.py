@@ -17,6 +17,7 @@ import numpy as np
 from hilbert_monitor.runs.exposition import BUCKETS, CollectorRegistry, Exposition, Samples, choose_encoder
 from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.runs.record import RunInfo
+from hilbert_monitor.runs.states import LIVE
 from hilbert_monitor.service.following.columns import SECONDS, Floats, Table, present
 from hilbert_monitor.service.following.snapshot import RunSnapshot
 
@@ -58,7 +59,7 @@ class PrometheusExport:
     def _live(self, recent: float = RECENT) -> Iterator[RunSnapshot]:
         """The runs that go on, or ended a short while ago."""
         for run in self.runs():
-            going_on = run.status in ("running", "stalled")
+            going_on = run.status in LIVE
             if not run.problem and (going_on or time.time() - run.heartbeat < recent):
                 yield run
 

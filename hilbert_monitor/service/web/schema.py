@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, RootModel
 
 from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.service.figures import compare_figures, run_figures
+from hilbert_monitor.service.following.snapshot import ShownStatus
 
 Number = float | Literal["nan", "inf", "-inf"]
 Figures = dict[str, dict[str, Any]]
-Status = Literal["running", "finished", "failed", "stalled", "killed", "unreadable"]
 Progress = Annotated[float, Field(ge=0, le=1, description="Share of the logs that is read.", examples=[1.0])]
 Version = Annotated[int, Field(description="Grows with every change.", examples=[42])]
 Pair = tuple[int, int]
@@ -59,7 +59,7 @@ class Summary(_Answer):
     model: str = Field(description="Equal for runs that are compared.", examples=["190M"])
     seed: int | None
     panel_hash: str = Field(description="Equal for runs whose perturbations are over the same panel.")
-    status: Status
+    status: ShownStatus
     problem: str = Field(description="Why the log cannot be read, in a sentence; else empty.")
     error: str = Field(description="Class of the exception that ended it.")
     message: str
@@ -262,7 +262,7 @@ class RunAlert(Alert):
     run: str
     name: str
     optimizer: str
-    status: Status
+    status: ShownStatus
 
 
 class Alerts(_Answer):

@@ -3,6 +3,7 @@
 import { onReached } from "./api.js";
 import { Alerts } from "./alerts.js";
 import { watch } from "./banner.js";
+import { STATES } from "./catalogue.js";
 import { Compare } from "./compare.js";
 import { fill, h, renew, say } from "./dom.js";
 import { locked, noPage, refused } from "./empties.js";
@@ -16,7 +17,6 @@ import { about, load, onRuns, runs } from "./store.js";
 
 const VIEWS = { compare: Compare, runs: Runs, run: Run, alerts: Alerts };
 const EVENTS = new Set(["run", "records", "alert", "gone"]);
-const SHOWN = ["running", "stalled", "failed", "killed", "unreadable", "finished"];
 const PAGES = { "/": "compare", "/runs": "runs", "/alerts": "alerts" };
 
 const main = document.getElementById("main");
@@ -70,11 +70,10 @@ function top() {
   const counts = new Map();
   let alerts = 0;
   for (const run of runs.values()) {
-    const state = run.problem ? "unreadable" : run.status;
-    counts.set(state, (counts.get(state) ?? 0) + 1);
+    counts.set(run.status, (counts.get(run.status) ?? 0) + 1);
     alerts += run.alerts ?? 0;
   }
-  const shown = SHOWN.filter((state) => counts.has(state));
+  const shown = STATES.filter((state) => counts.has(state));
   const link = (state) => {
     const about = { href: `/runs?status=${state}`, title: `${plural(counts.get(state), "run")} ${state}` };
     const mark = { class: "state", "data-state": state };

@@ -8,10 +8,10 @@ const ALERTS = 100;
 
 /** Its state and what it is, in a line. */
 export function line(summary) {
-  const { id, label, problem, status, optimizer, model, seed, attempts, step, time } = summary;
+  const { id, label, status, optimizer, model, seed, attempts, step, time } = summary;
   const facts = [model, seed === null ? null : `seed ${seed}`, attempts > 1 ? plural(attempts, "attempt") : null];
   return [
-    stateMark(problem ? "unreadable" : status),
+    stateMark(status),
     optimizerMark(optimizer),
     facts.filter(Boolean).map((fact) => h("span", {}, fact)),
     h("span", {}, `step ${whole(step)}`, time ? [", ", ageMark(time)] : null),

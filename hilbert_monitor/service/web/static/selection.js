@@ -42,7 +42,7 @@ export class Selection {
       h("input", { type: "checkbox", value: run.id, checked: this.chosen.has(run.id), onchange }),
       h("span", {}, run.label || run.id),
       run.seed === null ? null : h("small", {}, `seed ${run.seed}`),
-      stateMark(run.problem ? "unreadable" : run.status),
+      stateMark(run.status),
       this.aside.includes(run.id) ? h("small", {}, "in no mean") : null,
     );
   }
