@@ -28,7 +28,7 @@ from panels import (
 )
 
 from hilbert_monitor.runs.metrics import CATALOGUE, Metric
-from hilbert_monitor.runs.panels import PANELS, SECTIONS, Panel, Section, drawn_in
+from hilbert_monitor.runs.panels import PANELS, SECTIONS, RunPanel, Section, drawn_in
 from hilbert_monitor.service.figures.style import COLOURS, GREY
 
 
@@ -112,7 +112,7 @@ def drawn_panels(scope: Scope, section: Section) -> list[Json]:
     return of_catalogue
 
 
-def measured(scope: Scope, panel: Panel) -> Json:
+def measured(scope: Scope, panel: RunPanel) -> Json:
     """A panel of the catalogue: its metrics over time, in the unit of the first."""
     metrics = [metric for metric in drawn_in(panel) if metric in CATALOGUE]
     legends = {metric.name: legend(metric, metrics) for metric in metrics}

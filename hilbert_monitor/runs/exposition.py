@@ -1,7 +1,7 @@
-"""From records to Prometheus samples: what is scraped of a run, in its own process or from its log.
+"""Prometheus samples of runs, from their records: served by the run's own process, or by the service from its log.
 
-A gauge shows a scraper the last step alone. What must not be lost between two scrapes is also counted: blow-ups, steps
-that were not finite, and every row diameter, in a histogram.
+A gauge shows only the last step before a scrape. What must not be lost between two scrapes is counted as well:
+blow-ups, steps that were not finite, and every row diameter, in a histogram.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ BUCKETS = (*(float(f"{10 ** (power / 4):.2e}") for power in range(-24, 9)), math
 
 @dataclass(kw_only=True)
 class Samples:
-    """What is told of one run."""
+    """The state of one run, as Prometheus samples are made of it."""
 
     info: RunInfo
     status: str = "running"
     heartbeat: float = 0.0
-    """Seconds since the epoch."""
+    """When training last made a step or validated, in seconds since the epoch."""
     stalled_after: float = STALLED_AFTER
     step: int | None = None
     steps: int = 0
@@ -65,7 +65,7 @@ class Samples:
     """The last number of each metric of the catalogue, by its name."""
     seconds: Counter[str] = field(default_factory=Counter)
     buckets: Sequence[int] = (0,) * len(BUCKETS)
-    """How many diameters each bucket has by itself."""
+    """How many diameters fall into each bucket, not cumulative."""
     total: float = 0.0
     """Sum of the diameters."""
     alerts: dict[str, Alert] = field(default_factory=dict)
@@ -75,13 +75,13 @@ class Samples:
 
 
 class RunSamples:
-    """Makes the samples of a run that is going on: a sink of its records and alerts, safe between threads.
+    """Collects the samples of a run while it is trained: a sink of its records and alerts, safe between threads.
 
     Args:
-        info: gives what is known of the run now.
-        failures: what failed so far, by part or sink.
-        stalled_after: seconds without a sign of life from which on the run is stalled, if its steps are not longer.
-        clock: seconds since the epoch.
+        info: returns the present RunInfo.
+        failures: returns how often each part or sink has failed.
+        stalled_after: seconds without a heartbeat after which the run counts as stalled; slow steps get more.
+        clock: returns seconds since the epoch.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RunSamples:
         self._buckets = [0] * len(BUCKETS)
 
     def write(self, record: StepRecord | Alert) -> None:
-        """Take what is new of the run; a record for the same step again has only become more complete."""
+        """Take a record or an alert. A second record of a step replaces its values and is not counted again."""
         with self._lock:
             if isinstance(record, Alert):
                 self._samples.alerts[record.kind] = record
@@ -107,7 +107,7 @@ class RunSamples:
                 self._take(record)
 
     def alive(self) -> None:
-        """Note that training is doing something, though it makes no step."""
+        """Note that training is busy although it makes no step."""
         self._samples.heartbeat = self._clock()
 
     def end(self, status: str) -> None:
@@ -116,7 +116,7 @@ class RunSamples:
         self.alive()
 
     def samples(self) -> Samples:
-        """What is to be told now."""
+        """A copy of the present state."""
         with self._lock:
             samples = Samples(**vars(self._samples))
             samples.latest, samples.alerts = dict(samples.latest), dict(samples.alerts)
@@ -126,39 +126,39 @@ class RunSamples:
         return samples
 
     def _take(self, record: StepRecord) -> None:
-        known = self._samples
-        known.heartbeat = self._clock()
+        samples = self._samples
+        samples.heartbeat = self._clock()
         for metric, value in values(record):
-            known.latest[metric.name] = float(value)
-        if known.step is not None and record.step <= known.step:
+            samples.latest[metric.name] = float(value)
+        if samples.step is not None and record.step <= samples.step:
             return
         pace = record.time - self._last
         if pace > 0:  # the slower of the last steps and a memory of those before
-            remembered = max(STALLED_STEPS * pace, 0.9 * known.stalled_after)
-            known.stalled_after = max(self._stalled_after, remembered)
+            remembered = max(STALLED_STEPS * pace, 0.9 * samples.stalled_after)
+            samples.stalled_after = max(self._stalled_after, remembered)
         self._last = record.time
-        known.step, known.steps = record.step, known.steps + 1
-        known.skipped += bool(record.skipped)
-        known.nonfinite += bool(record.nonfinite_rows)
-        known.seconds.update(record.seconds)
+        samples.step, samples.steps = record.step, samples.steps + 1
+        samples.skipped += bool(record.skipped)
+        samples.nonfinite += bool(record.nonfinite_rows)
+        samples.seconds.update(record.seconds)
         diameter = record.diameter if record.diameter is not None else record.diameter_lower
         if diameter is not None and math.isfinite(diameter):
             self._buckets[bisect_left(BUCKETS, diameter)] += 1
-            known.total += diameter
+            samples.total += diameter
 
 
 class Exposition(Collector):
-    """A Prometheus collector of some runs. It registers nowhere by itself.
+    """A Prometheus collector of some runs. It does not register itself.
 
     Args:
-        runs: gives the samples of the runs there are now.
+        runs: returns the samples of the present runs.
     """
 
     def __init__(self, runs: Callable[[], Iterable[Samples]]) -> None:
         self.runs = runs
 
     def describe(self) -> Iterator[Metric]:
-        """Name what will be collected, without looking at any run."""
+        """The names of what will be collected, without looking at any run."""
         yield from _families([]).values()
 
     def collect(self) -> Iterator[Metric]:
@@ -179,7 +179,7 @@ def _families(runs: Sequence[Samples]) -> dict[str, Metric]:
 
 
 def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
-    """What is told of a run: family, labels besides its own, value."""
+    """The samples of a run: name, labels besides `run` and `head`, value."""
     yield "run_info", (), _about(run.info)
     yield "step_diameter_distribution", (), _cumulative(run.buckets), run.total
     for metric in CATALOGUE:

@@ -1,4 +1,4 @@
-"""What Prometheus is told of every run, whatever it measures: its state, its counters, its last blow-ups."""
+"""What Prometheus gets of every run besides the metrics of its steps: its state, its counters, its last blow-ups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .metrics import CATALOGUE
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What Prometheus knows of a run besides the numbers of its last step."""
+    """A family of samples in Prometheus: a name with all its labels."""
 
     name: str
     kind: Literal["gauge", "counter", "histogram", "info"]

@@ -67,8 +67,8 @@ class Metric:
 
     def value(self, record: StepRecord) -> float | None:
         """Its number at a step; None if it was not measured."""
-        found: float | None = self.formula.of(record) if self.formula else getattr(record, self.field)
-        return found
+        value: float | None = self.formula.of(record) if self.formula else getattr(record, self.field)
+        return value
 
 
 CATALOGUE = (

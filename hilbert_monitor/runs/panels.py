@@ -16,7 +16,7 @@ SECTIONS: tuple[Section, ...] = get_args(Section)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+class RunPanel:
     """A figure of one run. The metrics that name it are its lines."""
 
     name: str
@@ -40,32 +40,32 @@ class Panel:
 WITH_THE_PANEL = "Not measured yet: it is measured together with the validation panel."
 
 PANELS = (
-    Panel(
+    RunPanel(
         name="diameter",
         title="Row diameter D(S)",
         section="Geometry",
         axis_title="Row diameter D(S)",
         help="The largest distance between two rows of a step of the LM head, with its certified bounds (the bracket)"
-        " and its ceiling, the largest that the optimizer can make, where a theorem gives one.",
+        " and, where a theorem gives one, its ceiling.",
     ),
-    Panel(
+    RunPanel(
         name="saturation",
         title="Saturation",
         section="Geometry",
         axis_title="Share of the ceiling",
-        help="D(S) as a share of its ceiling. More than 100 % is impossible by theory: something other than the"
-        " optimizer writes to the head.",
+        help="D(S) as a share of its ceiling, the most that the optimizer can make. Above 100 % something else writes"
+        " to the head.",
         if_empty="No ceiling is known for this optimizer.",
     ),
-    Panel(
+    RunPanel(
         name="perturbation",
         title="Hilbert perturbation",
         section="Geometry",
         axis_title="Hilbert perturbation",
         help="How far a step moves the predictions on the panel, a fixed set of validation positions: root mean square,"
-        " maximum, and the bound that D(S) and the largest hidden state |h| set them.",
+        " maximum, and what bounds both.",
     ),
-    Panel(
+    RunPanel(
         name="loss",
         title="Loss",
         section="Training",
@@ -73,58 +73,56 @@ PANELS = (
         help="Validation loss, and thinner the training loss.",
         skips_start=True,
     ),
-    Panel(
+    RunPanel(
         name="efficiency",
         title="Step efficiency",
         section="What a step is worth",
         axis_title="Share of the best descent",
-        help="How much a step lowers the loss to first order, as a share of the most that a step of its diameter can:"
-        " for the gradient of the batch, and for the moment, the average of gradients that the optimizer keeps. Each is"
-        " a lower and an upper bound.",
+        help="First-order descent as a share of the best at this diameter, between two bounds: for the batch's"
+        " gradient, and for the moment, the optimizer's average of gradients.",
         if_empty="Not measured: HilbertMonitor(efficiency=True) does.",
     ),
-    Panel(
+    RunPanel(
         name="shares",
         title="Utilisation and gauge waste",
         section="What a step is worth",
         axis_title="Share",
-        help="Utilisation: the panel's Hilbert RMS as a share of the most it could be, D(S) times the RMS norm of the"
-        " hidden states. Gauge waste: the share of the step that shifts all rows alike and so changes no prediction.",
+        help="Utilisation: Hilbert RMS as a share of D(S) times the RMS norm of hidden states, its worst case. Gauge"
+        " waste: the share of the step that shifts all rows alike and changes no prediction.",
         if_empty=WITH_THE_PANEL,
     ),
-    Panel(
+    RunPanel(
         name="norms",
         title="Other norms of the step",
         section="What a step is worth",
         axis_title="Norms of the step",
-        help="The spectral norm, and the bound on how much the step changes the gradient of a hidden state, beside"
-        " D(S).",
+        help="The spectral norm, and a bound on how much the step changes the gradient of a hidden state, beside D(S).",
         if_empty=WITH_THE_PANEL,
         beside=("step_diameter",),
     ),
-    Panel(
+    RunPanel(
         name="learning_rate",
         title="Learning rate",
         section="Training",
         axis_title="Learning rate of the LM head",
-        help="Of the LM head.",
+        help="That of the LM head.",
     ),
-    Panel(
+    RunPanel(
         name="cost",
         title="Cost of the monitor",
         section="Cost of measuring",
         axis_title="Share of the time",
         help="What measuring took: seconds by part, and their share of the time between two records.",
     ),
-    Panel(
+    RunPanel(
         name="rows",
         title="Largest row",
         section="Geometry",
         axis_title="Norm of a row",
-        help="Of the step, and of the gradient.",
+        help="The largest norm of a row of the step, and of the gradient.",
         on_page=False,
     ),
-    Panel(
+    RunPanel(
         name="hidden",
         title="Hidden states of the panel",
         section="Geometry",
@@ -132,7 +130,7 @@ PANELS = (
         help="The inputs of the LM head on the panel, a fixed set of validation positions.",
         on_page=False,
     ),
-    Panel(
+    RunPanel(
         name="balance",
         title="Balance of the gradient",
         section="Geometry",
@@ -140,7 +138,7 @@ PANELS = (
         help="Whether the rows of the gradient sum to zero.",
         on_page=False,
     ),
-    Panel(
+    RunPanel(
         name="rounding",
         title="Rounding of D(S)",
         section="Geometry",
@@ -148,18 +146,18 @@ PANELS = (
         help="Only where the increment is a difference of weights, for optimizers that are not known.",
         on_page=False,
     ),
-    Panel(
+    RunPanel(
         name="nonfinite",
         title="Rows that are not finite",
         section="Blow-ups",
         axis_title="Rows",
-        help="Of the last step.",
+        help="In the increment of the last step.",
         on_page=False,
     ),
 )
 
 
-def drawn_in(panel: Panel) -> tuple[Metric, ...]:
+def drawn_in(panel: RunPanel) -> tuple[Metric, ...]:
     """The metrics that a panel draws: those of others first, then its own."""
     known = (*CATALOGUE, *GUIDES)
     others = (metric for metric in known if metric.name in panel.beside)

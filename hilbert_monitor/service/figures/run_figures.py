@@ -14,7 +14,7 @@ import numpy as np
 
 from hilbert_monitor.runs import panels
 from hilbert_monitor.runs.metrics import Line, Metric
-from hilbert_monitor.runs.panels import Panel, drawn_in
+from hilbert_monitor.runs.panels import RunPanel, drawn_in
 from hilbert_monitor.runs.record import Alert, RunInfo
 from hilbert_monitor.service.following.columns import MISSING, SECONDS, Floats, Table, present
 from hilbert_monitor.service.following.text import label
@@ -122,7 +122,7 @@ def _run_data(
     return RunData(table, info, attempts, alerts, options, began)
 
 
-def _columns(panel: Panel, table: Table) -> Values:
+def _columns(panel: RunPanel, table: Table) -> Values:
     """The columns of a panel that a table has; none if all of them are other panels' own."""
     known = {metric.field: table.get(metric.field) for metric in drawn_in(panel)}
     columns = {field: values for field, values in known.items() if values is not None}
@@ -152,7 +152,7 @@ def _listed(column: Floats) -> list[float | None]:
 # Panels
 
 
-def _draw(run: RunData, panel: Panel, columns: Values) -> Figure | None:
+def _draw(run: RunData, panel: RunPanel, columns: Values) -> Figure | None:
     """A panel as its metrics say: each line in its layer, on the axis and in the unit that they have."""
     metrics = [metric for metric in drawn_in(panel) if metric.field in columns]
     log = run.options.logarithmic(any(metric.axis == "log" for metric in drawn_in(panel)))
@@ -166,7 +166,7 @@ def _draw(run: RunData, panel: Panel, columns: Values) -> Figure | None:
     return _figure(run, panel.axis_title, traces, columns, log=log, **yaxis)
 
 
-def _draw_cost(run: RunData, panel: Panel, columns: Values) -> Figure | None:
+def _draw_cost(run: RunData, panel: RunPanel, columns: Values) -> Figure | None:
     """Seconds of each part of measuring, and on the right what share of the run's time they are."""
     parts = [name for name in columns if name.startswith(SECONDS)]
     if not parts:
@@ -186,7 +186,7 @@ def _draw_cost(run: RunData, panel: Panel, columns: Values) -> Figure | None:
     return figure
 
 
-DRAW: dict[str, Callable[[RunData, Panel, Values], Figure | None]] = {"cost": _draw_cost}
+DRAW: dict[str, Callable[[RunData, RunPanel, Values], Figure | None]] = {"cost": _draw_cost}
 """Panels that draw more than their metrics."""
 
 

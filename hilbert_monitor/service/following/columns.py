@@ -1,7 +1,7 @@
-"""A run's records as columns, which grow as its log does.
+"""A run's records as columns that grow with its log.
 
-What a record does not have is MISSING: a nan with a payload of its own, as R's NA is one, so that a loss that is nan
-stays told apart from a loss that nobody measured.
+A value that a record does not have is MISSING: a nan with a payload of its own, like R's NA. So a loss that is nan
+and a loss that was not measured stay different.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ WHOLE = {*_fields(int, int | None), *PAIR_COLUMNS}
 FORMULAS = {metric.field: metric.formula for metric in (*CATALOGUE, *GUIDES) if metric.formula is not None}
 """Columns that are worked out of others when they are asked for."""
 SECONDS = "seconds."
-"""What a part of measuring cost is the column "seconds.PART"."""
+"""Seconds that a part of measuring took are the column "seconds.PART"."""
 PARTS = 16
-"""Such columns at most: a log of others may name any."""
+"""How many such columns a run has at most: a foreign log may name any number of parts."""
 TEXT = 80
-"""Characters of a token that are kept."""
+"""Characters of a token's text that are stored, at most."""
 BLOCK = 4096
 """Rows that are looked through at once for a last value."""
 
@@ -54,19 +54,19 @@ _numbers = operator.attrgetter(*NUMBERS)
 
 
 def present(values: Floats) -> NDArray[np.bool_]:
-    """Where a column has a value, be it nan."""
+    """Where a column has a value, which may be nan."""
     return np.not_equal(values.view(np.int64), _BITS)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The records that count, by step. Nothing in it changes; a run that goes on gets another."""
+    """The records of a run that count, sorted by step. A table never changes; a run that grows gets a new one."""
 
     steps: Steps = field(default_factory=lambda: np.empty(0, np.int64))
     columns: Mapping[str, Floats] = field(default_factory=dict)
-    """Each as long as the steps. A column that no record has is not there."""
+    """Each as long as the steps. A column that no record has is left out."""
     texts: Mapping[int, str] = field(default_factory=dict)
-    """Tokens whose text is known."""
+    """Texts of tokens, where they are known."""
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -108,28 +108,28 @@ class Table:
 
 
 class Columns:
-    """What makes a run's Tables. A Table that was given out never changes: rows are added behind its end.
+    """Builds a run's Tables. A Table that was handed out never changes: rows are added behind its end.
 
     Args:
-        table: what is already known of the run.
+        table: the rows to start from.
     """
 
     def __init__(self, table: Table | None = None) -> None:
         table = table or Table()
         self._rows = len(table)
         self._steps, self._columns, self._texts = table.steps, dict(table.columns), dict(table.texts)
-        self._given = False
-        """Whether a Table has the texts that are here."""
+        self._is_shared = False
+        """Whether a Table that was handed out holds this dictionary of texts."""
 
     @property
     def table(self) -> Table:
-        """All that was taken so far."""
+        """All rows so far."""
         columns = {name: values[: self._rows] for name, values in self._columns.items()}
-        self._given = True
+        self._is_shared = True
         return Table(self._steps[: self._rows], columns, self._texts)
 
     def take(self, news: News) -> None:
-        """Take what a log has new."""
+        """Add the new records of a log."""
         if news.keep is not None:
             self._truncate(int(np.searchsorted(self._steps[: self._rows], news.keep, "right")))
         if news.records:
@@ -137,7 +137,7 @@ class Columns:
             self._add(sorted(news.records, key=lambda record: record.step))
 
     def _add(self, records: Sequence[StepRecord]) -> None:
-        """Add records, which have increasing steps; those that replace earlier ones go in their place."""
+        """Add records, sorted by step. A record of a step that is there already replaces it."""
         steps = np.array([record.step for record in records], np.int64)
         new = self._known(_columns(records))
         first = int(np.searchsorted(self._steps[: self._rows], steps[0]))
@@ -153,54 +153,54 @@ class Columns:
             self._columns[name] = values
 
     def _known(self, new: dict[str, Floats]) -> dict[str, Floats]:
-        """New columns, without parts of the cost that are too many."""
+        """New columns, without parts of measuring beyond the limit."""
         parts = [name for name in {**self._columns, **new} if name.startswith(SECONDS)]
         return {name: values for name, values in new.items() if name not in parts[PARTS:]}
 
     def _merged(self, first: int, steps: Steps, new: dict[str, Floats]) -> tuple[Steps, dict[str, Floats]]:
-        """Our rows from one on, together with new ones that take their place."""
+        """Our rows from `first` on, merged with new rows; of two with the same step the new one counts."""
         both = np.concatenate([self._steps[first : self._rows], steps])
         old = self._rows - first
         order = np.argsort(both, kind="stable")
         last = np.append(np.diff(both[order]) > 0, True)
-        kept = order[last]
+        rows = order[last]
         columns = {}
         for name in {*self._columns, *new}:
             before = self._columns[name][first : self._rows] if name in self._columns else np.full(old, MISSING)
-            columns[name] = np.concatenate([before, new.get(name, np.full(len(steps), MISSING))])[kept]
-        return both[kept], columns
+            columns[name] = np.concatenate([before, new.get(name, np.full(len(steps), MISSING))])[rows]
+        return both[rows], columns
 
     def _truncate(self, rows: int) -> None:
-        """Drop what comes after some rows, in arrays of their own: given out Tables still have it."""
+        """Drop all but the first rows, in new arrays: Tables that were handed out still hold the old ones."""
         if rows < self._rows:
             self._rows = rows
             self._steps = self._steps[:rows].copy()
             self._columns = {name: values[:rows].copy() for name, values in self._columns.items()}
 
     def _note_texts(self, records: Sequence[StepRecord]) -> None:
-        said: dict[int, str] = {}
+        texts: dict[int, str] = {}
         for record in records:
             if record.pair is not None and record.pair_text is not None:
-                said |= zip(record.pair, record.pair_text, strict=True)
+                texts |= zip(record.pair, record.pair_text, strict=True)
             if record.perturbation_pair is not None and record.perturbation_pair_text is not None:
-                said |= zip(record.perturbation_pair, record.perturbation_pair_text, strict=True)
-        new = {token: intern(text[:TEXT]) for token, text in said.items() if token not in self._texts}
-        if new and self._given:  # a Table has these texts, and keeps them as they are
-            self._texts, self._given = dict(self._texts), False
+                texts |= zip(record.perturbation_pair, record.perturbation_pair_text, strict=True)
+        new = {token: intern(text[:TEXT]) for token, text in texts.items() if token not in self._texts}
+        if new and self._is_shared:  # a Table holds this dictionary: leave it as it is
+            self._texts, self._is_shared = dict(self._texts), False
         self._texts |= new
 
 
 def _columns(records: Sequence[StepRecord]) -> dict[str, Floats]:
-    """The columns of some records, without those that none of them has."""
-    found: dict[str, Sequence[Any]] = dict(zip(NUMBERS, zip(*map(_numbers, records), strict=True), strict=True))
+    """The columns of some records; those that no record has are left out."""
+    columns: dict[str, Sequence[Any]] = dict(zip(NUMBERS, zip(*map(_numbers, records), strict=True), strict=True))
     for name in PAIRS:
         pairs = [getattr(record, name) or (None, None) for record in records]
         for end in (0, 1):
-            found[f"{name}.{end}"] = [pair[end] for pair in pairs]
-    found["skipped"] = [1.0 if record.skipped else None for record in records]
+            columns[f"{name}.{end}"] = [pair[end] for pair in pairs]
+    columns["skipped"] = [1.0 if record.skipped else None for record in records]
     parts = sorted({part for record in records for part in record.seconds})
-    found |= {SECONDS + part: [record.seconds.get(part) for record in records] for part in parts}
-    return {name: _floats(values) for name, values in found.items() if any(value is not None for value in values)}
+    columns |= {SECONDS + part: [record.seconds.get(part) for record in records] for part in parts}
+    return {name: _floats(values) for name, values in columns.items() if any(value is not None for value in values)}
 
 
 def _floats(values: Sequence[Any]) -> Floats:
@@ -208,7 +208,7 @@ def _floats(values: Sequence[Any]) -> Floats:
 
 
 def _room(values: Any, rows: int, wanted: int) -> Any:
-    """An array with place for so many rows, of which the first are kept; MISSING fills a column that is new."""
+    """An array with room for `wanted` rows that keeps the first `rows`; MISSING fills a new column."""
     if wanted <= len(values) and values.flags.writeable:
         return values
     grown = np.full(max(wanted, 2 * rows if rows > 64 else wanted), MISSING if values.dtype == np.float64 else 0)

@@ -1,4 +1,4 @@
-"""What the service knows of a run at one moment, and the line that a table of runs has for it."""
+"""Snapshots: what the service knows of a run at one moment, and its line in a table of runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ShownStatus = Literal[Status, "unreadable"]
 SHOWN_STATUSES: tuple[ShownStatus, ...] = get_args(ShownStatus)
 """The states of a run, as the service shows them."""
 UNKNOWN = RunState(status="killed", step=None, time=0.0)
-"""The state of what cannot be read: its problem is what counts."""
+"""The state of a run that cannot be read; its `problem` says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +26,18 @@ class RunSnapshot:
     id: str
     """Name of the run's folder."""
     info: RunInfo
-    """Of the newest attempt."""
+    """What the newest attempt says of the run."""
     attempts: tuple[RunInfo, ...] = ()
     state: RunState = UNKNOWN
     problem: str = ""
-    """A sentence, if the log is broken, foreign, unreadable or gone."""
+    """A sentence, if the log is broken, not one of ours, unreadable or gone; else empty."""
     table: Table = field(default_factory=Table)
     alerts: tuple[Alert, ...] = ()
-    """Those that count, the oldest first."""
+    """Alerts that count, the oldest first."""
     torn: int = 0
-    """Lines that were skipped, for they were not whole."""
+    """Lines that were skipped because they were not whole."""
     heartbeat: float = 0.0
-    """When it last made a step or validated, in seconds since the epoch."""
+    """When training last made a step or validated, in seconds since the epoch."""
     indexed: float = 1.0
     """Share of the log that was read so far."""
     version: int = 0
@@ -66,7 +66,7 @@ def model_of(info: RunInfo) -> str:
 
 
 def summary(run: RunSnapshot) -> dict[str, Any]:
-    """A run in a line of a table; what does not exist is None."""
+    """The line of a run in a table of runs; None where there is no value."""
     info, table, last = run.info, run.table, run.alerts[-1] if run.alerts else None
     tokens = table.last("tokens")
     return {

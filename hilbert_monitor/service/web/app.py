@@ -30,13 +30,13 @@ from .figure_answers import FigureAnswers, choose
 from .parameters import (
     POINTS,
     SEARCH,
-    ComparePanel,
+    ComparePanelName,
     Drawn,
     Fields,
     Id,
     Ids,
     ModelName,
-    RunPanel,
+    RunPanelName,
     failed,
     ids,
     misread,
@@ -169,7 +169,7 @@ def _add_runs(app: FastAPI, responder: Responder) -> None:
 
         return responder.kept(request, (q, status, optimizer, model, version, index.progress), make)
 
-    @app.get("/api/runs/{id}", tags=["runs"], summary="A run, without its curves", responses=ok(schema.Run))
+    @app.get("/api/runs/{id}", tags=["runs"], summary="A run, without its curves", responses=ok(schema.RunAnswer))
     def run(request: Request, id: Id) -> Response:
         found = responder.run(id)
         return responder.kept(request, answers.stamp(found), lambda: answers.run(found))
@@ -236,11 +236,15 @@ def _add_figures(app: FastAPI, responder: Responder) -> None:
         response_class=CSV,
         responses=problems(inline=True),
     )
-    def run_csv(id: Id, panel: Annotated[RunPanel, Path(description="One of its figures.")], view: Drawn) -> Response:
+    def run_csv(
+        id: Id, panel: Annotated[RunPanelName, Path(description="One of its figures.")], view: Drawn
+    ) -> Response:
         found = responder.run(id)
         return _csv(f"{id}-{panel}", figures.run_csv(found, panel, view))
 
-    @app.get("/api/compare", tags=["figures"], summary="Runs of a model, compared", responses=ok(schema.Comparison))
+    @app.get(
+        "/api/compare", tags=["figures"], summary="Runs of a model, compared", responses=ok(schema.ComparisonAnswer)
+    )
     def compare(request: Request, view: Drawn, model: ModelName = "", runs: Ids = "") -> Response:
         version, found = index.version, index.runs
         choice = choose(found, model, ids(runs))
@@ -255,7 +259,7 @@ def _add_figures(app: FastAPI, responder: Responder) -> None:
         responses=problems(inline=True),
     )
     def compare_csv(
-        panel: Annotated[ComparePanel, Path(description="One of the figures.")],
+        panel: Annotated[ComparePanelName, Path(description="One of the figures.")],
         view: Drawn,
         model: ModelName = "",
         runs: Ids = "",

@@ -21,11 +21,11 @@ from .schema import Problem
 from .security import protect, trouble
 
 if TYPE_CHECKING:
-    RunPanel = str
-    ComparePanel = str
+    RunPanelName = str
+    ComparePanelName = str
 else:
-    RunPanel = Literal[tuple(run_figures.PANELS)]
-    ComparePanel = Literal[tuple(compare_figures.PANELS)]
+    RunPanelName = Literal[tuple(run_figures.PANELS)]
+    ComparePanelName = Literal[tuple(compare_figures.PANELS)]
 
 SEARCH = (
     "Words that must all occur in a run's id, name, optimizer, model, state or settings; `lr=0.1` and `status:failed`"

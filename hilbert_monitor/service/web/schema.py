@@ -49,7 +49,7 @@ class LastAlert(_Answer):
     time: Number
 
 
-class Summary(_Answer):
+class RunSummary(_Answer):
     """A run in a line. What a run does not have, or has not measured yet, is null."""
 
     id: str = Field(description="Name of the run's folder.", examples=["190M-rownorm-seed0"])
@@ -87,7 +87,7 @@ class Runs(_Answer):
     root: str = Field(description="Folder of the runs.", examples=["runs"])
     progress: Progress
     version: Version
-    runs: list[Summary]
+    runs: list[RunSummary]
 
 
 class Info(_Answer):
@@ -114,7 +114,7 @@ class Info(_Answer):
     heartbeat: Number
 
 
-class Alert(_Answer):
+class AlertAnswer(_Answer):
     """A step that was not as the run's other steps."""
 
     step: int
@@ -146,7 +146,7 @@ class Token(_Answer):
     count: int
 
 
-class Cost(_Answer):
+class MeasuringCost(_Answer):
     """What measuring cost."""
 
     share_mean: Number | None = Field(description="Mean part of the time between two records.")
@@ -155,16 +155,16 @@ class Cost(_Answer):
     records: int
 
 
-class Run(_Answer):
+class RunAnswer(_Answer):
     """A run."""
 
-    summary: Summary
+    summary: RunSummary
     info: Info
     attempts: list[Info]
-    alerts: list[Alert] = Field(description="The oldest first; the last 1,000.")
+    alerts: list[AlertAnswer] = Field(description="The oldest first; the last 1,000.")
     tokens: list[TokenPair] = Field(description="The most frequent first.")
     token_rows: list[Token]
-    cost: Cost
+    cost: MeasuringCost
     config: list[tuple[str, str]] = Field(description="Flat.", examples=[[["optimizer.lr", "0.1"]]])
 
 
@@ -196,7 +196,7 @@ class Model(_Answer):
     runs: int
 
 
-class Spread(_Answer):
+class SeedSpread(_Answer):
     """Over seeds."""
 
     mean: Number | None
@@ -222,12 +222,12 @@ class Difference(_Answer):
     checkpoints: int = Field(description="RowNorm's mean is below AdamW's at `below` of so many.")
 
 
-class Comparison(_Answer):
+class ComparisonAnswer(_Answer):
     """The runs of one model, compared."""
 
     models: list[Model]
     model: str | None
-    optimizers: dict[str, dict[str, Spread]]
+    optimizers: dict[str, dict[str, SeedSpread]]
     ratios: dict[str, Ratio]
     difference: Difference | None
     notes: list[str] = Field(description="What a reader of the numbers has to know.")
@@ -256,7 +256,7 @@ class Changes(_Answer):
     same: int = Field(description="Settings that are equal.")
 
 
-class RunAlert(Alert):
+class RunAlert(AlertAnswer):
     """An alert, and the run that has it."""
 
     run: str

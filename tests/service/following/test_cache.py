@@ -7,7 +7,7 @@ import pytest
 
 from hilbert_monitor.runs.log import STEPS, RunReader, RunWriter
 from hilbert_monitor.runs.record import RunInfo, StepRecord
-from hilbert_monitor.service.following.cache import Cache, Cached
+from hilbert_monitor.service.following.cache import Cache, CachedTable
 from hilbert_monitor.service.following.columns import Columns
 from hilbert_monitor.service.following.index import Index
 
@@ -26,7 +26,7 @@ def kept(folder):
     for news in RunReader(folder).follow():
         columns.take(news)
         offset = news.offset
-    return Cached(columns.table, offset, 0)
+    return CachedTable(columns.table, offset, 0)
 
 
 def equal(a, b):

@@ -391,8 +391,8 @@ def test_nothing_can_be_changed(zoo, method, path):
 
 def test_the_schema_has_the_fields_that_answers_have():
     assert schema.Info.model_fields.keys() == {*RunInfo.__struct_fields__}
-    assert schema.Alert.model_fields.keys() == {*Alert.__struct_fields__}
-    assert schema.Summary.model_fields.keys() == summary(RunSnapshot(id="a", info=RunInfo(id="a"))).keys()
+    assert schema.AlertAnswer.model_fields.keys() == {*Alert.__struct_fields__}
+    assert schema.RunSummary.model_fields.keys() == summary(RunSnapshot(id="a", info=RunInfo(id="a"))).keys()
 
 
 def test_every_route_and_parameter_is_described(zoo):
