@@ -101,8 +101,8 @@ def test_a_run_with_a_port_is_a_target_and_is_not_told_of_again(root):
     ],
 )
 def test_a_target_is_where_it_can_be_reached(address, here, target):
-    assert scraped._place(RunInfo(host=HERE if here else "far", port=9000, address=address)) == target
-    assert scraped._place(RunInfo(host=HERE, address=address)) == ""
+    assert scraped._address(RunInfo(host=HERE if here else "far", port=9000, address=address)) == target
+    assert scraped._address(RunInfo(host=HERE, address=address)) == ""
 
 
 def test_a_run_that_listens_to_another_machine_alone_is_told_of_from_its_log(root, monkeypatch):

@@ -36,13 +36,13 @@ export const COLUMNS = [
 
 function nameCell(run) {
   const id = run.label && run.label !== run.id ? h("small", {}, run.id) : null;
-  const trouble = run.problem || [run.error, run.message].filter(Boolean).join(": ");
+  const problem = run.problem || [run.error, run.message].filter(Boolean).join(": ");
   const torn = run.torn ? h("small", {}, `${plural(run.torn, "torn line")} skipped`) : null;
   const reading = run.indexed < 1 ? h("small", {}, `${Math.round(100 * run.indexed)} % read`) : null;
   return [
     runLink(run.id, clip(run.label || run.id, 100)),
     id,
-    trouble ? h("small", { class: "trouble" }, clip(trouble, 300)) : null,
+    problem ? h("small", { class: "trouble" }, clip(problem, 300)) : null,
     torn,
     reading,
   ];

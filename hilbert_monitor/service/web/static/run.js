@@ -1,4 +1,4 @@
-/* Run: one run's geometry, its tokens, what watching it costs, and how it was made. */
+/* Run: the geometry of one run, its tokens, the cost of the monitor, and the run's settings. */
 
 import { get as fetchAnswer, runPath } from "./api.js";
 import { alertCard } from "./alerts.js";
@@ -59,7 +59,7 @@ export class Run {
     this.known();
   }
 
-  /** The runs that are known changed: this one may have appeared, or be gone. */
+  /** The list of runs changed: this run may have appeared, or be gone. */
   known() {
     if (!about.loaded) return;
     const here = runs.has(this.id);
@@ -92,7 +92,7 @@ export class Run {
     this.details.ask();
   }
 
-  /** A link to a step: zoom to its surroundings, unless the link says what to see. */
+  /** Zoom to the surroundings of the step in the address, unless the address has a range. */
   land() {
     this.step = get("step");
     this.mark = null;
@@ -118,15 +118,15 @@ export class Run {
     }
   }
 
-  /** Where the step of the address stands on an axis that does not count steps. */
+  /** Find the place of the address's step on an axis that does not count steps. */
   async place() {
     const [axis, step] = [get("axis"), this.step];
     if (!step || axis === "updates" || this.mark !== null) return;
     const query = new URLSearchParams({ fields: axis, first: step, last: step });
     const { columns } = await fetchAnswer(`${runPath(this.id)}/records`, query);
-    const found = value(columns[axis]?.[0]);
+    const place = value(columns[axis]?.[0]);
     const started = this.answer?.attempts?.[0]?.started;
-    if (found !== null) this.mark = axis === "time" ? (started ? (found - started) / 3600 : null) : found;
+    if (place !== null) this.mark = axis === "time" ? (started ? (place - started) / 3600 : null) : place;
   }
 
   async describe() {
@@ -149,7 +149,7 @@ export class Run {
     this.point();
   }
 
-  /** What can be said from the summary alone: it comes with every event. */
+  /** Show the parts that need the summary alone, which comes with every event. */
   head(summary) {
     document.title = `${summary.label || this.id} · hilbert-monitor`;
     say(this.title, clip(summary.label || this.id, 120));
@@ -158,15 +158,15 @@ export class Run {
     fill(this.stats, figures(summary));
   }
 
-  /** The alert that the address points to, above the figures. */
+  /** Show the alerts of the step in the address above the figures. */
   point() {
     if (!this.answer) return;
     const step = get("step");
-    const found = this.answer.alerts.filter((alert) => String(alert.step) === step);
+    const alerts = this.answer.alerts.filter((alert) => String(alert.step) === step);
     const leave = () => tool("Whole run", () => change({ step: null, x0: null, x1: null }, true));
     const plain = () => h("p", {}, `Step ${whole(step)} is marked. It has no alert.`);
-    const cards = () => (found.length ? found.map((alert) => alertCard(alert, this.id)) : plain());
-    renew(this.marked, [found, step], () => (step ? [h("div", { class: "cards" }, cards()), leave()] : []));
+    const cards = () => (alerts.length ? alerts.map((alert) => alertCard(alert, this.id)) : plain());
+    renew(this.marked, [alerts, step], () => (step ? [h("div", { class: "cards" }, cards()), leave()] : []));
     for (const item of this.parts.alerts.querySelectorAll("li")) {
       item.toggleAttribute("data-here", item.dataset.step === step);
     }

@@ -1,4 +1,4 @@
-/* Runs: a table of all of them, kept up to date row by row; below it how two selected ones differ. */
+/* Runs: a table of all runs, updated row by row, and below it how two selected ones differ. */
 
 import { get as fetchAnswer } from "./api.js";
 import { STATES } from "./catalogue.js";
@@ -156,7 +156,7 @@ export class Runs {
     renew(this.none, [list.length, runs.size, about.progress, about.root], () => (list.length ? null : none()));
   }
 
-  /** Put rows into order, moving only what must move: a moved row would lose the focus. */
+  /** Put the rows into order. Only rows out of place are moved, as a moved row loses the focus. */
   place(trs) {
     const keep = new Set(trs);
     for (const tr of [...this.body.children]) if (!keep.has(tr)) tr.remove();
