@@ -1,4 +1,4 @@
-"""The dashboard Compare: the paper's panels, the ratio of its two heads, the spread over seeds, a table of the runs."""
+"""The dashboard Compare: the paper's panels, the ratio of the two heads, the spread over seeds, a table of runs."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from panels import (
 from hilbert_monitor.service.figures.style import COLOURS
 
 BASE, OURS = "AdamW", "RowNorm"
-"""Heads that the paper compares."""
+"""The optimizers of the LM head that the paper compares."""
 PAPER = {
     "validation_loss": "Validation loss",
     "train_loss": "Training loss",
     "step_diameter": "D(S)",
     "perturbation_rms": "Hilbert RMS",
 }
-"""The paper's panels."""
+"""The metrics of the paper's figures, with their titles."""
 GEOMETRY = ("step_diameter", "perturbation_rms")
 CLOCK = (
-    "Compared at the same moment, not at the same update: start such runs together. `hilbert-monitor serve` compares"
-    " by update."
+    "Runs are compared at the same moment, not at the same update, so start them together. `hilbert-monitor serve`"
+    " compares by update."
 )
 
 
 def compare() -> Json:
-    """Runs side by side."""
+    """The dashboard that compares runs."""
     scope = Scope(runs='run=~"$run"')
     return dashboard(
         "hilbert-compare",
@@ -71,17 +71,17 @@ def compare() -> Json:
 
 
 def over(scope: Scope, name: str, *, last: bool) -> str:
-    """The mean of one head's runs over that of the other's."""
+    """The mean over the runs of BASE, divided by that over the runs of OURS."""
     of = scope.last if last else scope.now
     above, below = (of(name, more=f',head="{head}"') for head in (BASE, OURS))
     return f"avg({above}) / avg({below})"
 
 
 def ratio_now(scope: Scope, name: str) -> Json:
-    """The ratio, as a big number."""
+    """The present ratio of a metric, as a big number."""
     return stat(
         f"{PAPER[name]}, {BASE} / {OURS}",
-        f"{help_of(name)} Mean of the {BASE} runs over mean of the {OURS} runs, each as it was last in the time shown.",
+        f"{help_of(name)} Mean of the {BASE} runs over mean of the {OURS} runs, each by its last value.",
         [instant(over(scope, name, last=True), PAPER[name])],
         decimals=2,
         size=(4, 8),
@@ -102,12 +102,12 @@ def ratios(scope: Scope) -> Json:
 
 
 def same_panel(scope: Scope) -> Json:
-    """Whether perturbations can be compared at all."""
+    """The number of different validation panels: with more than one, perturbations cannot be compared."""
     different = scope.last("run_info", more=',panel!=""', by="panel")
     return stat(
         "Validation panels",
-        "Different panels of hidden states among these runs. With more than one, Hilbert RMS of one run cannot be"
-        " compared with that of another.",
+        "How many different panels (fixed sets of validation positions) these runs have. With more than one, the"
+        " Hilbert RMS of one run cannot be compared with that of another.",
         [instant(f"count({different})", "panels")],
         size=(4, 8),
         thresholds=steps(("green", None), ("red", 2)),
@@ -115,7 +115,7 @@ def same_panel(scope: Scope) -> Json:
 
 
 def each_run(scope: Scope, name: str) -> Json:
-    """One number of every run."""
+    """A metric of every run over time."""
     unit = unit_of(name)
     return lines(
         PAPER[name],
@@ -129,7 +129,7 @@ def each_run(scope: Scope, name: str) -> Json:
 
 
 def spread(scope: Scope, name: str) -> Json:
-    """Mean over the runs of a head, and one standard deviation to both sides."""
+    """The mean over the runs of a head, and one standard deviation to both sides."""
     unit, value = unit_of(name), scope.now(name)
     mean, deviation = f"avg by (head) ({value})", f"stddev by (head) ({value})"
     bands = [

@@ -1,4 +1,4 @@
-"""The dashboard Run: geometry, blow-ups, losses, what measuring costs, and health of one run."""
+"""The dashboard Run: geometry, blow-ups, losses, cost of measuring, and health of one run."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from hilbert_monitor.service.figures.style import COLOURS, GREY
 
 
 def run() -> Json:
-    """All that is known of one run."""
+    """The dashboard of one run."""
     scope = Scope(runs='run="$run"')
     return dashboard(
         "hilbert-run",
         "Hilbert / Run",
-        "One run: the geometry of its steps, its blow-ups, its losses, what measuring costs, and whether it lives.",
+        "One run: the geometry of its steps, its blow-ups, its losses, the cost of measuring, and whether it is alive.",
         scope,
         [
             *at_a_glance(scope),
@@ -52,11 +52,11 @@ def run() -> Json:
 
 
 def at_a_glance(scope: Scope) -> list[Json]:
-    """The first line."""
+    """The first row: state, step, blow-ups and last values."""
     counts = f"sum by (run, head) ({scope.last('blowups_total', by='run, head, kind')})"
     state = stat(
         "State",
-        f"{help_of('run_status')} That of its last attempt, as it last said.",
+        f"{help_of('run_status')} The state of the last attempt, as Prometheus last saw it.",
         [instant(scope.state(), "{{status}}")],
         text="name",
         overrides=[override(status, color=fixed(colour)) for status, colour in STATES.items()],
@@ -79,16 +79,16 @@ def at_a_glance(scope: Scope) -> list[Json]:
 
 
 def single(scope: Scope, name: str, title: str) -> Json:
-    """A number of the catalogue, as it was last."""
+    """The last value of a metric of the catalogue."""
     return stat(title, help_of(name), [instant(scope.last(name), title)], unit=unit_of(name), decimals=3)
 
 
 def attempts(scope: Scope) -> Json:
-    """What the run says of itself."""
+    """A table of the attempts at the run."""
     labels = ("name", "head", "model", "seed", "attempt", "host", "port", "ranks", "torch", "version")
     return table(
         "Attempts",
-        f"{help_of('run_info')} One line for each process that has worked at it in the time shown.",
+        f"{help_of('run_info')} One line for each process that trained it in the range of time.",
         [instant(scope.last("run_info", by=", ".join(labels)))],
         columns={label: label.title() for label in labels},
         hidden=["Value", "Value #A"],
@@ -176,13 +176,13 @@ def looks(metric: Metric, legends: dict[str, str]) -> list[Json]:
 
 
 def distribution(scope: Scope) -> Json:
-    """Every diameter, also those between two scrapes."""
+    """A heatmap of the diameters of all steps, also those between two scrapes."""
     name = "step_diameter_distribution"
     counts = scope.counted(name, "le", part="_bucket")
     return panel(
         "heatmap",
         "D(S) of all steps",
-        f"{help_of(name)} Nothing between two scrapes is lost. The colour says how many steps.",
+        f"{help_of(name)} No step between two scrapes is lost. The colour is the number of steps.",
         [query(counts, "{{le}}", format="heatmap")],
         (12, 8),
         fieldConfig={
@@ -246,7 +246,7 @@ def seconds_by_part(scope: Scope) -> Json:
 
 
 def health(scope: Scope) -> list[Json]:
-    """Whether it lives, how fast it goes, and what failed."""
+    """Whether the run is alive, how fast it is, and what failed in the monitor."""
     states = f"{scope.now('run_status', by='run, head, status')} == 1"
     mappings = [{"type": "value", "options": {"1": {"text": "yes", "index": 0}}}]
     return [
@@ -265,10 +265,10 @@ def health(scope: Scope) -> list[Json]:
         lines(
             "Age of the heartbeat",
             help_of("heartbeat_timestamp_seconds", "stalled_after_seconds"),
-            [query(scope.age(scope.now), "age"), query(scope.now("stalled_after_seconds"), "stalled from here on")],
+            [query(scope.age(scope.now), "age"), query(scope.now("stalled_after_seconds"), "stalled from here")],
             unit="s",
             size=(12, 6),
-            overrides=[override("stalled from here on", color=fixed("red"))],
+            overrides=[override("stalled from here", color=fixed("red"))],
             min=0,
         ),
         lines(
