@@ -162,7 +162,8 @@ def bind(host: str, port: int, token: str | None) -> Place:
         bound.close()
         reason = error.strerror if isinstance(error, OSError) else error
         raise AddressError(
-            f"port {port} of {host} cannot be bound ({reason}): end what uses it, or give another --port, 0 for any"
+            f"port {port} of {host} cannot be bound ({reason}): end what uses it, or give another --port; --port 0"
+            " takes any free one"
         ) from None
     if token is None and not _is_loopback(str(address[0])):
         token = secrets.token_urlsafe(24)

@@ -36,9 +36,9 @@ def drawn(records, options=UPDATES, attempts=1, alerts=(), **info):
         RunInfo(id="a", attempt=n, first_step=10 * n - 10, started=BEGAN + 360 * (n - 1), **info)
         for n in range(1, attempts + 1)
     ]
-    found = service.figures(table(records), infos[-1], infos, alerts, options)
-    json.dumps(found, allow_nan=False)
-    return {name: go.Figure(figure) for name, figure in found.items()}
+    figures = service.figures(table(records), infos[-1], infos, alerts, options)
+    json.dumps(figures, allow_nan=False)
+    return {name: go.Figure(figure) for name, figure in figures.items()}
 
 
 def trace(figure, name):
@@ -185,10 +185,10 @@ def test_absurd_numbers_are_drawn_or_left_out_but_never_raise():
 
 def test_the_table_of_a_panel_has_every_value():
     records = [record(s, diameter=1.0 / s if s % 2 else None, ceiling=math.nan) for s in range(1, 3001)]
-    found = service.curves(
+    lines = service.curves(
         "diameter", table(records), RunInfo(), [RunInfo(started=BEGAN)], PlotOptions(axis="updates", x1=2500)
     )
-    rows = list(csv.DictReader("".join(csv_lines(*found)).splitlines()))
+    rows = list(csv.DictReader("".join(csv_lines(*lines)).splitlines()))
     assert list(rows[0]) == ["step", "tokens", "hours", "diameter", "ceiling"]
     assert [r["diameter"] for r in rows] == [str(1.0 / s) if s % 2 else "" for s in range(1, 2501)]
     assert (rows[9]["step"], rows[9]["tokens"], float(rows[9]["hours"]), rows[9]["ceiling"]) == (

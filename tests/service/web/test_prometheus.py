@@ -1,4 +1,4 @@
-"""What the service gives Prometheus, against what the runs themselves would have said."""
+"""What the service gives Prometheus, against what the runs themselves would export."""
 
 import math
 import os
@@ -66,11 +66,11 @@ def test_a_log_says_what_the_run_itself_would_have_said(root):
     registry = CollectorRegistry()
     registry.register(Exposition(lambda: [itself.samples()]))
     moving = ("hilbert_heartbeat", "hilbert_stalled")
-    own, told = (
+    own, exported = (
         {line for line in text.splitlines() if not line.startswith(moving)}
         for text in (generate_latest(registry).decode(), client(root).get("/metrics").text)
     )
-    assert own == told
+    assert own == exported
     writer.close()
 
 
