@@ -1,4 +1,4 @@
-"""Writes the README's tables of metrics and alerts, from the catalogue and the rules; `--check` says if they are old.
+"""Writes the README's tables of metrics and alerts from the catalogue and the rules; `--check` only compares them.
 
 python dashboards/document.py
 """
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from hilbert_monitor.runs.metrics import CATALOGUE, FAMILIES
+from hilbert_monitor.runs.families import FAMILIES
+from hilbert_monitor.runs.metrics import CATALOGUE
 
 ROOT = Path(__file__).parents[1]
 README, RULES = ROOT / "README.md", ROOT / "dashboards" / "prometheus" / "rules"
@@ -20,7 +21,7 @@ RUNBOOKS = "dashboards/runbooks"
 
 
 def metrics() -> Iterator[str]:
-    """The table of everything that is exported."""
+    """The table of everything that Prometheus gets."""
     yield "| metric | kind | what |"
     yield "|---|---|---|"
     for metric in CATALOGUE:
@@ -44,9 +45,9 @@ def alerts() -> Iterator[str]:
 
 
 def meaning(rule: dict[str, dict[str, str] | str]) -> str:
-    """What a rule means, by its runbook, and how it knows, by its label."""
+    """What an alert means, from its runbook, and how the rule knows it, from its label."""
     sources = {
-        "verdict": " (as the rules in the training process said)",
+        "verdict": " (by the rules in the training process)",
         "history": " (by PromQL alone, from the run's own last hour and learning rate)",
         "gauge": " (by the last step that was scraped)",
     }
@@ -58,12 +59,12 @@ def meaning(rule: dict[str, dict[str, str] | str]) -> str:
 def first_sentence(alert: str) -> str:
     """The first sentence of what a runbook says an alert means."""
     text = (ROOT / RUNBOOKS / f"{alert}.md").read_text()
-    said = re.split(r"^## Meaning\s*", text, flags=re.M)[1].split("\n\n")[0]
-    return re.split(r"(?<=[.])\s", " ".join(said.split()))[0].rstrip(".")
+    meaning = re.split(r"^## Meaning\s*", text, flags=re.M)[1].split("\n\n")[0]
+    return re.split(r"(?<=[.])\s", " ".join(meaning.split()))[0].rstrip(".")
 
 
-def documented(text: str) -> str:
-    """A README with both tables as they should be."""
+def with_tables(text: str) -> str:
+    """The text of a README with both tables replaced."""
     for name, table in (("metrics", metrics()), ("alerts", alerts())):
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         before, _, rest = text.partition(begin)
@@ -77,8 +78,10 @@ def main() -> None:
     """Write the tables, or check them."""
     text = README.read_text()
     if "--check" in sys.argv:
-        sys.exit(0 if documented(text) == text else "the README's tables are old: python dashboards/document.py")
-    README.write_text(documented(text))
+        sys.exit(
+            0 if with_tables(text) == text else "the README's tables are out of date: run python dashboards/document.py"
+        )
+    README.write_text(with_tables(text))
 
 
 if __name__ == "__main__":

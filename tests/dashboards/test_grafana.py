@@ -21,7 +21,8 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from hilbert_monitor.runs.metrics import CATALOGUE, FAMILIES
+from hilbert_monitor.runs.families import FAMILIES
+from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.service.figures.style import COLOURS
 from tests.support.grafana_rules import RULES, asked, panels, targets
 from tests.support.programs import needs

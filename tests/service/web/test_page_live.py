@@ -319,8 +319,8 @@ def spiked(tmp_path_factory):
 @pytest.mark.parametrize("path", ["/", "/runs/long"])
 def test_a_spike_of_one_step_is_seen_at_every_zoom(spiked, visit, path):
     def peak():
-        found = [(y, x) for one in traces(page, "diameter") for x, y in zip(one["x"], one["y"], strict=True) if y]
-        return max(found)
+        points = [(y, x) for one in traces(page, "diameter") for x, y in zip(one["x"], one["y"], strict=True) if y]
+        return max(points)
 
     def near(reach):
         return [x for x in steps_of(page, "diameter") if abs(x - SPIKE) <= reach]
