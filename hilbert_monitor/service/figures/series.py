@@ -13,7 +13,7 @@ import numpy as np
 from hilbert_monitor.runs.log import RunReader, RunState
 from hilbert_monitor.runs.record import RunInfo
 from hilbert_monitor.service.following.columns import Columns, Floats, Steps, Table, present
-from hilbert_monitor.service.following.published import PAPER, model_of_size
+from hilbert_monitor.service.following.snapshot import model_of
 
 from .plot_options import Axis
 
@@ -233,20 +233,6 @@ def smoothed(values: Floats, weight: float) -> Floats:
     found = np.full(len(values), np.nan)
     found[there] = sums.ravel()[: len(x)] / counted * largest
     return found
-
-
-def model_of(info: RunInfo) -> str:
-    """The model's size, as its config or else its class says; the paper's name for it where the parameters are that.
-
-    A run that takes the paper's name for another number of parameters does not get it.
-    """
-    size, parameters = info.config.get("size"), info.config.get("parameters")
-    counted = isinstance(parameters, int) and not isinstance(parameters, bool)
-    if counted and (name := model_of_size(parameters)):
-        return name
-    sized = isinstance(size, (str, int)) and not isinstance(size, bool) and str(size).strip()
-    label = str(size).strip() if sized else info.model or "model"
-    return f"{label}, {parameters:,} parameters" if counted and (label in PAPER or not sized) else label
 
 
 def _about(info: RunInfo, state: RunState) -> dict[str, Any]:

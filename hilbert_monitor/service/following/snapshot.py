@@ -7,9 +7,9 @@ from typing import Any
 
 from hilbert_monitor.runs.log import RunState
 from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.service.figures.series import model_of
 
 from .columns import Table
+from .published import PAPER, model_of_size
 
 UNKNOWN = RunState(status="killed", step=None, time=0.0)
 """The state of what cannot be read: its problem is what counts."""
@@ -43,6 +43,22 @@ class RunSnapshot:
     def status(self) -> str:
         """Where the run stands, or that nobody can tell."""
         return "unreadable" if self.problem else self.state.status
+
+
+def model_of(info: RunInfo) -> str:
+    """Return the model's name, by which runs are grouped for comparison.
+
+    A model with as many parameters as one of the paper's has the paper's name for it. Otherwise the name is the `size`
+    of the run's configuration, or else the model's class and its number of parameters. A `size` that is a name of the
+    paper's, on a model with another number of parameters, gets that number added.
+    """
+    size, parameters = info.config.get("size"), info.config.get("parameters")
+    is_counted = isinstance(parameters, int) and not isinstance(parameters, bool)
+    if is_counted and (name := model_of_size(parameters)):
+        return name
+    is_sized = isinstance(size, (str, int)) and not isinstance(size, bool) and str(size).strip()
+    label = str(size).strip() if is_sized else info.model or "model"
+    return f"{label}, {parameters:,} parameters" if is_counted and (label in PAPER or not is_sized) else label
 
 
 def summary(run: RunSnapshot) -> dict[str, Any]:

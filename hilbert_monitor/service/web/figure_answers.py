@@ -10,8 +10,8 @@ from hilbert_monitor.runs.json_values import plain
 from hilbert_monitor.service.figures import compare_figures, run_figures
 from hilbert_monitor.service.figures.comparison import Comparison, Spread, axes, compare
 from hilbert_monitor.service.figures.plot_options import PlotOptions
-from hilbert_monitor.service.figures.series import Loaded, RunSeries, model_of
-from hilbert_monitor.service.following.snapshot import RunSnapshot
+from hilbert_monitor.service.figures.series import Loaded, RunSeries
+from hilbert_monitor.service.following.snapshot import RunSnapshot, model_of
 from hilbert_monitor.service.following.text import csv_lines
 
 from .answers import newest, stamp
