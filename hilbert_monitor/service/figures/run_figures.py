@@ -17,7 +17,7 @@ from hilbert_monitor.service.following.columns import MISSING, SECONDS, Floats, 
 from hilbert_monitor.service.following.text import label
 
 from . import style
-from .downsampling import thin
+from .downsampling import downsample
 from .plot_options import PLAIN, Axis, PlotOptions
 from .series import Series, origin, series_of
 from .style import GREY, Figure, Trace, colour
@@ -323,18 +323,18 @@ def _bracket(run: Run, columns: Values, color: str, *, log: bool) -> list[Trace]
         return []
     both = present(columns["diameter_lower"]) & present(columns["diameter_upper"])
     lower, upper = (
-        run.series(np.where(both, columns[f"diameter_{end}"], MISSING)).on(run.axis) for end in ("lower", "upper")
+        run.series(np.where(both, columns[f"diameter_{end}"], MISSING)).with_x(run.axis) for end in ("lower", "upper")
     )
-    x = lower.along(run.axis)
+    x = lower.x(run.axis)
     part = style.window(x, run.view)
-    x, low, high = x[part], style.shown(lower.values[part], log), style.shown(upper.values[part], log)
-    kept = thin([low, high]) if len(x) else np.empty(0, np.int64)
+    x, low, high = x[part], style.plottable(lower.values[part], log), style.plottable(upper.values[part], log)
+    kept = downsample([low, high]) if len(x) else np.empty(0, np.int64)
     kept = kept[~np.isnan(low[kept]) & ~np.isnan(high[kept])]
     edge: Trace = {"type": "scatter", "name": "bracket", "legendgroup": "bracket", "mode": "lines"}
     edge |= {"line": {"width": 0.75, "color": style.faded(color, 0.4)}, "hoverinfo": "skip"}
     said = [f"{a:.4g} to {b:.4g}" for a, b in zip(low[kept].tolist(), high[kept].tolist(), strict=True)]
     fill = {"fill": "tonexty", "fillcolor": style.faded(color, 0.22), "meta": "bracket", "says": "", "hoverinfo": "all"}
-    return [style.drawn(x, low, kept, run.axis) | edge, style.drawn(x, high, kept, run.axis, said) | edge | fill]
+    return [style.xy(x, low, kept, run.axis) | edge, style.xy(x, high, kept, run.axis, said) | edge | fill]
 
 
 def _figure(run: Run, title: str, traces: list[Trace], columns: Values, *, log: bool, **yaxis: Any) -> Figure | None:

@@ -1,7 +1,7 @@
 """The page of a report: one HTML file that needs no network.
 
 Names, tokens, settings and exceptions come from others: they are escaped, and clipped to what a page has room for.
-The curves are thinned, see `figures.thin`.
+The curves are downsampled, see `figures.downsampling`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ import numpy as np
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from hilbert_monitor.runs.record import Alert
-from hilbert_monitor.service.figures import compare_figures
-from hilbert_monitor.service.figures.comparison import BASE, METRICS, OURS, Comparison, Spread, final
+from hilbert_monitor.service.figures import compare_figures, style
+from hilbert_monitor.service.figures.comparison import (
+    BASELINE,
+    CANDIDATE,
+    METRICS,
+    Comparison,
+    SampleStatistics,
+    final_value,
+)
 from hilbert_monitor.service.figures.plot_options import PlotOptions
 from hilbert_monitor.service.figures.series import CURVES, RunSeries
 from hilbert_monitor.service.following.published import PAPER, Figure, Published
@@ -37,18 +44,18 @@ FIGURES = {
     "Loss": compare_figures.loss,
     "Row diameter of a step": compare_figures.diameter,
     "Hilbert RMS perturbation": compare_figures.perturbation,
-    f"{BASE} over {OURS}": compare_figures.ratio,
+    f"{BASELINE} over {CANDIDATE}": compare_figures.ratio,
 }
-THEMES: tuple[compare_figures.Theme, ...] = ("light", "dark")
+THEMES: tuple[style.Theme, ...] = ("light", "dark")
 
-Value = Spread | Figure
+Value = SampleStatistics | Figure
 
 
 def page(runs: Sequence[Run], comparisons: Sequence[Comparison], *, now: float | None = None) -> str:
     """The report as one HTML file, with plotly.js in it."""
     drawn: list[dict[str, Any]] = []
     models = "".join(_model(c, drawn, several=len(comparisons) > 1) for c in comparisons)
-    themes = {theme: compare_figures.template(theme) for theme in THEMES}
+    themes = {theme: style.template(theme) for theme in THEMES}
     when = time.strftime("%d %B %Y, %H:%M", time.localtime(now))
     known = {r.id for c in comparisons for r in c.counted}
     body = [
@@ -125,7 +132,7 @@ def _ratio_card(c: Comparison, metric: str, noun: str, what: str) -> str:
         return ""
     number, word = factor.split(" ")
     beside = f"; in the paper {paper.ratios[metric].mean}{TIMES}" if paper else ""
-    return _card(number, f"{word} {noun}", f"{what}, {OURS} against {BASE}{beside}")
+    return _card(number, f"{word} {noun}", f"{what}, {CANDIDATE} against {BASELINE}{beside}")
 
 
 def _difference_card(c: Comparison, paper: Published | None) -> str:
@@ -135,7 +142,7 @@ def _difference_card(c: Comparison, paper: Published | None) -> str:
     spread = f" ± {d.deviation:.4f}" if d.deviation is not None else ""
     below = f"; below at {c.below} of {_plural(c.checkpoints, 'checkpoint')}" if c.checkpoints else ""
     beside = f"; in the paper {_signed(paper.difference.mean)}" if paper else ""
-    about = f"{OURS} minus {BASE}{spread}, {_plural(d.runs, 'pair')}{below}{beside}"
+    about = f"{CANDIDATE} minus {BASELINE}{spread}, {_plural(d.runs, 'pair')}{below}{beside}"
     return _card(_signed(d.mean), "validation loss", about)
 
 
@@ -147,7 +154,7 @@ def _card(number: str, label: str, about: str) -> str:
 
 def _figures(c: Comparison, drawn: list[dict[str, Any]]) -> str:
     """Places for the model's figures; one without a curve has none."""
-    runs, aside = (*c.counted, *c.aside), {run.id for run in c.aside}
+    runs, aside = (*c.counted, *c.excluded), {run.id for run in c.excluded}
     places = []
     for title, draw in FIGURES.items():
         figure = draw(runs, PlotOptions(seeds=True), aside)
@@ -170,26 +177,28 @@ def _table(c: Comparison) -> str:
     """The paper's table, of these runs."""
     paper = PAPER.get(c.model)
     rows = [_optimizer_row(name, found, paper) for name, found in c.optimizers.items()]
-    if {BASE, OURS} <= c.optimizers.keys():
-        rows.append(_row(f"{BASE} / {OURS}", ["", *(_ratio_cell(c, metric, paper) for metric in c.ratios), ""]))
+    if {BASELINE, CANDIDATE} <= c.optimizers.keys():
+        rows.append(
+            _row(f"{BASELINE} / {CANDIDATE}", ["", *(_ratio_cell(c, metric, paper) for metric in c.ratios), ""])
+        )
         difference = _beside(c.difference, paper.difference if paper else None, _signed_spread, _absolute)
-        rows.append(_row(f"{OURS} {MINUS} {BASE}", [difference, "", "", _plural(c.difference.runs, "pair")]))
+        rows.append(_row(f"{CANDIDATE} {MINUS} {BASELINE}", [difference, "", "", _plural(c.difference.runs, "pair")]))
     head = "".join(f'<th scope="col">{name}</th>' for name in HEADS)
     caption = "Final values: mean ± one sample standard deviation over seeds"
     return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _optimizer_row(name: str, found: dict[str, Spread], paper: Published | None) -> str:
+def _optimizer_row(name: str, found: dict[str, SampleStatistics], paper: Published | None) -> str:
     published = paper.optimizers.get(name, {}) if paper else {}
     loss = _beside(found["validation_loss"], published.get("validation_loss"), _fixed, _absolute)
     geometry = ("step_diameter", "perturbation_rms")
     cells = [loss, *(_beside(found[metric], published.get(metric), _scientific, _relative) for metric in geometry)]
     runs = max(s.runs for s in found.values())
-    return _row(name, [*cells, str(runs)], f'<i class="dot" style="background:{compare_figures.colour(name)}"></i>')
+    return _row(name, [*cells, str(runs)], f'<i class="dot" style="background:{style.colour(name)}"></i>')
 
 
 def _ratio_cell(c: Comparison, metric: str, paper: Published | None) -> str:
-    ours, theirs = Spread(c.ratios[metric]), paper.ratios[metric] if paper else None
+    ours, theirs = SampleStatistics(c.ratios[metric]), paper.ratios[metric] if paper else None
     return _beside(ours, theirs, lambda value: f"{value.mean:,.1f}{TIMES}", _relative)
 
 
@@ -204,7 +213,7 @@ def _cells(heads: Sequence[str], cells: Sequence[str]) -> str:
 
 
 def _beside(
-    ours: Spread, paper: Figure | None, form: Callable[[Value], str], off: Callable[[float, float], str]
+    ours: SampleStatistics, paper: Figure | None, form: Callable[[Value], str], off: Callable[[float, float], str]
 ) -> str:
     """Our number, and under it the paper's and how far ours is from it."""
     if ours.mean is None:
@@ -275,8 +284,8 @@ def _run_row(run: Run, heads: Sequence[str], counted: bool) -> str:
     state = f'<em class="{s.status}">{s.status}</em><span>{_text(error, 400)}</span>' + (
         "" if counted else "<small>in no mean</small>"
     )
-    values = [DASH if (v := final(s, metric)) is None else _minus(f"{v:.5g}") for metric in METRICS]
-    dot = f'<i class="dot" style="background:{compare_figures.colour(s.optimizer)}"></i>'
+    values = [DASH if (v := final_value(s, metric)) is None else _minus(f"{v:.5g}") for metric in METRICS]
+    dot = f'<i class="dot" style="background:{style.colour(s.optimizer)}"></i>'
     seed, step = (DASH if number is None else f"{number:,}" for number in (s.seed, s.step))
     cells = (f"{dot}<span>{_text(s.optimizer, 40)}</span>", seed, state, step, *values)
     name = _text(s.label) + (f"<small>{_text(s.id)}</small>" if s.label != s.id else "")
@@ -299,7 +308,7 @@ def _worth(runs: Sequence[Run]) -> str:
 def _worth_row(run: Run, heads: Sequence[str]) -> str:
     shares = [_between(run.worth, name) for name in ("moment_efficiency", "efficiency")]
     waste = f"{run.worth['gauge_waste']:.2%}" if "gauge_waste" in run.worth else DASH
-    dot = f'<i class="dot" style="background:{compare_figures.colour(run.series.optimizer)}"></i>'
+    dot = f'<i class="dot" style="background:{style.colour(run.series.optimizer)}"></i>'
     cells = (f"{dot}<span>{_text(run.series.optimizer, 40)}</span>", *shares, waste)
     return f'<tr><th scope="row">{_text(run.series.label)}</th>{_cells(heads, cells)}</tr>'
 

@@ -15,7 +15,14 @@ import numpy as np
 from hilbert_monitor.runs.log import RunReader, RunState, find_runs
 from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.service.figures.comparison import BASE, METRICS, OURS, Comparison, Spread, final
+from hilbert_monitor.service.figures.comparison import (
+    BASELINE,
+    CANDIDATE,
+    METRICS,
+    Comparison,
+    SampleStatistics,
+    final_value,
+)
 from hilbert_monitor.service.figures.series import CURVES, RunSeries, read_run, read_table
 from hilbert_monitor.service.following.columns import Table
 from hilbert_monitor.service.following.published import PAPER, Figure
@@ -69,10 +76,10 @@ def headline(comparison: Comparison) -> str:
     told = [
         f"{name} {ratio:,.1f}" for metric, name in names.items() if (ratio := comparison.ratios[metric]) is not None
     ]
-    shown = f"{BASE} / {OURS}: {', '.join(told)}" if told else f"no ratio of {BASE} to {OURS}"
+    shown = f"{BASELINE} / {CANDIDATE}: {', '.join(told)}" if told else f"no ratio of {BASELINE} to {CANDIDATE}"
     mean = comparison.difference.mean
     return f"{clip(comparison.model, 60)}, {shown}" + (
-        f"; {OURS} - {BASE}: loss {mean:+.4f}" if mean is not None else ""
+        f"; {CANDIDATE} - {BASELINE}: loss {mean:+.4f}" if mean is not None else ""
     )
 
 
@@ -104,7 +111,7 @@ def write_csv(comparisons: Sequence[Comparison], folder: Path) -> None:
     _write_rows(folder / "curves.csv", curves, (row for c in comparisons for row in _curve_rows(c)))
 
 
-def _spreads(found: dict[str, Spread]) -> dict[str, Any]:
+def _spreads(found: dict[str, SampleStatistics]) -> dict[str, Any]:
     return {metric: {"mean": s.mean, "deviation": s.deviation, "runs": s.runs} for metric, s in found.items()}
 
 
@@ -118,7 +125,7 @@ def _run_json(run: Run, counted: set[str]) -> dict[str, Any]:
     s = run.series
     about = {"id": s.id, "name": s.name, "model": s.model, "optimizer": s.optimizer, "seed": s.seed}
     where = {"panel_hash": s.panel_hash, "status": s.status, "step": s.step, "error": run.state.error}
-    values = {metric: _finite(final(s, metric)) for metric in METRICS}
+    values = {metric: _finite(final_value(s, metric)) for metric in METRICS}
     return {**about, **where, **values, "counted": s.id in counted, "alerts": len(run.alerts), "worth": {**run.worth}}
 
 
@@ -134,10 +141,10 @@ def _table_rows(c: Comparison) -> Iterator[tuple[Any, ...]]:
             yield c.model, name, metric, s.runs, s.mean, s.deviation, *_columns(paper)
     for metric, ratio in c.ratios.items():
         paper = published.ratios[metric] if published else None
-        yield c.model, f"{BASE} / {OURS}", metric, None, ratio, None, *_columns(paper)
+        yield c.model, f"{BASELINE} / {CANDIDATE}", metric, None, ratio, None, *_columns(paper)
     d = c.difference
     paper = published.difference if published else None
-    yield c.model, f"{OURS} - {BASE}", "validation_loss", d.runs, d.mean, d.deviation, *_columns(paper)
+    yield c.model, f"{CANDIDATE} - {BASELINE}", "validation_loss", d.runs, d.mean, d.deviation, *_columns(paper)
 
 
 def _columns(paper: Figure | None) -> tuple[float | None, float | None]:
@@ -145,7 +152,7 @@ def _columns(paper: Figure | None) -> tuple[float | None, float | None]:
 
 
 def _curve_rows(c: Comparison) -> Iterator[tuple[Any, ...]]:
-    for run in (*c.counted, *c.aside):
+    for run in (*c.counted, *c.excluded):
         for metric in CURVES:
             curve, name = run.curve(metric), METRIC_NAMES[metric]
             columns = (curve.steps.tolist(), curve.tokens.tolist(), curve.values.tolist())
