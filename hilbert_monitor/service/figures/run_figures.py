@@ -20,7 +20,7 @@ from hilbert_monitor.service.following.columns import MISSING, SECONDS, Floats, 
 from hilbert_monitor.service.following.text import label
 
 from . import style
-from .downsampling import thin
+from .downsampling import downsample
 from .plot_options import PLAIN, Axis, PlotOptions
 from .series import Series, origin, series_of
 from .style import GREY, Figure, Trace, colour
@@ -253,17 +253,17 @@ def _band(run: RunData, name: str, bounds: Sequence[Floats], color: str, *, log:
     if len(bounds) != 2:
         return []
     both = present(bounds[0]) & present(bounds[1])
-    lower, upper = (run.series(np.where(both, values, MISSING)).on(run.axis) for values in bounds)
-    x, text = lower.along(run.axis), label(name)
+    lower, upper = (run.series(np.where(both, values, MISSING)).with_x(run.axis) for values in bounds)
+    x, text = lower.x(run.axis), label(name)
     part = style.window(x, run.options)
-    x, low, high = x[part], style.shown(lower.values[part], log), style.shown(upper.values[part], log)
-    places = thin([low, high]) if len(x) else np.empty(0, np.int64)
+    x, low, high = x[part], style.plottable(lower.values[part], log), style.plottable(upper.values[part], log)
+    places = downsample([low, high]) if len(x) else np.empty(0, np.int64)
     places = places[~np.isnan(low[places]) & ~np.isnan(high[places])]
     edge: Trace = {"type": "scatter", "name": text, "legendgroup": text, "mode": "lines"}
     edge |= {"line": {"width": 0.75, "color": style.faded(color, 0.4)}, "hoverinfo": "skip"}
     texts = [f"{a:.4g} to {b:.4g}" for a, b in zip(low[places].tolist(), high[places].tolist(), strict=True)]
     fill = {"fill": "tonexty", "fillcolor": style.faded(color, 0.22), "meta": text, "says": "", "hoverinfo": "all"}
-    return [style.drawn(x, low, places, run.axis) | edge, style.drawn(x, high, places, run.axis, texts) | edge | fill]
+    return [style.xy(x, low, places, run.axis) | edge, style.xy(x, high, places, run.axis, texts) | edge | fill]
 
 
 def _figure(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hilbert_monitor.runs.json_values import plain
 from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.service.figures.downsampling import thin
+from hilbert_monitor.service.figures.downsampling import downsample
 from hilbert_monitor.service.following.columns import NUMBERS, PAIR_COLUMNS, SECONDS, WHOLE, Floats, Table, present
 from hilbert_monitor.service.following.run_settings import settings
 from hilbert_monitor.service.following.snapshot import RunSnapshot, summary
@@ -143,7 +143,7 @@ def _thinned(columns: Sequence[Floats], length: int, points: int) -> NDArray[np.
     """About `points` rows: those where a column is smallest, largest, infinite or nan."""
     if length <= points:
         return np.arange(length)
-    rows = [thin(columns or [np.arange(length, dtype=np.float64)], points)]
+    rows = [downsample(columns or [np.arange(length, dtype=np.float64)], points)]
     for values in columns:
         odd = np.flatnonzero(present(values) & ~np.isfinite(values))
         rows.append(odd[np.linspace(0, len(odd) - 1, min(len(odd), points // len(columns))).astype(np.int64)])

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hilbert_monitor.runs.json_values import plain
-from hilbert_monitor.service.figures import compare_figures, run_figures
-from hilbert_monitor.service.figures.comparison import Comparison, Spread, axes, compare
+from hilbert_monitor.service.figures import compare_figures, compare_tables, run_figures
+from hilbert_monitor.service.figures.comparison import Comparison, SampleStatistics, axes, compare
 from hilbert_monitor.service.figures.plot_options import PlotOptions
-from hilbert_monitor.service.figures.series import Loaded, RunSeries
+from hilbert_monitor.service.figures.series import RunSeries, RunSeriesCache
 from hilbert_monitor.service.following.snapshot import RunSnapshot, model_of
 from hilbert_monitor.service.following.text import csv_lines
 
@@ -61,7 +61,7 @@ class FigureAnswers:
     """Draws runs. The series of a run are loaded once as long as the run does not change."""
 
     def __init__(self) -> None:
-        self._loaded, self._lock = Loaded(), threading.Lock()
+        self._loaded, self._lock = RunSeriesCache(), threading.Lock()
 
     def of_run(self, run: RunSnapshot, options: PlotOptions) -> dict[str, Any]:
         """The figures of one run."""
@@ -86,13 +86,13 @@ class FigureAnswers:
     def compared_csv(self, choice: Choice, panel: str, options: PlotOptions) -> Iterator[str]:
         """Every value of the curves of a panel."""
         comparison = self._compare(choice)
-        runs, aside = _drawn_runs(comparison) if comparison else ([], set())
-        return csv_lines(*compare_figures.curves(panel, runs, options, aside))
+        runs, excluded = _drawn_runs(comparison) if comparison else ([], set())
+        return csv_lines(*compare_tables.panel_table(panel, runs, options, excluded))
 
     def forget_others(self, ids: Collection[str]) -> None:
         """Free the series of all runs but these."""
         with self._lock:
-            self._loaded.forget(ids)
+            self._loaded.keep_only(ids)
 
     def _compare(self, choice: Choice) -> Comparison | None:
         with self._lock:
@@ -105,12 +105,12 @@ class FigureAnswers:
 
 def _drawn_runs(comparison: Comparison) -> tuple[Sequence[RunSeries], set[str]]:
     """All runs of a comparison, and the ids of those that are in no mean."""
-    return [*comparison.counted, *comparison.aside], {run.id for run in comparison.aside}
+    return [*comparison.counted, *comparison.excluded], {run.id for run in comparison.excluded}
 
 
 def _figures(comparison: Comparison, options: PlotOptions) -> dict[str, Any]:
-    runs, aside = _drawn_runs(comparison)
-    return {name: panel(runs, options, aside) for name, panel in compare_figures.PANELS.items()}
+    runs, excluded = _drawn_runs(comparison)
+    return {name: panel(runs, options, excluded) for name, panel in compare_figures.PANELS.items()}
 
 
 def _numbers(comparison: Comparison | None, choice: Choice) -> dict[str, Any]:
@@ -125,7 +125,8 @@ def _numbers(comparison: Comparison | None, choice: Choice) -> dict[str, Any]:
             for name, spreads in comparison.optimizers.items()
         },
         "ratios": {
-            name: {"now": now.ratio, "step": now.step, "pairs": now.pairs} for name, now in comparison.current.items()
+            name: {"now": now.ratio, "step": now.step, "pairs": now.pairs}
+            for name, now in comparison.current_ratios.items()
         },
         "difference": {
             "mean": comparison.difference.mean,
@@ -137,10 +138,10 @@ def _numbers(comparison: Comparison | None, choice: Choice) -> dict[str, Any]:
         "notes": [*notes, *comparison.notes],
         "pairs": comparison.pairs,
         "counted": [run.id for run in comparison.counted],
-        "aside": [run.id for run in comparison.aside],
+        "aside": [run.id for run in comparison.excluded],
         "axes": axes(runs),
     }
 
 
-def _spread(spread: Spread) -> dict[str, Any]:
+def _spread(spread: SampleStatistics) -> dict[str, Any]:
     return {"mean": spread.mean, "deviation": spread.deviation, "runs": spread.runs}

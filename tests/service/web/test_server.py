@@ -19,7 +19,7 @@ from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import RunInfo
 from hilbert_monitor.service.following.index import Index
 from hilbert_monitor.service.web.server import AddressError, Server, background, bind
-from tests.support.services import record, served, write_run
+from tests.support.services import record, running_service, write_run
 
 LISTENERS = 20
 
@@ -77,7 +77,7 @@ class Listener:
 
 
 def test_the_service_is_up_within_two_seconds_and_says_where_first(tmp_path):
-    with served(tmp_path, "--port", 0) as (process, url, first):
+    with running_service(tmp_path, "--port", 0) as (process, url, first):
         status, text = ask(url, "/healthz")
         worked = cpu_seconds(process.pid)
         assert status == 200
@@ -89,7 +89,7 @@ def test_the_service_is_up_within_two_seconds_and_says_where_first(tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_the_service_ends_within_a_second_whoever_is_connected(tmp_path, how):
     write_run(tmp_path, "a", [record(1)])
-    with served(tmp_path, "--port", 0) as (process, url, _):
+    with running_service(tmp_path, "--port", 0) as (process, url, _):
         listeners = [Listener(url) for _ in range(LISTENERS)]
         assert all(listener.event()["event"] == "hello" for listener in listeners)
         idle = socket.create_connection(("127.0.0.1", urlsplit(url).port))
@@ -118,7 +118,7 @@ def test_the_service_never_loads_torch(tmp_path):
 
 
 def test_an_address_that_others_can_reach_gets_a_token(tmp_path):
-    with served(tmp_path, "--port", 0, "--host", "0.0.0.0") as (_, url, _):
+    with running_service(tmp_path, "--port", 0, "--host", "0.0.0.0") as (_, url, _):
         token = urlsplit(url).query.removeprefix("token=")
         assert len(token) >= 20
         assert ask(url, "/api/runs")[0] == 401
@@ -128,7 +128,7 @@ def test_an_address_that_others_can_reach_gets_a_token(tmp_path):
 
 
 def test_the_output_never_has_what_visitors_send(tmp_path):
-    with served(tmp_path, "--port", 0, "--token", "secret") as (process, url, first):
+    with running_service(tmp_path, "--port", 0, "--token", "secret") as (process, url, first):
         assert "token=secret" in first
         assert ask(url, "/?token=guess")[0] == 401
         assert ask(url, "/?token=secret")[0] == 303
@@ -140,7 +140,7 @@ def test_the_output_never_has_what_visitors_send(tmp_path):
 
 def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path):
     root = tmp_path / "later"
-    with served(root, "--port", 0) as (process, url, _):
+    with running_service(root, "--port", 0) as (process, url, _):
         assert "no folder" in process.stdout.readline()
         assert json.loads(ask(url, "/api/runs")[1])["runs"] == []
         write_run(root, "a", [record(1)])
