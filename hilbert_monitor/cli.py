@@ -60,10 +60,10 @@ def bench(
     """
     from rich.console import Console
 
-    from hilbert_monitor.bench.faults import Plan
-    from hilbert_monitor.bench.service import Sizes
+    from hilbert_monitor.bench.faults import TrialPlan
+    from hilbert_monitor.bench.service import ServiceLoad
 
-    from .bench import suite
+    from .bench import fault_summary, suite
 
     console = Console()
     if json is not None and not json.absolute().parent.is_dir():
@@ -83,7 +83,7 @@ def bench(
         return
     if service:
         try:
-            results, remarks = suite.run_service(Sizes.quick() if quick else Sizes(), console)
+            results, remarks = suite.run_service(ServiceLoad.quick() if quick else ServiceLoad(), console)
         except RuntimeError as error:
             console.print(str(error), style="red", soft_wrap=True)
             raise typer.Exit(1) from None
@@ -95,8 +95,8 @@ def bench(
             console.print(f"written to {json}")
         return
     if faults:
-        found = suite.run_faults(Plan.quick() if quick else Plan(), console)
-        suite.show_faults(found, console)
+        found = suite.run_faults(TrialPlan.quick() if quick else TrialPlan(), console)
+        fault_summary.show(found, console)
         if json is not None:
             suite.write_json(found, json)
             console.print(f"written to {json}")
@@ -130,7 +130,7 @@ def doctor(
     """
     from rich.console import Console
 
-    from hilbert_monitor.doctor.device import Sizes, choose
+    from hilbert_monitor.doctor.device import CheckSizes, choose
 
     from .doctor import report
 
@@ -141,7 +141,7 @@ def doctor(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     console = Console()
-    findings = report.run(report.all_checks(chosen, Sizes.of(chosen, quick=quick)), console)
+    findings = report.run(report.all_checks(chosen, CheckSizes.of(chosen, quick=quick)), console)
     report.show(findings, chosen, console)
     if json is not None:
         report.write_json(findings, chosen, json)
@@ -240,7 +240,7 @@ def pretrain(
         if not plan and gpus and asked > gpus:
             raise ValueError(f"--devices {asked}: torch sees {gpus} GPUs here: ask for no more")
         named = {"head": head, "seed": seed, "devices": asked, "nodes": nodes}
-        recipe = recipes.recipe(size, **named | recipes.parsed(change or []))
+        recipe = recipes.recipe(size, **named | recipes.parse_changes(change or []))
         if plan:
             from hilbert_monitor.pretrain.plan import plan as projection
             from hilbert_monitor.pretrain.plan_tables import show as show_plan
@@ -290,15 +290,15 @@ def demo(
     if json is not None and not json.absolute().parent.is_dir():
         raise typer.BadParameter(f"the folder of {json} does not exist: create it first", param_hint="--json")
     try:
-        overrides = recipes.parsed(change or [])
+        overrides = recipes.parse_changes(change or [])
         if fixed := {"head", "head_lr", "seed"} & overrides.keys():
             raise ValueError(f"--set {fixed.pop()}: the demo trains both heads, each at its own learning rate: drop it")
         recipe = recipes.recipe("demo", **{"updates": steps, **overrides})
         with pair.dashboard(out / "runs", port, console) if serve else nullcontext() as url:
-            done = pair.run(out, recipe, seeds=seeds, texts=text or [], console=console)
+            done = pair.train_pairs(out, recipe, seeds=seeds, texts=text or [], console=console)
             pair.show(done, recipe, console)
             if any(one.step for one in done):
-                console.print(f"curves: {pair.draw(out)}; run logs: {out / 'runs'}", soft_wrap=True)
+                console.print(f"curves: {pair.write_report(out)}; run logs: {out / 'runs'}", soft_wrap=True)
             if json is not None:
                 pair.write_json(pair.results(done, out / "runs"), json)
                 console.print(f"written to {json}")

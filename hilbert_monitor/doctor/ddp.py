@@ -16,8 +16,8 @@ from hilbert_monitor.monitor.panel import Panel, random_state_kept
 from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.optim import pretraining_optimizer
 
-from .decoder import Decoder, loss_of, some_text
-from .device import Sizes
+from .decoder import TinyDecoder, loss_of, some_text
+from .device import CheckSizes
 from .finding import Check, Outcome, judged
 from .ranks import in_ranks
 
@@ -46,7 +46,7 @@ def train(rank: int, world: int, kind: str, rows: int) -> Trained:
     numbers, weights = [], []
     heads: tuple[Literal["rownorm", "adamw"], ...] = ("rownorm", "adamw")
     for head in heads:
-        model = Decoder(V, WIDTH).to(device)
+        model = TinyDecoder(V, WIDTH).to(device)
         wrapped = DistributedDataParallel(model) if world > 1 else model
         optimizer = pretraining_optimizer(model, head)
         panel = Panel.of_tokens(some_text(V, 8, 17, seed=99), PANEL)
@@ -62,7 +62,7 @@ def train(rank: int, world: int, kind: str, rows: int) -> Trained:
     return Trained(numbers, weights)
 
 
-def checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
+def checks(device: torch.device, sizes: CheckSizes) -> Iterator[Check]:
     """Yield the run over all visible GPUs, or, where there are not two, over two processes on the CPU."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     world, backend, kind = (gpus, "nccl", "cuda") if gpus > 1 else (2, "gloo", "cpu")

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 
-class Block(nn.Module):
+class TinyBlock(nn.Module):
     """Attention of one head in plain products, which are the same to the bit on every call, and a network."""
 
     def __init__(self, d: int, dropout: float) -> None:
@@ -27,7 +27,7 @@ class Block(nn.Module):
         return x + added
 
 
-class Decoder(nn.Module):
+class TinyDecoder(nn.Module):
     """Embedding, blocks, a norm and a head of its own; weights are a function of the sizes alone."""
 
     def __init__(self, V: int, d: int, *, blocks: int = 2, dropout: float = 0.0) -> None:
@@ -35,7 +35,7 @@ class Decoder(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             self.embed = nn.Embedding(V, d)
-            self.blocks = nn.ModuleList(Block(d, dropout) for _ in range(blocks))
+            self.blocks = nn.ModuleList(TinyBlock(d, dropout) for _ in range(blocks))
             self.norm = nn.LayerNorm(d, bias=False)
             self.lm_head = nn.Linear(d, V, bias=False)
 

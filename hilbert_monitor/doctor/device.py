@@ -10,7 +10,7 @@ from hilbert_monitor.bench.measure import machine
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class CheckSizes:
     """How large the checks are."""
 
     cloud: tuple[int, int, int]
@@ -25,7 +25,7 @@ class Sizes:
     """Seconds until a process that does not answer counts as one that hangs."""
 
     @classmethod
-    def of(cls, device: torch.device, *, quick: bool) -> Sizes:
+    def of(cls, device: torch.device, *, quick: bool) -> CheckSizes:
         """Return what suits the device."""
         if quick:
             return cls(cloud=(2048, 32, 512), updates=6, head=(8192, 128), turns=2, patience=60)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from hilbert_monitor import geometry
-from hilbert_monitor.bench.increments import Increment, make_increment
+from hilbert_monitor.bench.increments import SampleIncrement, make_increment
 
-from .device import Sizes
+from .device import CheckSizes
 from .finding import Check, Outcome, judged
 
 EXACT = 1e-10
@@ -23,7 +23,7 @@ SINGLE = 1e-5
 """Error of a perturbation, which is a product in fp32, relative to the largest one. TF32 would be off by 1e-3."""
 
 
-class Cloud:
+class CheckedRows:
     """Rows on a device, and their longest pair by brute force; each is made once, when it is asked for."""
 
     def __init__(self, make: Callable[[], Tensor], device: torch.device) -> None:
@@ -40,20 +40,20 @@ class Cloud:
         return all_pairs(self.rows)
 
 
-def checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
+def checks(device: torch.device, sizes: CheckSizes) -> Iterator[Check]:
     """Yield the diameter on clouds of all kinds and under reduced precision, and the perturbation of a panel."""
     V, d, panel = sizes.cloud
     adamw, rownorm = (cache(partial(make_increment, head, V, d, panel=panel)) for head in ("adamw", "rownorm"))
     draw = torch.Generator().manual_seed(0)
-    sphere = Cloud(lambda: normalize(torch.randn(V, d, generator=draw)), device)
+    sphere = CheckedRows(lambda: normalize(torch.randn(V, d, generator=draw)), device)
     clouds = {
-        "AdamW increment": Cloud(lambda: adamw().S, device),
-        "RowNorm increment": Cloud(lambda: rownorm().S, device),
+        "AdamW increment": CheckedRows(lambda: adamw().S, device),
+        "RowNorm increment": CheckedRows(lambda: rownorm().S, device),
         "points on a sphere": sphere,
-        "every pair tied": Cloud(lambda: torch.eye(d)[torch.arange(V) % d], device),
-        "a common shift of 1,000": Cloud(lambda: adamw().S + 1000, device),
-        "bf16 rows": Cloud(lambda: rownorm().S.bfloat16(), device),
-        "fp16 rows": Cloud(lambda: adamw().S.half(), device),
+        "every pair tied": CheckedRows(lambda: torch.eye(d)[torch.arange(V) % d], device),
+        "a common shift of 1,000": CheckedRows(lambda: adamw().S + 1000, device),
+        "bf16 rows": CheckedRows(lambda: rownorm().S.bfloat16(), device),
+        "fp16 rows": CheckedRows(lambda: adamw().S.half(), device),
     }
     for name, cloud in clouds.items():
         yield Check("exactness", f"{name} ({V:,} x {d})", partial(_diameter, cloud, nullcontext))
@@ -69,7 +69,7 @@ def checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
             yield Check("exactness", case, partial(_perturbation, made, device, setting))
 
 
-def _diameter(cloud: Cloud, setting: Callable[[], AbstractContextManager[None]]) -> Outcome:
+def _diameter(cloud: CheckedRows, setting: Callable[[], AbstractContextManager[None]]) -> Outcome:
     S, truth = cloud.rows, cloud.diameter
     with setting():
         found, bracket = geometry.row_diameter(S), geometry.row_diameter_bracket(S)
@@ -84,7 +84,7 @@ def _diameter(cloud: Cloud, setting: Callable[[], AbstractContextManager[None]])
 
 
 def _perturbation(
-    made: Callable[[], Increment], device: torch.device, setting: Callable[[], AbstractContextManager[None]]
+    made: Callable[[], SampleIncrement], device: torch.device, setting: Callable[[], AbstractContextManager[None]]
 ) -> Outcome:
     increment = made()
     assert increment.H is not None

@@ -16,8 +16,8 @@ from hilbert_monitor.optim import Muon, RowNorm, pretraining_optimizer
 from hilbert_monitor.optim.pretraining import FUSED_DEVICES
 from hilbert_monitor.runs.record import StepRecord
 
-from .decoder import Decoder, loss_of, some_text
-from .device import Sizes
+from .decoder import TinyDecoder, loss_of, some_text
+from .device import CheckSizes
 from .exactness import all_pairs
 from .finding import Check, Outcome, judged
 
@@ -30,11 +30,11 @@ RATES = (1.0, 0.5, 2.0)
 class Kind:
     """An optimizer of a decoder, and whether its weight decay is apart from the increment."""
 
-    make: Callable[[Decoder], Optimizer]
+    make: Callable[[TinyDecoder], Optimizer]
     decoupled: bool = True
 
 
-def checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
+def checks(device: torch.device, sizes: CheckSizes) -> Iterator[Check]:
     """Yield every optimizer's increments, and steps that a GradScaler leaves out."""
     for name, kind in _kinds(device).items():
         yield Check("increment", name, partial(_against_weights, kind, device, sizes.updates))
@@ -46,7 +46,7 @@ def _kinds(device: torch.device) -> dict[str, Kind]:
     def of_head(
         kind: Any, lr: float, *, lr_on: str | torch.device | None = None, decoupled: bool = True, **options: Any
     ) -> Kind:
-        def make(model: Decoder) -> Optimizer:
+        def make(model: TinyDecoder) -> Optimizer:
             rate = lr if lr_on is None else torch.tensor(lr, device=lr_on)
             made: Optimizer = kind([model.lm_head.weight], lr=rate, weight_decay=0.1, **options)
             return made
@@ -78,7 +78,7 @@ def _kinds(device: torch.device) -> dict[str, Kind]:
 
 def _against_weights(kind: Kind, device: torch.device, updates: int) -> Outcome:
     """Take steps on a decoder's loss, and compare each increment with the weights before and after it."""
-    model = Decoder(V, WIDTH).to(device)
+    model = TinyDecoder(V, WIDTH).to(device)
     optimizer, weight, worst = kind.make(model), model.lm_head.weight, _Gap(0.0, 0.0, 1.0)
     group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
     first = float(group["lr"])
@@ -123,7 +123,7 @@ def _overflow(device: torch.device, *, fused: bool) -> Outcome:
     """Take three steps in fp16, and overflow the second: it is skipped on record, or was never called for."""
     if device.type not in ("cpu", "cuda"):
         return Outcome("skipped", f"GradScaler is not used on {device.type}")
-    model = Decoder(V, WIDTH).to(device)
+    model = TinyDecoder(V, WIDTH).to(device)
     head, moved, said = model.lm_head.weight, [], list[str]()
     optimizer: Optimizer = AdamW([head], lr=1e-2, fused=True) if fused else pretraining_optimizer(model)
     scaler = torch.amp.GradScaler(device.type, init_scale=16)
@@ -142,7 +142,7 @@ def _overflow(device: torch.device, *, fused: bool) -> Outcome:
     )
 
 
-def _backward(model: Decoder, optimizer: Optimizer, seed: int, scaler: torch.amp.GradScaler | None = None) -> None:
+def _backward(model: TinyDecoder, optimizer: Optimizer, seed: int, scaler: torch.amp.GradScaler | None = None) -> None:
     device = model.lm_head.weight.device
     text = some_text(V, 8, 33, seed=seed).to(device)
     optimizer.zero_grad()

@@ -21,8 +21,8 @@ from hilbert_monitor.monitor.panel import random_state_kept
 from hilbert_monitor.optim import pretraining_optimizer
 from hilbert_monitor.runs.record import StepRecord
 
-from .decoder import Decoder, loss_of, some_text
-from .device import Sizes
+from .decoder import TinyDecoder, loss_of, some_text
+from .device import CheckSizes
 from .finding import Check, Outcome, judged
 
 V, WIDTH, PANEL = 307, 32, 100
@@ -39,7 +39,7 @@ class LanguageModel(lightning.LightningModule):
 
     def __init__(self, head: Head) -> None:
         super().__init__()
-        self.model, self.head = Decoder(V, WIDTH, dropout=0.1), head
+        self.model, self.head = TinyDecoder(V, WIDTH, dropout=0.1), head
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits."""
@@ -70,7 +70,7 @@ class Kept:
         self.records.append(record)
 
 
-def checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
+def checks(device: torch.device, sizes: CheckSizes) -> Iterator[Check]:
     """Yield both heads in full and in mixed precision."""
     heads: tuple[Head, ...] = ("adamw", "rownorm")
     precisions: tuple[Precision, ...] = ("32-true", "bf16-mixed")

@@ -7,19 +7,19 @@ from functools import partial
 
 import torch
 
-from hilbert_monitor.bench.measure import Comparison
+from hilbert_monitor.bench.measure import Measurement
 from hilbert_monitor.bench.overhead import overhead
 from hilbert_monitor.pretrain.recipes import HEADS
 
-from .device import Sizes
+from .device import CheckSizes
 from .finding import Check, Outcome, judged
 
 LIMIT = 0.02
-Measure = Callable[[], Iterator[Comparison]]
+Measure = Callable[[], Iterator[Measurement]]
 """Yields a step with the monitor against one without."""
 
 
-def checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
+def checks(device: torch.device, sizes: CheckSizes) -> Iterator[Check]:
     """Yield both heads."""
     for head in HEADS:
         timed = partial(overhead, device, *sizes.head, sizes.turns, head)
@@ -39,6 +39,6 @@ def _check(measure: Measure) -> Outcome:
     )
 
 
-def _share(measure: Measure) -> tuple[float, Comparison]:
+def _share(measure: Measure) -> tuple[float, Measurement]:
     (comparison,) = measure()
     return comparison.amount / comparison.opponent_amount - 1, comparison

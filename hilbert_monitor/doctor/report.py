@@ -16,14 +16,14 @@ from rich.table import Table
 from hilbert_monitor.bench.measure import machine
 
 from . import ddp, exactness, increment, interference, overhead
-from .device import Sizes, device_name
+from .device import CheckSizes, device_name
 from .finding import CLAIMS, Check, Finding, examine
 
 ROOMS = (exactness, increment, interference, ddp, overhead)
 COLOURS = {"ok": "green", "FAILED": "bold red", "skipped": "yellow"}
 
 
-def all_checks(device: torch.device, sizes: Sizes) -> list[Check]:
+def all_checks(device: torch.device, sizes: CheckSizes) -> list[Check]:
     """Return every check of every claim."""
     if device.type == "cuda":  # read when CUDA starts: without it cuBLAS may not give the same bits twice
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

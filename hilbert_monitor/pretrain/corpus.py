@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from .tokenization import Piece, check_vocabulary, token_ids, train_tokenizer
+from .tokenization import VOCAB_SIZE, Piece, check_vocabulary, token_ids, train_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -66,7 +66,7 @@ def standard_library() -> list[Path]:
     return found
 
 
-def corpus(files: Sequence[Path], vocab_size: int = 8192, *, cache: Path | None = None) -> Corpus:
+def corpus(files: Sequence[Path], vocab_size: int = VOCAB_SIZE, *, cache: Path | None = None) -> Corpus:
     """Train a tokenizer on files, and tokenize them; what was made once from the same texts is read back.
 
     Args:

@@ -54,7 +54,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class MonitorCost:
     """Work of the monitor in an update, as a mean over the updates."""
 
     flops: float = 0.0
@@ -89,7 +89,7 @@ class Plan:
     """Of all ranks, as a mean over updates."""
     newton_schulz: dict[str, int]
     """FLOPs of one update on all ranks: replicated, shared, and of the busiest rank as the code runs it."""
-    monitor: dict[str, Cost]
+    monitor: dict[str, MonitorCost]
     seconds: dict[str, float]
     """Of one update."""
     device: Device = field(default_factory=Device)
@@ -294,7 +294,7 @@ def newton_schulz_flops(rows: int, columns: int, steps: int = NEWTON_SCHULZ_STEP
 # The monitor
 
 
-def monitor_costs(r: Recipe, device: Device) -> dict[str, Cost]:
+def monitor_costs(r: Recipe, device: Device) -> dict[str, MonitorCost]:
     """What the monitor does in an update, as a mean over updates, by part.
 
     One rank forms S, and brackets its diameter wherever it does not search for it; all ranks share the panel, and each
@@ -311,9 +311,9 @@ def monitor_costs(r: Recipe, device: Device) -> dict[str, Cost]:
     }
 
 
-def _cost(device: Device, often: float, flops: float, moved: float, calls: float) -> Cost:
-    """Cost of fp32 work on one rank that an update does so often."""
-    return Cost(often * flops, often * moved, often * _roofline(device, flops, moved, calls))
+def _cost(device: Device, often: float, flops: float, moved: float, calls: float) -> MonitorCost:
+    """MonitorCost of fp32 work on one rank that an update does so often."""
+    return MonitorCost(often * flops, often * moved, often * _roofline(device, flops, moved, calls))
 
 
 def _roofline(device: Device, flops: float, moved: float, calls: float) -> float:
@@ -343,7 +343,7 @@ def _searching(r: Recipe) -> tuple[float, float, float]:
     return flops * entries, reads * FP32 * entries, SEARCH_CALLS[r.head]
 
 
-def _panel_cost(r: Recipe, device: Device, often: float, *forming: float) -> Cost:
+def _panel_cost(r: Recipe, device: Device, often: float, *forming: float) -> MonitorCost:
     """Forward of the rows that positions stand in, S on every rank, and its product with the states, in full."""
     entries, shares = r.vocab_size * r.width, _panel_shares(r)
     known = bool(r.diameter_every) and r.perturbation_every % r.diameter_every == 0  # S of a step that was searched
@@ -359,7 +359,7 @@ def _panel_cost(r: Recipe, device: Device, often: float, *forming: float) -> Cos
         longest = max(longest, forward / _speed(r, device) + _roofline(device, *product))
     formed = active - known
     seconds = longest + (_roofline(device, *forming) if formed else 0.0)
-    return Cost(often * (flops + formed * forming[0]), often * (moved + formed * forming[1]), often * seconds)
+    return MonitorCost(often * (flops + formed * forming[0]), often * (moved + formed * forming[1]), often * seconds)
 
 
 def _stream_calls(r: Recipe, size: int) -> float:
@@ -385,7 +385,7 @@ def _speed(r: Recipe, device: Device) -> float:
 
 
 def _seconds(
-    r: Recipe, flops: dict[str, int], polar: int, checked: int, monitor: dict[str, Cost], device: Device
+    r: Recipe, flops: dict[str, int], polar: int, checked: int, monitor: dict[str, MonitorCost], device: Device
 ) -> dict[str, float]:
     """Seconds of an update: Newton-Schulz is fp32 work, on each rank its share."""
     trained, ranks = sum(flops.values()) - flops["newton-schulz"], r.world * _speed(r, device)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 END = "<|endoftext|>"
 """Stands before every document; in a text file it separates documents."""
 TOKENIZER = "tokenizer.json"
+VOCAB_SIZE = 8192
+"""Tokens of a tokenizer that is trained, by default."""
 KINDS = (".txt", ".py", ".md")
 """Files of a folder that are text."""
 PIECE = 2**20
@@ -55,7 +57,7 @@ def tokenize(
     paths: Sequence[Path],
     out: Path,
     *,
-    vocab_size: int = 8192,
+    vocab_size: int = VOCAB_SIZE,
     tokenizer: Path | None = None,
     shard_tokens: int = 100_000_000,
     validation: float = 0.05,

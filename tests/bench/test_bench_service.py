@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hilbert_monitor.bench import service, service_client, service_opponents
-from hilbert_monitor.bench.service_runs import GoingOn, make_runs, records_of
+from hilbert_monitor.bench.service_runs import ContinuedRun, make_runs, records_of
 from hilbert_monitor.cli import app
 from hilbert_monitor.runs.log import RunReader
 from hilbert_monitor.service.following.index import Index
@@ -115,7 +115,7 @@ def test_made_optimizers_differ_as_the_real_ones_do():
 
 def test_a_run_goes_on_in_a_process_of_its_own(tmp_path):
     (id, _) = make_runs(tmp_path, 2, 50)
-    going = GoingOn(tmp_path, 0, 50)
+    going = ContinuedRun(tmp_path, 0, 50)
     try:
         moments = going.write(3)
         assert len(moments) == 3
