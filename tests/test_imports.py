@@ -81,6 +81,13 @@ def test_one_module_knows_prometheus():
     assert importers == ["exposition.py"]
 
 
+def test_the_experiment_imports_neither_the_service_nor_what_measures_it():
+    rooms = "(service|bench|doctor|cli|demo)"
+    ours = rf"^ *(from|import) (hilbert_monitor\.|\.\.){rooms}\b|^ *from (hilbert_monitor|\.\.) import .*\b{rooms}\b"
+    for path in (PACKAGE / "pretrain").glob("*.py"):
+        assert not re.search(ours, path.read_text(), re.M), path.name
+
+
 def test_the_service_loads_no_torch():
     modules = loaded("import hilbert_monitor.service.web.server, hilbert_monitor.service.report.page")
     assert not {"torch", "lightning", "pandas"} & modules
