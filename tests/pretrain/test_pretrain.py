@@ -68,9 +68,11 @@ def test_the_presets_have_the_papers_numbers(size, width, updates, adamw, rownor
 
 
 def test_every_number_can_be_overridden_by_name():
-    changes = recipes.parsed(["width=64", "vocab-size=512", "head_lr=0.5", "compile=true", "loss_chunk=None"])
+    changes = recipes.parse_changes(["width=64", "vocab-size=512", "head_lr=0.5", "compile=true", "loss_chunk=None"])
     assert changes == {"width": 64, "vocab_size": 512, "head_lr": 0.5, "compile": True, "loss_chunk": None}
-    r = recipes.recipe("190M", **recipes.parsed(["width=64", "vocab_size=512", "blocks=2", "head_dim=32", "devices=1"]))
+    r = recipes.recipe(
+        "190M", **recipes.parse_changes(["width=64", "vocab_size=512", "blocks=2", "head_dim=32", "devices=1"])
+    )
     assert (r.model.parameters, r.head_lr) == (2 * 512 * 64 + 2 * 16 * 64**2, 1.6384 / 64)
 
 
