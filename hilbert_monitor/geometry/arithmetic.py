@@ -1,4 +1,8 @@
-"""How every function of this package computes: in full precision, without a graph, in bounded memory."""
+"""Arithmetic that all functions of `hilbert_monitor.geometry` share: precision, checks of inputs, chunks of rows.
+
+Two names are for other packages too, and `hilbert_monitor.geometry` exports them: `compute_dtype`, the precision that
+results have, and `full_precision`, a decorator for a function that must compute in it. The rest is for this package.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,10 @@ def _ieee_matmul() -> Iterator[None]:
 
 
 def full_precision(function: Callable[P, T]) -> Callable[P, T]:
-    """Run `function` without a graph, outside autocast, and with no TF32 or bf16 inside its fp32 products."""
+    """Make a function compute in full precision: no graph, no autocast, no TF32 or bf16 inside fp32 matrix products.
+
+    The device whose autocast is switched off is that of the first tensor among the arguments.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -14,10 +14,15 @@ from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module
 from torch.optim import Optimizer
 
-from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_diameter_bracket
-from hilbert_monitor.geometry.arithmetic import compute_dtype
-from hilbert_monitor.geometry.diameter import DiameterBracket, RowDiameter
-from hilbert_monitor.geometry.efficiency import Interval
+from hilbert_monitor.geometry import (
+    DiameterBracket,
+    Interval,
+    RowDiameter,
+    compute_dtype,
+    hilbert_perturbation,
+    row_diameter,
+    row_diameter_bracket,
+)
 from hilbert_monitor.optim import find_head
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, StepRecord
