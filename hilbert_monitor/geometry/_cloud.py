@@ -133,9 +133,14 @@ class PointCloud:
             torch.mm(x, directions, out=coordinates[at])
         return norms, coordinates
 
-    def norms(self) -> Tensor:
-        """Return the distances (V,) of all points from the centre."""
-        return self.survey(self.centre.new_empty(self.width, 0))[0]
+    def norms(self, about: Tensor | None = None) -> Tensor:
+        """Return the distances (V,) of all points from the centre, or from a point (d,) relative to it."""
+        if about is None:
+            return self.survey(self.centre.new_empty(self.width, 0))[0]
+        norms = torch.empty(len(self), dtype=self.dtype, device=self.S.device)
+        for at, x in self.chunks():
+            torch.linalg.vector_norm(x.sub_(about), dim=1, out=norms[at])
+        return norms
 
     def recentred(self, *rows: Tensor) -> PointCloud:
         """Return the same points about the mean of some rows, given by scalar tensors of their indices."""
@@ -162,6 +167,11 @@ class PointCloud:
         roots, and of numbers cast to fp32.
         """
         return (self.width + 8) * torch.finfo(self.dtype).eps / 2
+
+
+def column_extremes(S: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest entry of each column, (d,) each; nan where a column has one."""
+    return S.amin(0), S.amax(0)  # ten times faster than torch.aminmax(S, dim=0) on a CPU
 
 
 def _centre(S: Tensor, dtype: torch.dtype, pre: float, max_bytes: int) -> Tensor:

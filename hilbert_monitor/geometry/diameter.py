@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._cloud import PointCloud
+from ._cloud import PointCloud, column_extremes
 from .arithmetic import MAX_BYTES, check_rows, full_precision, nonfinite
 
 
@@ -100,8 +100,8 @@ def row_diameter_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> DiameterBr
     cloud = PointCloud.unscaled(S, max_bytes)
     from_centre = cloud.norms()
     if not cloud.needs_no_scale(from_centre):
-        low, high = _extremes(S)
-        if ends := _degenerate(S, low, high, max_bytes):
+        low, high = column_extremes(S)
+        if ends := trivial_diameter(S, low, high, max_bytes):
             return DiameterBracket(*ends)
         cloud = PointCloud.in_range(S, low, high, max_bytes)
         from_centre = cloud.norms()
@@ -132,8 +132,8 @@ def row_diameter(S: Tensor, *, max_bytes: int = MAX_BYTES) -> RowDiameter:
         the value (fp64, from the rows as given), the pair, and how many pairs had to be looked at.
     """
     check_rows("S", S)
-    low, high = _extremes(S)
-    if ends := _degenerate(S, low, high, max_bytes):
+    low, high = column_extremes(S)
+    if ends := trivial_diameter(S, low, high, max_bytes):
         return RowDiameter(*ends, 0, 0)
     search = _Search(PointCloud.in_range(S, low, high, max_bytes))
     search.run()
@@ -150,14 +150,19 @@ def _up(x: float) -> float:
     return math.nextafter(x, math.inf)
 
 
-def _extremes(S: Tensor) -> tuple[Tensor, Tensor]:
-    return S.amin(0), S.amax(0)  # ten times faster than torch.aminmax(S, dim=0) on a CPU
-
-
-def _degenerate(
+def trivial_diameter(
     S: Tensor, low: Tensor, high: Tensor, max_bytes: int
 ) -> tuple[float, float, tuple[int, int], int] | None:
-    """Bounds, pair and non-finite rows where there is nothing to search: bad rows, equal rows, a single row."""
+    """Return bounds of D(S), a pair and the number of non-finite rows, if no search is needed; None otherwise.
+
+    No search is needed for a single row, equal rows, and rows that are not finite.
+
+    Args:
+        S: (V, d).
+        low: (d,) smallest entry of each column.
+        high: (d,) largest entry of each column.
+        max_bytes: bound on scratch memory.
+    """
     other = min(1, len(S) - 1)
     extremes = torch.stack([low, high])
     if not bool(extremes.isfinite().all()):

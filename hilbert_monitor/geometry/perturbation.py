@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._cloud import SAMPLE, PointCloud, leading_directions
+from ._cloud import SAMPLE, PointCloud, column_extremes, leading_directions
 from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, nonfinite
 
 _RANK = 32
@@ -74,7 +74,7 @@ def hilbert_perturbation(S: Tensor, H: Tensor, *, max_bytes: int = MAX_BYTES) ->
         raise ValueError(f"S and H must have one width, got rows of {S.shape[1]} and states of {H.shape[1]}")
     if S.device != H.device:
         raise ValueError(f"S and H must be on one device, got {S.device} and {H.device}: move H with .to(S.device)")
-    low, high = S.amin(0), S.amax(0)
+    low, high = column_extremes(S)
     dtype = compute_dtype(S, H)
     largest_entry = torch.maximum(H.amax(1), -H.amin(1)).to(dtype)  # (N,), a nan where there is one
     bad_positions = ~largest_entry.isfinite()
