@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module
 from torch.optim import Optimizer
 
-from hilbert_monitor.geometry.arithmetic import compute_dtype
+from hilbert_monitor.geometry import compute_dtype
 from hilbert_monitor.optim import find_head
 
 from .ceiling import diameter_ceiling

@@ -20,9 +20,16 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
-from hilbert_monitor.geometry.arithmetic import compute_dtype
-from hilbert_monitor.optim import ChainedOptimizer, Muon
-from hilbert_monitor.optim._matrix_optimizer import Group, LastStep, MatrixOptimizer, cache_chunks, options_of
+from hilbert_monitor.geometry import compute_dtype
+from hilbert_monitor.optim import (
+    ChainedOptimizer,
+    Group,
+    LastStep,
+    MatrixOptimizer,
+    Muon,
+    cache_chunks,
+    options_of,
+)
 
 Decay = Literal["decoupled", "coupled"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from hilbert_monitor.geometry.efficiency import Interval
+from hilbert_monitor.geometry import Interval
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, Pair, StepRecord
 

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from hilbert_monitor.geometry import (
+    Interval,
     center_rows,
     first_order_decrease,
+    gauge_waste,
     row_diameter_bracket,
+    spectral_norm,
+    step_efficiency,
     tension_bracket,
     uniform_backward_bound,
 )
-from hilbert_monitor.geometry.efficiency import Interval, gauge_waste, spectral_norm, step_efficiency
 
 from .measurement import StepQuality
 
