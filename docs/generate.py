@@ -21,7 +21,8 @@ import yaml
 
 from hilbert_monitor import HilbertMonitor, geometry
 from hilbert_monitor.pretrain import recipes
-from hilbert_monitor.runs.metrics import CATALOGUE, FAMILIES
+from hilbert_monitor.runs.exposition import FAMILIES
+from hilbert_monitor.runs.metrics import CATALOGUE
 
 ROOT = Path(__file__).parents[1]
 RULES, RUNBOOKS = ROOT / "dashboards" / "prometheus" / "rules", ROOT / "dashboards" / "runbooks"
