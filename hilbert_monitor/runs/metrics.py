@@ -1,8 +1,8 @@
 """The catalogue of metrics.
 
 A metric is one entry of CATALOGUE, and a field of StepRecord or a Formula of such fields. Everything else follows:
-loggers, Prometheus, the service's columns and CSV files, the panels of a run's page, Grafana's dashboard of a run, the
-README's tables.
+loggers, Prometheus, the service's columns and CSV files, the panels of a run's page, Grafana's dashboard of a run, and
+the tables in docs/.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ for step in (1, 2, 3):
 index = Index(root)
 index.refresh()
 client = TestClient(create_app(index), base_url="http://localhost")
-sys.path[:0] = [str(project / "dashboards"), str(project / "dashboards" / "grafana")]
-import document, run as grafana
+sys.path[:0] = [str(project / "docs"), str(project / "dashboards" / "grafana")]
+import generate, run as grafana
 from hilbert_monitor.service.following.columns import NUMBERS, WHOLE
 
 figures = client.get("/api/runs/run/figures").json()["figures"]
@@ -62,7 +62,7 @@ print(json.dumps({
     "metrics": client.get("/metrics").text,
     "openapi": client.get("/api/openapi.json").text,
     "grafana": json.dumps(grafana.run()),
-    "table": list(document.metrics()),
+    "table": generate.table("metrics").splitlines(),
 }))
 writer.close()
 """
