@@ -12,11 +12,11 @@ from torch import Tensor
 from hilbert_monitor.geometry import row_diameter, row_diameter_bracket
 
 from .increments import SampleIncrement
-from .measure import Measurement, seconds
+from .measure import BenchResult, seconds
 from .opponents import all_pairs_cdist, all_pairs_matmul, one_pass
 
 
-def exact_search(increment: SampleIncrement) -> Iterator[Measurement]:
+def exact_search(increment: SampleIncrement) -> Iterator[BenchResult]:
     """Time the exact search against the faster all-pairs search, and the bracket against one pass."""
     S, case = increment.S, f"{increment.name} ({len(increment.S):,} x {increment.S.shape[1]})"
     exact = row_diameter(S)
@@ -25,10 +25,10 @@ def exact_search(increment: SampleIncrement) -> Iterator[Measurement]:
         raise AssertionError(f"row_diameter found {exact.value}, all pairs {value}")
     share = (exact.pairs_screened + exact.pairs_computed) / (len(S) * (len(S) - 1) / 2)
     note = f"D = {exact.value:.6g}, tokens {exact.pair}, {share:.2%} of pairs looked at"
-    yield Measurement("diameter", case, "row_diameter", seconds(lambda: row_diameter(S)), opponent, slow, note)
+    yield BenchResult("diameter", case, "row_diameter", seconds(lambda: row_diameter(S)), opponent, slow, note)
     bracket = row_diameter_bracket(S)
     note = f"lower {bracket.lower / exact.value:.3f} D, upper {bracket.upper / exact.value:.3f} D"
-    yield Measurement(
+    yield BenchResult(
         "bracket",
         case,
         "row_diameter_bracket",
@@ -39,28 +39,28 @@ def exact_search(increment: SampleIncrement) -> Iterator[Measurement]:
     )
 
 
-def worst_case(V: int, d: int) -> Iterator[Measurement]:
+def worst_case(V: int, d: int) -> Iterator[BenchResult]:
     """Time the search where no pair can be ruled out: points on a sphere."""
     points = torch.randn(V, d, generator=torch.Generator().manual_seed(0))
     S = torch.nn.functional.normalize(points, dim=1)
     opponent, slow, _ = _all_pairs(S)
     ours = seconds(lambda: row_diameter(S), repeat=1)
-    yield Measurement("diameter", f"sphere ({V:,} x {d})", "row_diameter", ours, opponent, slow, "nothing to prune")
+    yield BenchResult("diameter", f"sphere ({V:,} x {d})", "row_diameter", ours, opponent, slow, "nothing to prune")
 
 
-def growth_in_tokens(increment: SampleIncrement, sizes: Sequence[int]) -> Iterator[Measurement]:
+def growth_in_tokens(increment: SampleIncrement, sizes: Sequence[int]) -> Iterator[BenchResult]:
     """Time the search on evenly spaced rows of one increment; the last note has the fitted exponents."""
     samples = [increment.S[:: len(increment.S) // size].contiguous() for size in sizes]
     yield from _growth(f"{increment.name.split()[0]}, V =", sizes, samples, 2)
 
 
-def growth_in_width(increments: Sequence[SampleIncrement]) -> Iterator[Measurement]:
+def growth_in_width(increments: Sequence[SampleIncrement]) -> Iterator[BenchResult]:
     """Time the search on increments of growing width; the last note has the fitted exponents."""
     widths = [i.S.shape[1] for i in increments]
     yield from _growth(f"{increments[0].name.split()[0]}, d =", widths, [i.S for i in increments], 1)
 
 
-def _growth(label: str, sizes: Sequence[int], samples: Sequence[Tensor], theory: int) -> Iterator[Measurement]:
+def _growth(label: str, sizes: Sequence[int], samples: Sequence[Tensor], theory: int) -> Iterator[BenchResult]:
     ours, theirs = [], []
     for size, S in zip(sizes, samples, strict=True):
         ours.append(seconds(lambda S=S: row_diameter(S)))  # type: ignore[misc]
@@ -69,7 +69,7 @@ def _growth(label: str, sizes: Sequence[int], samples: Sequence[Tensor], theory:
         if size == sizes[-1]:
             exponents = exponent(sizes, ours), exponent(sizes, theirs)
             note = "time grows with exponent {:.2f}, all pairs with {:.2f} (in theory {})".format(*exponents, theory)
-        yield Measurement("growth", f"{label} {size:,}", "row_diameter", ours[-1], "tiled matmul", theirs[-1], note)
+        yield BenchResult("growth", f"{label} {size:,}", "row_diameter", ours[-1], "tiled matmul", theirs[-1], note)
 
 
 def exponent(sizes: Sequence[int], times: Sequence[float]) -> float:

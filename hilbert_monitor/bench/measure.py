@@ -18,7 +18,7 @@ from hilbert_monitor import __version__
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class BenchResult:
     """One figure of ours beside an opponent's, both from this run, in seconds or bytes; or beside a limit."""
 
     subject: str

@@ -15,14 +15,14 @@ from hilbert_monitor.pretrain.model import Decoder, DecoderConfig
 from hilbert_monitor.pretrain.recipes import Head
 from hilbert_monitor.runs.alerts import Judge
 
-from .measure import Measurement
+from .measure import BenchResult
 from .synthetic import synthetic_text
 
 DIAMETER_EVERY, PERTURBATION_EVERY = 10, 500
 """Updates from one measurement to the next, as in the paper."""
 
 
-def overhead(device: torch.device, V: int, d: int, steps: int, head: Head) -> Iterator[Measurement]:
+def overhead(device: torch.device, V: int, d: int, steps: int, head: Head) -> Iterator[BenchResult]:
     """Time steps of a four-block decoder on a (V, d) head with a probe and without.
 
     A probe works in the optimizer's step and after it, and nowhere else. That part is timed by itself, because what it
@@ -52,7 +52,7 @@ def overhead(device: torch.device, V: int, d: int, steps: int, head: Head) -> It
         f" {panel.size:,} {perturbation * 1e3:.0f} ms every 500th; {plain.tokens:,} tokens a step"
     )
     case = f"{head} head ({V:,} x {d})"
-    yield Measurement("monitored training step", case, "with", step_time + extra, "without", step_time, note)
+    yield BenchResult("monitored training step", case, "with", step_time + extra, "without", step_time, note)
 
 
 class _Training:

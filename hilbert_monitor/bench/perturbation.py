@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from hilbert_monitor.geometry import hilbert_perturbation
 
 from .increments import SampleIncrement
-from .measure import Measurement, peak_bytes, seconds
+from .measure import BenchResult, peak_bytes, seconds
 from .opponents import bare_product
 
 
-def panel(increment: SampleIncrement) -> Iterator[Measurement]:
+def panel(increment: SampleIncrement) -> Iterator[BenchResult]:
     """Time the perturbation of the increment's panel, if it has one, and measure the scratch memory."""
     S, H = increment.S, increment.H
     if H is None:
@@ -19,7 +19,7 @@ def panel(increment: SampleIncrement) -> Iterator[Measurement]:
     result = hilbert_perturbation(S, H)
     scratch = peak_bytes(lambda: hilbert_perturbation(S, H)) / 2**20
     share = result.products / (len(S) * len(H))
-    yield Measurement(
+    yield BenchResult(
         "perturbation",
         f"{increment.name} (panel of {len(H):,})",
         "hilbert_perturbation",

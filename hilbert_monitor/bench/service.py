@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from hilbert_monitor.service.following.index import Index
 
 from . import service_opponents as opponents
-from .measure import Measurement, seconds
+from .measure import BenchResult, seconds
 from .service_client import TICK, Listener, Service, Usage, fetch_comparison, listen, paint, visit
 from .service_runs import RECORD_BYTES, ContinuedRun, make_runs
 
@@ -92,7 +92,7 @@ class ServiceBench:
         self._many = f"{load.runs:,} runs of {load.records:,} records"
         self._panels = 0
 
-    def jobs(self) -> list[tuple[str, Callable[[], Iterable[Measurement]]]]:
+    def jobs(self) -> list[tuple[str, Callable[[], Iterable[BenchResult]]]]:
         """Return the labels and the jobs."""
         return [
             (f"making {self._many}", self._make),
@@ -104,7 +104,7 @@ class ServiceBench:
             ("TensorBoard", self._opponents),
         ]
 
-    def _make(self) -> Iterator[Measurement]:
+    def _make(self) -> Iterator[BenchResult]:
         make_runs(self._root, self.load.runs, self.load.records)
         yield from ()
 
@@ -118,7 +118,7 @@ class ServiceBench:
 
     # Starts
 
-    def _first_indexing(self) -> Iterator[Measurement]:
+    def _first_indexing(self) -> Iterator[BenchResult]:
         service = self._serve()
         duration, usage = service.until(self._caught_up), service.usage()
         service.stop()
@@ -127,7 +127,7 @@ class ServiceBench:
         yield _limited("service start", f"first indexing of {self._many}", duration, 60, note)
         yield from self._memory("peak memory of the first indexing", usage)
 
-    def _later_start(self) -> Iterator[Measurement]:
+    def _later_start(self) -> Iterator[BenchResult]:
         service = self._serve()
         yield _limited("service start", "first answer of a later start", service.until(), 2)
         duration = service.until(self._caught_up)
@@ -142,7 +142,7 @@ class ServiceBench:
         yield _limited("first paint", "all that the page fetches, one after the other", first.seconds, 1, note)
         service.stop()
 
-    def _paint(self) -> Iterator[Measurement]:
+    def _paint(self) -> Iterator[BenchResult]:
         """Measure in a service that was just started, and has computed nothing yet."""
         service = self._serve()
         service.until(self._caught_up)
@@ -155,16 +155,16 @@ class ServiceBench:
             note = "most of it plotly.js, 4.5 MB that a browser has to compile"
             yield _limited("first paint", f"{self._panels} panels drawn in Chromium", times[1], 1, note)
 
-    def _memory(self, case: str, usage: Usage | None) -> Iterator[Measurement]:
+    def _memory(self, case: str, usage: Usage | None) -> Iterator[BenchResult]:
         if usage is None:
             self.remarks.append(f"The {case} was not measured: that takes a /proc, as Linux has.")
         else:
             note = f"{usage.own / 2**20:.0f} MiB of it its own at the end, the rest files that are mapped"
-            yield Measurement("service memory", case, OURS, usage.peak, "limit", MEMORY, note, "B")
+            yield BenchResult("service memory", case, OURS, usage.peak, "limit", MEMORY, note, "B")
 
     # Runs that continue
 
-    def _refresh(self) -> Iterator[Measurement]:
+    def _refresh(self) -> Iterator[BenchResult]:
         self._service, self._run = self._serve(), ContinuedRun(self._root, 0, self.load.records)
         self._stack.callback(self._run.close)
         self._service.until(self._caught_up)
@@ -174,7 +174,7 @@ class ServiceBench:
         yield _limited("refresh", case, statistics.median(answers), 0.1, _spread(answers))
         yield _limited("refresh", "from a record's write to its event", statistics.median(events), 1, _spread(events))
 
-    def _browsers(self) -> Iterator[Measurement]:
+    def _browsers(self) -> Iterator[BenchResult]:
         few, many = (
             asyncio.run(_listening_cost(self._service, self._run, count, self.load.written))
             for count in (1, self.load.listeners)
@@ -182,8 +182,8 @@ class ServiceBench:
         if few and many:
             case = f"{self.load.written} records written, {self.load.listeners} browsers connected: "
             note = f"each browser got each record once; the log grew by {many.growth / 2**10:.1f} KiB"
-            yield Measurement("browsers", f"{case}bytes read", OURS, many.read, "1 browser", few.read, note, "B")
-            yield Measurement("browsers", f"{case}processor time", OURS, many.processor, "1 browser", few.processor)
+            yield BenchResult("browsers", f"{case}bytes read", OURS, many.read, "1 browser", few.read, note, "B")
+            yield BenchResult("browsers", f"{case}processor time", OURS, many.processor, "1 browser", few.processor)
         else:
             self.remarks.append("What many browsers cost was not measured: that takes a /proc, as Linux has.")
         duration, usage = asyncio.run(_stop(self._service, self.load.listeners))
@@ -192,7 +192,7 @@ class ServiceBench:
 
     # TensorBoard
 
-    def _opponents(self) -> Iterator[Measurement]:
+    def _opponents(self) -> Iterator[BenchResult]:
         count, records = self.load.opponent_runs, self.load.records
         root, events = self._folder / "few", self._folder / "events"
         if not opponents.installed():
@@ -209,10 +209,10 @@ class ServiceBench:
         if loaded != scalars * count:
             raise RuntimeError(f"TensorBoard loaded {loaded} of {scalars * count} scalars")
         case = f"{count} runs of {records:,} records, {loaded:,} numbers"
-        yield Measurement("scalars of TensorBoard", case, "index", ours, "EventAccumulator", theirs)
+        yield BenchResult("scalars of TensorBoard", case, "index", ours, "EventAccumulator", theirs)
         if server_seconds is not None:
             note = "TensorBoard's program in Rust, its start included"
-            yield Measurement("scalars of TensorBoard", case, "index", ours, "data server", server_seconds, note)
+            yield BenchResult("scalars of TensorBoard", case, "index", ours, "data server", server_seconds, note)
 
 
 class ListeningCost(NamedTuple):
@@ -268,8 +268,8 @@ async def _stop(service: Service, count: int) -> tuple[float, Usage | None]:
         return await asyncio.to_thread(service.stop), usage
 
 
-def _limited(subject: str, case: str, amount: float, limit: float, note: str = "") -> Measurement:
-    return Measurement(subject, case, OURS, amount, "limit", limit, note)
+def _limited(subject: str, case: str, amount: float, limit: float, note: str = "") -> BenchResult:
+    return BenchResult(subject, case, OURS, amount, "limit", limit, note)
 
 
 def _ms(amount: float) -> str:

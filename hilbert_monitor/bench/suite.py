@@ -13,12 +13,12 @@ from rich.table import Table
 from . import diameter, faults, optimizers, oracle, overhead, perturbation, service
 from .fault_summary import TrialSummary, summarize
 from .increments import SampleIncrement, load_increment, make_increment
-from .measure import Measurement
+from .measure import BenchResult
 from .output import progress_bar, show_machine, write_document
 
-Job = tuple[str, Callable[[], Iterable[Measurement]]]
+Job = tuple[str, Callable[[], Iterable[BenchResult]]]
 """A label for the progress bar, and the work."""
-Results = Sequence[Measurement] | Sequence[oracle.Gap] | TrialSummary
+Results = Sequence[BenchResult] | Sequence[oracle.Gap] | TrialSummary
 
 
 def geometry_jobs(paths: Sequence[Path], *, quick: bool) -> Iterator[Job]:
@@ -62,14 +62,14 @@ def optimizer_jobs(*, quick: bool) -> Iterator[Job]:
         yield f"Muon, width {width}", lambda width=width, blocks=blocks: optimizers.muon(width, blocks)  # type: ignore[misc]
 
 
-def _measure(increment: SampleIncrement) -> Iterator[Measurement]:
+def _measure(increment: SampleIncrement) -> Iterator[BenchResult]:
     yield from diameter.exact_search(increment)
     yield from perturbation.panel(increment)
 
 
-def run(jobs: Sequence[Job], console: Console) -> list[Measurement]:
+def run(jobs: Sequence[Job], console: Console) -> list[BenchResult]:
     """Run the jobs behind a progress bar."""
-    results: list[Measurement] = []
+    results: list[BenchResult] = []
     with progress_bar(console) as progress:
         task = progress.add_task("", total=len(jobs))
         for label, job in jobs:
@@ -79,7 +79,7 @@ def run(jobs: Sequence[Job], console: Console) -> list[Measurement]:
     return results
 
 
-def show(results: Sequence[Measurement], console: Console) -> None:
+def show(results: Sequence[BenchResult], console: Console) -> None:
     """Print the machine and the results."""
     show_machine(console)
     table = Table(
@@ -105,7 +105,7 @@ def _amount(amount: float, unit: str) -> str:
     return f"{amount * 1e3:.1f} ms" if amount < 1 else f"{amount:.2f} s"
 
 
-def run_service(load: service.ServiceLoad, console: Console) -> tuple[list[Measurement], list[str]]:
+def run_service(load: service.ServiceLoad, console: Console) -> tuple[list[BenchResult], list[str]]:
     """Measure the service. Return the results, and a sentence for each figure that could not be measured.
 
     Raises:

@@ -8,7 +8,7 @@ from operator import itemgetter
 
 import torch
 
-from hilbert_monitor.bench.measure import Measurement
+from hilbert_monitor.bench.measure import BenchResult
 from hilbert_monitor.bench.overhead import overhead
 from hilbert_monitor.pretrain.recipes import HEADS
 
@@ -17,7 +17,7 @@ from .finding import Check, Outcome, outcome_of
 
 LIMIT = 0.02
 """Largest share of a step that the monitor may take."""
-Measure = Callable[[], Iterator[Measurement]]
+Measure = Callable[[], Iterator[BenchResult]]
 """Yields the time of a step with the monitor beside one without it."""
 
 
@@ -42,6 +42,6 @@ def _check(measure: Measure) -> Outcome:
     )
 
 
-def _share(measure: Measure) -> tuple[float, Measurement]:
+def _share(measure: Measure) -> tuple[float, BenchResult]:
     (measurement,) = measure()
     return measurement.amount / measurement.opponent_amount - 1, measurement

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 
-from hilbert_monitor.optim.pretraining import HEAD_LR
+from hilbert_monitor.optim.pretraining import EMBEDDING_LR, HEAD_LR, MATRIX_LR, WEIGHT_DECAY
 
 from .data import VALIDATION_TOKENS
 from .model import DecoderConfig
@@ -49,9 +49,9 @@ class Recipe:
     """Fraction of the peak at which the learning rates end."""
     head_lr: float | None = None
     """Peak learning rate of the head. By default the paper's, which is proportional to 1 / width."""
-    matrix_lr: float = 8e-3
-    embedding_lr: float = 4e-3
-    weight_decay: float = 0.1
+    matrix_lr: float = MATRIX_LR
+    embedding_lr: float = EMBEDDING_LR
+    weight_decay: float = WEIGHT_DECAY
     clip: float = 1.0
 
     diameter_every: int = 10

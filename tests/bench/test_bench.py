@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from hilbert_monitor.bench import optimizers
 from hilbert_monitor.bench.diameter import exponent
 from hilbert_monitor.bench.increments import load_increment, make_increment
-from hilbert_monitor.bench.measure import Measurement, peak_bytes
+from hilbert_monitor.bench.measure import BenchResult, peak_bytes
 from hilbert_monitor.bench.opponents import all_pairs_cdist, all_pairs_matmul, muon_loop
 from hilbert_monitor.cli import app
 from hilbert_monitor.geometry import row_diameter
@@ -189,7 +189,7 @@ def test_exponent_of_a_power_law():
 
 
 def test_ratio_is_how_many_times_faster():
-    assert Measurement("s", "c", "ours", 0.5, "theirs", 2.0).ratio == 4
+    assert BenchResult("s", "c", "ours", 0.5, "theirs", 2.0).ratio == 4
 
 
 def test_peak_memory_counts_what_is_held_at_once():

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from hilbert_monitor import HilbertMonitor, Probe, geometry
-from hilbert_monitor.bench.measure import Measurement
+from hilbert_monitor.bench.measure import BenchResult
 from hilbert_monitor.cli import app
 from hilbert_monitor.doctor import ddp, exactness, increment, interference, overhead, report
 from hilbert_monitor.doctor.device import CheckSizes, choose
@@ -368,7 +368,7 @@ def timed(*shares):
     left = list(shares)
 
     def measure(*_):
-        yield Measurement("overhead", "", "with the monitor", 1 + left.pop(0), "without", 1.0)
+        yield BenchResult("overhead", "", "with the monitor", 1 + left.pop(0), "without", 1.0)
 
     return measure
 
