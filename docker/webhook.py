@@ -1,4 +1,4 @@
-"""Prints the alerts that Alertmanager posts, a line each: a receiver that works until yours takes its place.
+"""Prints the alerts that Alertmanager posts, one line each: an example receiver to replace with your own.
 
 `docker compose logs --follow webhook` shows them. The port is the only argument.
 """
@@ -9,35 +9,35 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Receiver(BaseHTTPRequestHandler):
-    """Takes what Alertmanager's webhook sends."""
+    """Handles the requests of Alertmanager's webhook."""
 
     def do_POST(self) -> None:
         """Print the alerts of one notification."""
         try:
-            posted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            lines = "".join(f"{line(alert)}\n" for alert in posted["alerts"])
+            notification = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            lines = "".join(f"{line(alert)}\n" for alert in notification["alerts"])
         except (ValueError, KeyError, TypeError, AttributeError):
             self.answer(400)
             return
-        print(lines, end="", flush=True)  # one write: others may be printing
+        print(lines, end="", flush=True)  # one write: other threads may print too
         self.answer(200)
 
     def do_GET(self) -> None:
-        """Say that it is there."""
+        """Answer a health check."""
         self.answer(200)
 
     def answer(self, status: int) -> None:
-        """Answer with nothing but a status."""
+        """Answer with a status and no body."""
         self.send_response(status)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Nothing: the alerts are the log."""
+        """Log no requests: the output is for alerts alone."""
 
 
 def line(alert: dict[str, dict[str, str]]) -> str:
-    """An alert in a line of JSON, so that nothing in it can break the line."""
+    """An alert as one line of JSON, in which no text can break the line."""
     labels, notes = alert["labels"], alert.get("annotations", {})
     return json.dumps({"status": alert["status"], **labels, **notes}, ensure_ascii=False)
 

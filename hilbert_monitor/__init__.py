@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hilbert_monitor.monitor.callback import HilbertMonitor as HilbertMonitor
-    from hilbert_monitor.monitor.probe import Probe as Probe
-
     from .geometry import hilbert_perturbation as hilbert_perturbation
     from .geometry import row_diameter as row_diameter
     from .geometry import row_diameter_bracket as row_diameter_bracket
+    from .monitor.callback import HilbertMonitor as HilbertMonitor
+    from .monitor.exporter import Prometheus as Prometheus
+    from .monitor.probe import Probe as Probe
     from .optim import ChainedOptimizer as ChainedOptimizer
     from .optim import Muon as Muon
     from .optim import RowNorm as RowNorm
@@ -28,6 +28,7 @@ _HOMES = {
     "HilbertMonitor": "monitor.callback",
     "Muon": "optim",
     "Probe": "monitor.probe",
+    "Prometheus": "monitor.exporter",
     "RowNorm": "optim",
     "hilbert_perturbation": "geometry",
     "pretraining_optimizer": "optim",

@@ -1,6 +1,6 @@
-"""The paired demo: AdamW and RowNorm on one text from one start, side by side, and what the paper's table says of them.
+"""The demo: pairs of small runs, one with an AdamW head and one with a RowNorm head, on one text and from one start.
 
-Each run is a process of its own, `hilbert-monitor pretrain --size demo`; the demo reads nothing but their run logs.
+Each run is a process, `hilbert-monitor pretrain --size demo`. The demo reads nothing but their run logs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import stdev
+from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
@@ -33,13 +33,17 @@ from hilbert_monitor.runs.record import StepRecord
 from hilbert_monitor.service.web.server import AddressError, background
 
 PORT = 8000
-"""Of the dashboard, unless it is taken."""
+"""Port of the dashboard, unless it is taken."""
 NAMES: dict[str, str] = {"adamw": "AdamW", "rownorm": "RowNorm"}
+RESULTS = {"validation_loss": "validation_loss", "step_diameter": "diameter", "perturbation_rms": "perturbation_rms"}
+"""From the numbers in the results to the fields of a record."""
+FORMATS = {"train_loss": ".3f", "validation_loss": ".3f", "diameter": ".4f", "perturbation_rms": ".4f"}
+"""How the fields of a record are printed while a run goes on."""
 
 
 @dataclass
-class Latest:
-    """What is known of one run so far, from its log."""
+class DemoRun:
+    """One run of the demo, and what its log says so far."""
 
     head: Head
     seed: int
@@ -51,18 +55,18 @@ class Latest:
     offset: int = 0
     step: int = 0
     values: dict[str, float] = field(default_factory=dict)
-    """The last of each number, by the name of its field."""
+    """The last value of each field."""
 
     @property
     def name(self) -> str:
-        """What the run is called."""
+        """Name of the run."""
         return f"demo-{self.head}-seed{self.seed}"
 
     def update(self) -> None:
-        """Read what is new."""
+        """Read the records that are new."""
         if self.reader is None:
-            found = [r for r in find_runs(self.runs) if r.info.name == self.name and r.info.started >= self.started]
-            self.reader = found[-1] if found else None
+            readers = [r for r in find_runs(self.runs) if r.info.name == self.name and r.info.started >= self.started]
+            self.reader = readers[-1] if readers else None
         if self.reader is not None:
             for news in self.reader.follow(self.offset):
                 self.offset = news.offset
@@ -71,184 +75,173 @@ class Latest:
 
     def _take(self, record: StepRecord) -> None:
         self.step = record.step
-        for name in ("train_loss", "validation_loss", "diameter", "perturbation_rms"):
+        for name in FORMATS:
             value = getattr(record, name)
             if value is not None:
                 self.values[name] = value
 
 
 def prepare(folder: Path, recipe: Recipe, texts: Sequence[Path]) -> Corpus:
-    """Make the demo's shards: the standard library's text, or texts of one's own.
+    """Write the demo's shards, from the sources of the standard library or from the given texts.
 
-    The text to validate on is windows spread evenly over the held-out files; the end of a single file can mislead by
-    more than the runs differ.
+    The validation text is windows spread evenly over the held-out files. The loss on a single file can be off by more
+    than the runs differ.
     """
-    made = corpus(text_files(texts) if texts else standard_library(), recipe.vocab_size)
+    text = corpus(text_files(texts) if texts else standard_library(), recipe.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
-    write_shard(folder / "fineweb_train_000.bin", made.train)
+    write_shard(folder / "fineweb_train_000.bin", text.train)
     windows = recipe.validation_tokens // recipe.context
-    starts = np.linspace(0, max(0, len(made.validation) - recipe.context - 1), windows).astype(int)
-    spread = np.concatenate([made.validation[start : start + recipe.context] for start in starts])
-    write_shard(folder / "fineweb_val_000.bin", np.append(spread, made.validation[-1:]))
-    (folder / TOKENIZER).write_text(made.tokenizer_json)
-    return made
+    starts = np.linspace(0, max(0, len(text.validation) - recipe.context - 1), windows).astype(int)
+    spread = np.concatenate([text.validation[start : start + recipe.context] for start in starts])
+    write_shard(folder / "fineweb_val_000.bin", np.append(spread, text.validation[-1:]))
+    (folder / TOKENIZER).write_text(text.tokenizer_json)
+    return text
 
 
-def run(out: Path, recipe: Recipe, *, seeds: int, texts: Sequence[Path], console: Console) -> list[Latest]:
-    """Train a pair for every seed, the two side by side, and show how they do. Ctrl-C ends it with what there is."""
-    done: list[Latest] = []
-    with console.status("tokens of the text"):
+def train_pairs(out: Path, recipe: Recipe, *, seeds: int, texts: Sequence[Path], console: Console) -> list[DemoRun]:
+    """Train a pair for every seed, the two side by side, and show their progress. Ctrl-C ends the runs early."""
+    runs: list[DemoRun] = []
+    with console.status("tokenizing the text"):
         prepare(out / "data", recipe, texts)
     try:
         for seed in range(seeds):
             pair = [start(out, recipe, head, seed) for head in HEADS]
-            done += pair
-            follow(pair, recipe, console, said=f"seed {seed}, {seed + 1} of {seeds}" if seeds > 1 else "")
+            runs += pair
+            follow(pair, recipe, console, title=f"seed {seed}, {seed + 1} of {seeds}" if seeds > 1 else "")
     except KeyboardInterrupt:
-        console.print("ended early: what follows is of the steps so far")
+        console.print("ended early: these are the numbers of the steps so far")
     finally:
-        for one in done:
-            stop(one)
-    return done
+        for run in runs:
+            stop(run)
+    return runs
 
 
 @contextmanager
 def dashboard(runs: Path, port: int | None, console: Console) -> Iterator[str]:
-    """Show the runs live while the block lasts; say where before anything else. Give the address."""
+    """Serve the runs while the block lasts; print the address before anything else, and give it."""
     with ExitStack() as stack:
         try:
-            place = stack.enter_context(background(runs, port=PORT if port is None else port))
+            server = stack.enter_context(background(runs, port=PORT if port is None else port))
         except AddressError:
             if port is not None:
                 raise
-            place = stack.enter_context(background(runs, port=0))
-        console.print(f"live dashboard: {place.url}", soft_wrap=True)
-        yield place.url
+            server = stack.enter_context(background(runs, port=0))
+        console.print(f"live dashboard: {server.url}", soft_wrap=True)
+        yield server.url
 
 
-def start(out: Path, recipe: Recipe, head: Head, seed: int) -> Latest:
-    """Begin a run in a process of its own, with half of the processor."""
-    changed = {name: value for name, value in recipe.as_dict().items() if value != DEMO.as_dict().get(name)}
+def start(out: Path, recipe: Recipe, head: Head, seed: int) -> DemoRun:
+    """Start a run as a process, with half of the processor."""
+    changes = {name: value for name, value in recipe.as_dict().items() if value != DEMO.as_dict().get(name)}
     derived = {"parameters", "accumulation", "head", "seed", "head_lr"}
-    given = [f"--set={name}={value}" for name, value in changed.items() if name not in derived]
+    options = [f"--set={name}={value}" for name, value in changes.items() if name not in derived]
     command = [sys.executable, "-m", "hilbert_monitor", "pretrain", "--size=demo", f"--head={head}", f"--seed={seed}"]
     command += [f"--data={out / 'data'}", f"--runs={out / 'runs'}", f"--checkpoints={out / 'checkpoints'}"]
-    command += [f"--name=demo-{head}-seed{seed}", "--accelerator=cpu", "--no-resume", "--quiet", *given]
+    command += [f"--name=demo-{head}-seed{seed}", "--accelerator=cpu", "--no-resume", "--quiet", *options]
     threads = str(max(1, (os.cpu_count() or 1) // len(HEADS)))
     output = out / f"demo-{head}-seed{seed}.log"
-    began = time.time()
+    started = time.time()
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": threads}
         )
-    return Latest(head, seed, process, output, out / "runs", began)
+    return DemoRun(head, seed, process, output, out / "runs", started)
 
 
-def stop(one: Latest, patience: float = 20.0) -> None:
-    """End a run that is still going, so that it can close its log; read what it left."""
-    if one.process.poll() is None:
+def stop(run: DemoRun, patience: float = 20.0) -> None:
+    """End a run that is still going, give it time to close its log, and read the rest of the log."""
+    if run.process.poll() is None:
         with suppress(ProcessLookupError):
-            one.process.send_signal(signal.SIGINT)
+            run.process.send_signal(signal.SIGINT)
         try:
-            one.process.wait(patience)
+            run.process.wait(patience)
         except subprocess.TimeoutExpired:
-            one.process.kill()
-            one.process.wait()
-    one.update()
+            run.process.kill()
+            run.process.wait()
+    run.update()
 
 
-def follow(pair: Sequence[Latest], recipe: Recipe, console: Console, *, said: str = "") -> None:
-    """Show the runs of a pair until both have ended; raise if one of them failed."""
-    began = time.monotonic()
+def follow(pair: Sequence[DemoRun], recipe: Recipe, console: Console, *, title: str = "") -> None:
+    """Show the runs of a pair until both have ended; raise RuntimeError if one of them failed."""
+    start = time.monotonic()
     with Live(console=console, refresh_per_second=4, transient=True) as live:
-        while any(one.process.poll() is None for one in pair):
-            for one in pair:
-                one.update()
-                check(one)
-            live.update(view(pair, recipe, time.monotonic() - began, said))
+        while any(run.process.poll() is None for run in pair):
+            for run in pair:
+                run.update()
+                check(run)
+            live.update(view(pair, recipe, time.monotonic() - start, title))
             time.sleep(0.25)
-    for one in pair:
-        one.process.wait()
-        one.update()
-        check(one)
+    for run in pair:
+        run.process.wait()
+        run.update()
+        check(run)
 
 
-def check(one: Latest) -> None:
-    """Raise if a run ended with an error."""
-    if one.process.poll() not in (None, 0):
-        lines = one.output.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise RuntimeError(f"the {NAMES[one.head]} run ended with an error: {lines[-1]} (all it said: {one.output})")
+def check(run: DemoRun) -> None:
+    """Raise RuntimeError if a run ended with an error."""
+    if run.process.poll() not in (None, 0):
+        lines = run.output.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
+        raise RuntimeError(f"the {NAMES[run.head]} run ended with an error: {lines[-1]} (its output: {run.output})")
 
 
-def view(pair: Sequence[Latest], recipe: Recipe, seconds: float, said: str) -> Group:
-    """The pair so far: a table, a bar and the time that is left."""
+def view(pair: Sequence[DemoRun], recipe: Recipe, seconds: float, title: str) -> Group:
+    """Return the state of a pair: a table, a progress bar and the time that is left."""
     assert recipe.updates is not None
-    table = Table(title=said or None, title_justify="left")
+    table = Table(title=title or None, title_justify="left")
     for name in ("head", "step", "training loss", "validation loss", "D(S)", "Hilbert RMS"):
         table.add_column(name, justify="left" if name == "head" else "right")
-    for one in pair:
-        table.add_row(NAMES[one.head], f"{one.step} of {recipe.updates}", *_shown(one.values))
-    step = min(one.step for one in pair)
+    for run in pair:
+        values = (format(run.values[name], form) if name in run.values else "" for name, form in FORMATS.items())
+        table.add_row(NAMES[run.head], f"{run.step} of {recipe.updates}", *values)
+    step = min(run.step for run in pair)
     left = seconds / step * (recipe.updates - step) if step else None
     eta = "starting" if left is None else f"{left / 60:.1f} minutes left"
     return Group(table, ProgressBar(total=recipe.updates, completed=step, width=60), eta)
 
 
-def _shown(values: dict[str, float]) -> Iterator[str]:
-    for name, form in (
-        ("train_loss", ".3f"),
-        ("validation_loss", ".3f"),
-        ("diameter", ".4f"),
-        ("perturbation_rms", ".4f"),
-    ):
-        yield format(values[name], form) if name in values else ""
-
-
-RESULTS = {"validation_loss": "validation_loss", "step_diameter": "diameter", "perturbation_rms": "perturbation_rms"}
-
-
-def results(done: Sequence[Latest], runs: Path) -> dict[str, Any]:
-    """Final numbers of each head, mean over the seeds, and how many times smaller RowNorm's are."""
-    found: dict[str, Any] = {}
-    for head in HEADS:
-        of = [one.values for one in done if one.head == head]
-        found[head] = {name: _mean([v[key] for v in of if key in v]) for name, key in RESULTS.items()}
-    ratios = {
-        name: found["adamw"][name] / found["rownorm"][name]
-        for name in ("step_diameter", "perturbation_rms")
-        if found["adamw"][name] is not None and found["rownorm"][name]
+def results(runs: Sequence[DemoRun], folder: Path) -> dict[str, Any]:
+    """Return the final numbers of each head, as means over the seeds, and the ratios of AdamW to RowNorm."""
+    heads: dict[str, Any] = {
+        head: {name: mean(values) if (values := _last_values(runs, head, name)) else None for name in RESULTS}
+        for head in HEADS
     }
-    return {**found, "ratios": ratios, "runs": str(runs)}
+    ratios = {
+        name: heads["adamw"][name] / heads["rownorm"][name]
+        for name in ("step_diameter", "perturbation_rms")
+        if heads["adamw"][name] is not None and heads["rownorm"][name]
+    }
+    return {**heads, "ratios": ratios, "runs": str(folder)}
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _last_values(runs: Sequence[DemoRun], head: Head, name: str) -> list[float]:
+    """Return the last value of a number in each run of a head that has one."""
+    field = RESULTS[name]
+    return [run.values[field] for run in runs if run.head == head and field in run.values]
 
 
-def show(done: Sequence[Latest], recipe: Recipe, console: Console) -> None:
+def show(runs: Sequence[DemoRun], recipe: Recipe, console: Console) -> None:
     """Print the paper's table for these runs: means, and sample deviations where there are several seeds."""
     table = Table(title=f"After {recipe.updates} updates of {recipe.tokens_per_update:,} tokens", title_justify="left")
     for name in ("LM head", "validation loss", "D(S)", "Hilbert RMS"):
         table.add_column(name, justify="left" if name == "LM head" else "right")
     for head in HEADS:
-        of = [one.values for one in done if one.head == head]
-        table.add_row(NAMES[head], *(_spread([v[key] for v in of if key in v]) for key in RESULTS.values()))
-    ratios = results(done, Path())["ratios"]
+        table.add_row(NAMES[head], *(_spread(_last_values(runs, head, name)) for name in RESULTS))
+    ratios = results(runs, Path())["ratios"]
     table.add_section()
-    shown = (f"{ratios[name]:.1f}x" if name in ratios else "" for name in ("step_diameter", "perturbation_rms"))
-    table.add_row("AdamW / RowNorm", "", *shown, style="bold")
+    cells = (f"{ratios[name]:.1f}x" if name in ratios else "" for name in ("step_diameter", "perturbation_rms"))
+    table.add_row("AdamW / RowNorm", "", *cells, style="bold")
     console.print(table)
 
 
 def _spread(values: Sequence[float]) -> str:
     if not values:
         return ""
-    mean = f"{sum(values) / len(values):.4f}"
-    return f"{mean} \u00b1 {stdev(values):.4f}" if len(values) > 1 else mean
+    center = f"{mean(values):.4f}"
+    return f"{center} \u00b1 {stdev(values):.4f}" if len(values) > 1 else center
 
 
-def draw(out: Path) -> Path:
-    """Write the report of all runs of a demo's folder; return where it is."""
+def write_report(out: Path) -> Path:
+    """Write the report of all runs in a demo's folder; return its path."""
     from .service.figures.comparison import compare
     from .service.report import page, summary
 
@@ -258,6 +251,6 @@ def draw(out: Path) -> Path:
     return path
 
 
-def write_json(found: dict[str, Any], path: Path) -> None:
-    """Write the results."""
-    path.write_text(json.dumps(found, indent=2) + "\n")
+def write_json(results: dict[str, Any], path: Path) -> None:
+    """Write the results as JSON."""
+    path.write_text(json.dumps(results, indent=2) + "\n")

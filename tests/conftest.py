@@ -4,6 +4,7 @@ Under CI the same examples are drawn on every run; elsewhere new ones, so that t
 """
 
 import os
+import signal
 import sys
 
 import pytest
@@ -16,6 +17,10 @@ assert "torch" not in sys.modules
 BF16_KILLS = "PYTEST_XDIST_WORKER" not in os.environ and VARIABLE not in os.environ and not bf16_products_run()
 if BF16_KILLS:
     os.environ[VARIABLE] = WITHOUT_AMX
+
+# A shell's background job ignores Ctrl-C and so do its children, among them the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", derandomize=True, deadline=None)

@@ -38,28 +38,59 @@ def test_every_public_name_is_there():
     assert "hilbert_monitor.geometry" in loaded(code)
 
 
-@pytest.mark.parametrize("room", ["geometry", "runs"])
-def test_a_room_at_the_start_of_the_arrow_imports_nothing_of_ours(room):
-    modules = loaded(f"import hilbert_monitor.{room}")
-    ours = {name for name in modules if name.startswith("hilbert_monitor.")}
-    assert {name.split(".")[1] for name in ours} == {room}
+ROOMS = {
+    "geometry": set(),
+    "runs": set(),
+    "optim": {"geometry"},
+    "monitor": {"geometry", "optim", "runs"},
+    "pretrain": {"geometry", "optim", "runs", "monitor"},
+    "service": {"runs"},
+    "service.following": {"runs", "service"},
+    "service.figures": {"runs", "service", "service.following"},
+    "service.web": {"runs", "service", "service.following", "service.figures"},
+    "service.report": {"runs", "service", "service.following", "service.figures"},
+}
+"""Which rooms of the package each room may load, besides itself. `monitor` may use `optim` to form increments."""
 
 
-def test_the_optimizers_see_the_geometry_and_nothing_else_of_ours():
-    modules = loaded("import hilbert_monitor.optim")
-    ours = {name for name in modules if name.startswith("hilbert_monitor.")}
-    assert {name.split(".")[1] for name in ours} == {"geometry", "optim"}
-    assert "lightning" not in modules
+def modules_of(room):
+    """Every module of a room by its full name."""
+    folder = PACKAGE.joinpath(*room.split("."))
+    names = [path.relative_to(PACKAGE).with_suffix("").parts for path in sorted(folder.rglob("*.py"))]
+    return [".".join(("hilbert_monitor", *parts)).removesuffix(".__init__") for parts in names]
+
+
+def room_of(module):
+    """The innermost room that a module of the package is in; None for one beside the rooms."""
+    parts = module.split(".")[1:]
+    return next((room for n in (2, 1) if (room := ".".join(parts[:n])) in ROOMS), None)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_module_of_a_room_loads_what_comes_after_it_in_the_way_of_the_data(room):
+    code = "\n".join(f"import {name}" for name in modules_of(room))
+    rooms = {room_of(name) for name in loaded(code) if name.startswith("hilbert_monitor.")}
+    inner = {name for name in ROOMS if name.startswith(f"{room}.")}
+    assert rooms <= {room, *ROOMS[room], *inner}
+
+
+@pytest.mark.parametrize(
+    ("room", "barred"),
+    [
+        ("geometry", {"lightning", "numpy.testing", "prometheus_client"}),
+        ("runs", {"torch", "lightning"}),
+        ("optim", {"lightning"}),
+        ("service", {"torch", "lightning", "pandas"}),
+    ],
+)
+def test_no_module_of_a_room_loads_a_package_that_it_does_not_need(room, barred):
+    assert not barred & loaded("\n".join(f"import {name}" for name in modules_of(room)))
 
 
 def test_the_monitor_needs_lightning_for_its_callback_alone():
-    modules = loaded("import hilbert_monitor.monitor.probe, hilbert_monitor.monitor.sinks")
-    assert "lightning" not in modules
+    names = [name for name in modules_of("monitor") if not name.endswith(".callback")]
+    assert "lightning" not in loaded("\n".join(f"import {name}" for name in names))
     assert "lightning" in loaded("import hilbert_monitor; hilbert_monitor.HilbertMonitor")
-
-
-def test_records_and_metrics_need_no_torch():
-    assert "torch" not in loaded("import hilbert_monitor.runs.metrics")
 
 
 def test_geometry_imports_torch_and_the_standard_library_only():
@@ -79,8 +110,3 @@ def test_one_module_knows_prometheus():
         if re.search(r"^(from|import) prometheus_client", path.read_text(), re.M)
     ]
     assert importers == ["exposition.py"]
-
-
-def test_the_service_loads_no_torch():
-    modules = loaded("import hilbert_monitor.service.web.server, hilbert_monitor.service.report.page")
-    assert not {"torch", "lightning", "pandas"} & modules

@@ -1,4 +1,4 @@
-"""The dashboard Compare: the paper's panels, the ratio of its two heads, the spread over seeds, a table of the runs."""
+"""The dashboard Compare: the paper's panels, the ratio of the two heads, the spread over seeds, a table of runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from panels import (
     data_link,
     fixed,
     heads,
+    help_of,
     instant,
+    is_logarithmic,
     lines,
     link_to,
     override,
@@ -21,7 +23,6 @@ from panels import (
     stat,
     steps,
     table,
-    told,
     unit_of,
     variables,
 )
@@ -29,23 +30,23 @@ from panels import (
 from hilbert_monitor.service.figures.style import COLOURS
 
 BASE, OURS = "AdamW", "RowNorm"
-"""Heads that the paper compares."""
+"""The optimizers of the LM head that the paper compares."""
 PAPER = {
     "validation_loss": "Validation loss",
     "train_loss": "Training loss",
     "step_diameter": "D(S)",
     "perturbation_rms": "Hilbert RMS",
 }
-"""The paper's panels."""
+"""The metrics of the paper's figures, with their titles."""
 GEOMETRY = ("step_diameter", "perturbation_rms")
 CLOCK = (
-    "Compared at the same moment, not at the same update: start such runs together. `hilbert-monitor serve` compares"
-    " by update."
+    "Runs are compared at the same moment, not at the same update, so start them together. `hilbert-monitor serve`"
+    " compares by update."
 )
 
 
 def compare() -> Json:
-    """Runs side by side."""
+    """The dashboard that compares runs."""
     scope = Scope(runs='run=~"$run"')
     return dashboard(
         "hilbert-compare",
@@ -70,17 +71,17 @@ def compare() -> Json:
 
 
 def over(scope: Scope, name: str, *, last: bool) -> str:
-    """The mean of one head's runs over that of the other's."""
+    """The mean over the runs of BASE, divided by that over the runs of OURS."""
     of = scope.last if last else scope.now
     above, below = (of(name, more=f',head="{head}"') for head in (BASE, OURS))
     return f"avg({above}) / avg({below})"
 
 
 def ratio_now(scope: Scope, name: str) -> Json:
-    """The ratio, as a big number."""
+    """The present ratio of a metric, as a big number."""
     return stat(
         f"{PAPER[name]}, {BASE} / {OURS}",
-        f"{told(name)} Mean of the {BASE} runs over mean of the {OURS} runs, each as it was last in the time shown.",
+        f"{help_of(name)} Mean of the {BASE} runs over mean of the {OURS} runs, each by its last value.",
         [instant(over(scope, name, last=True), PAPER[name])],
         decimals=2,
         size=(4, 8),
@@ -92,7 +93,7 @@ def ratios(scope: Scope) -> Json:
     """The ratios over time."""
     return lines(
         f"{BASE} / {OURS}",
-        f"{told(*GEOMETRY)} Mean of the {BASE} runs over mean of the {OURS} runs. {CLOCK}",
+        f"{help_of(*GEOMETRY)} Mean of the {BASE} runs over mean of the {OURS} runs. {CLOCK}",
         [query(over(scope, name, last=False), PAPER[name]) for name in GEOMETRY],
         size=(12, 8),
         log=True,
@@ -101,12 +102,12 @@ def ratios(scope: Scope) -> Json:
 
 
 def same_panel(scope: Scope) -> Json:
-    """Whether perturbations can be compared at all."""
+    """The number of different validation panels: with more than one, perturbations cannot be compared."""
     different = scope.last("run_info", more=',panel!=""', by="panel")
     return stat(
         "Validation panels",
-        "Different panels of hidden states among these runs. With more than one, Hilbert RMS of one run cannot be"
-        " compared with that of another.",
+        "How many different panels (fixed sets of validation positions) these runs have. With more than one, the"
+        " Hilbert RMS of one run cannot be compared with that of another.",
         [instant(f"count({different})", "panels")],
         size=(4, 8),
         thresholds=steps(("green", None), ("red", 2)),
@@ -114,21 +115,21 @@ def same_panel(scope: Scope) -> Json:
 
 
 def each_run(scope: Scope, name: str) -> Json:
-    """One number of every run."""
+    """A metric of every run over time."""
     unit = unit_of(name)
     return lines(
         PAPER[name],
-        told(name),
+        help_of(name),
         [query(scope.now(name), "{{head}} {{run}}")],
         unit=unit,
-        log=unit == "sci",
+        log=is_logarithmic(name),
         overrides=heads(),
         links=data_link("__field.labels.run"),
     )
 
 
 def spread(scope: Scope, name: str) -> Json:
-    """Mean over the runs of a head, and one standard deviation to both sides."""
+    """The mean over the runs of a head, and one standard deviation to both sides."""
     unit, value = unit_of(name), scope.now(name)
     mean, deviation = f"avg by (head) ({value})", f"stddev by (head) ({value})"
     bands = [
@@ -143,14 +144,14 @@ def spread(scope: Scope, name: str) -> Json:
     beside = override("/deviation$/", regexp=True, custom__lineWidth=0, custom__fillOpacity=15)
     return lines(
         f"{PAPER[name]}, mean and deviation",
-        f"{told(name)} Mean over the runs of a head, and one standard deviation of theirs to both sides. {CLOCK}",
+        f"{help_of(name)} Mean over the runs of a head, and one standard deviation of theirs to both sides. {CLOCK}",
         [
             query(mean, "{{head}} mean"),
             query(f"{mean} + {deviation}", "{{head}} + deviation"),
             query(f"({mean} - {deviation}) > 0", "{{head}} - deviation"),  # a logarithmic axis has nothing below
         ],
         unit=unit,
-        log=unit == "sci",
+        log=is_logarithmic(name),
         overrides=[beside, *bands],
         size=(8, 8),
     )
@@ -173,8 +174,8 @@ def runs(scope: Scope) -> Json:
     }
     return table(
         "Runs",
-        f"{told('run_info')} Its state as it last said, and how long ago that was: after a kill a run stays 'running'"
-        " and is silent.",
+        f"{help_of('run_info')} The state is what the run last said, and how long ago that was: a run that was killed"
+        " stays 'running' and is silent.",
         [
             instant(scope.last("run_info", by="run, head, name, model, seed")),
             instant(f"1000 * {scope.state()}"),

@@ -3,8 +3,8 @@
     python dashboards/grafana/generate.py            # write them
     python dashboards/grafana/generate.py --check    # exit with 1 if they are not up to date
 
-Grafana itself is not run by the tests. What they check: each query, on a real Prometheus that scraped real runs, and
-the rules of Grafana's dashboard linter. The JSON is of schema version 39, which Grafana 11 and 12 read.
+The tests do not run Grafana. They check each query on a real Prometheus that scraped real runs, and the rules of
+Grafana's dashboard linter. The JSON has schema version 39, which Grafana 11 and 12 read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent
 
 
 def dashboards() -> dict[str, Json]:
-    """Both, by the name of their file."""
+    """Both dashboards, by the names of their files."""
     return {"compare": compare(), "run": run()}
 
 

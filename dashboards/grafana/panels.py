@@ -1,8 +1,8 @@
-"""What Grafana's dashboards are made of: queries that filter by the variables, panels, variables, links.
+"""Parts of Grafana's dashboards: queries that filter by the variables, panels, variables, links.
 
-A metric is asked for by its name in the catalogue, and one that is not there is an error: a renamed metric cannot leave
-an empty panel. Both the exporter of a run and the service may be scraped for the same run, so every query takes the
-largest of what is there for a run, and never the sum.
+Metrics are named as in the catalogue. A name that is not there raises an error, so a renamed metric cannot leave an
+empty panel. Prometheus may scrape the same run from its own process and from the service, so every query takes the
+maximum over the series of a run, and never the sum.
 """
 
 from __future__ import annotations
@@ -11,20 +11,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hilbert_monitor.runs.exposition import STATUSES
-from hilbert_monitor.runs.metrics import CATALOGUE, FAMILIES
+from hilbert_monitor.runs.alerts import KINDS
+from hilbert_monitor.runs.families import FAMILIES, Family
+from hilbert_monitor.runs.metrics import CATALOGUE, Metric
+from hilbert_monitor.runs.states import LOST_AFTER, STALLED_AFTER, STATUSES
 from hilbert_monitor.service.figures.style import COLOURS
 
 Json = dict[str, Any]
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 TAGS = ["hilbert-monitor", "training"]
-STATES = dict(zip(STATUSES, ("green", "blue", "red", "orange", "dark-red"), strict=True))
+STATES = dict(zip(STATUSES, ("green", "orange", "red", "dark-red", "blue"), strict=True))
+"""Colours of the states of a run."""
+BLOW_UPS = dict(zip(KINDS, ("dark-red", "red", "orange", "purple"), strict=True))
+"""Colours of the kinds of blow-ups."""
 
-KNOWN = {m.exported: m for m in CATALOGUE if not m.counted} | {f.exported: f for f in FAMILIES}
+KNOWN: dict[str, Metric | Family] = {m.exported: m for m in CATALOGUE if not m.counted} | {
+    f.exported: f for f in FAMILIES
+}
 
 
-def known(name: str) -> Any:
+def known(name: str) -> Metric | Family:
     """The catalogue's entry of a metric; an error if there is none."""
     full = f"hilbert_{name}"
     if full not in KNOWN:
@@ -32,16 +39,23 @@ def known(name: str) -> Any:
     return KNOWN[full]
 
 
-def told(*names: str) -> str:
-    """What the catalogue says of some metrics."""
+def help_of(*names: str) -> str:
+    """The help of some metrics, from the catalogue."""
     return " ".join(known(name).help for name in names)
 
 
 def unit_of(name: str) -> str:
     """Grafana's unit for a metric of the catalogue."""
     entry = known(name)
-    plain = "sci" if getattr(entry, "axis", "") == "log" else "none"
-    return {"ratio": "percentunit", "tokens": "short"}.get(getattr(entry, "unit", ""), plain)
+    if not isinstance(entry, Metric):
+        return "none"
+    plain = "sci" if entry.axis == "log" or entry.is_scientific else "none"
+    return {"ratio": "percentunit", "tokens": "short"}.get(entry.unit, plain)
+
+
+def is_logarithmic(name: str) -> bool:
+    """Whether a metric of the catalogue has a logarithmic axis."""
+    return getattr(known(name), "axis", "") == "log"
 
 
 # Queries
@@ -52,47 +66,47 @@ class Scope:
     """The queries of a dashboard: all of them filter by its variables."""
 
     runs: str
-    """How a series belongs to a chosen run."""
+    """The matcher that selects the series of the chosen runs."""
 
     def select(self, name: str, part: str = "", more: str = "") -> str:
         """The series of a metric."""
         return f'{known(name).exported}{part}{{job=~"$job",{self.runs},head=~"$head"{more}}}'
 
     def now(self, name: str, more: str = "", by: str = "run, head") -> str:
-        """A gauge, for each run once."""
+        """The present value of a gauge, one series a run."""
         return f"max by ({by}) ({self.select(name, more=more)})"
 
     def last(self, name: str, more: str = "", by: str = "run, head") -> str:
-        """The last a gauge was in the time that is shown: also of runs that have ended."""
+        """The last value of a gauge in the range of time, also of runs that have ended."""
         return f"max by ({by}) (last_over_time({self.select(name, more=more)}[$__range]))"
 
     def rate(self, name: str, by: str = "run, head") -> str:
-        """How fast a counter grows, by the second."""
+        """The growth of a counter in a second."""
         return f"max by ({by}) (rate({self.select(name)}[$__rate_interval]))"
 
     def counted(self, name: str, by: str = "run, head", part: str = "") -> str:
-        """What a counter has counted."""
+        """The growth of a counter between two points of a graph."""
         return f"max by ({by}) (increase({self.select(name, part)}[$__rate_interval]))"
 
     def state(self) -> str:
-        """The state of each run, as a label: that of its last attempt. The value is when that began."""
+        """The state of the last attempt at each run, as a label. The value is when the attempt began."""
         began = f"last_over_time({self.select('run_start_timestamp_seconds')}[$__range])"
         is_one = f"(last_over_time({self.select('run_status')}[$__range]) == 1)"
         once = f"max by (run, head, status) ({began} * on (job, instance, run, head) group_right () {is_one})"
         return f"topk by (run) (1, {once})"
 
     def age(self, of: Callable[[str], str]) -> str:
-        """Seconds since the last sign of life."""
+        """Seconds since the last heartbeat."""
         return f"time() - {of('heartbeat_timestamp_seconds')}"
 
 
 def query(expr: str, legend: str = "", **options: Any) -> Json:
-    """A query that is drawn over time."""
+    """A query over the range of time."""
     return {"expr": expr, "legendFormat": legend, "range": True, "instant": False, "format": "time_series", **options}
 
 
 def instant(expr: str, legend: str = "", **options: Any) -> Json:
-    """A query of one moment."""
+    """A query at one moment."""
     return query(expr, legend, **{"range": False, "instant": True, **options})
 
 
@@ -100,7 +114,7 @@ def instant(expr: str, legend: str = "", **options: Any) -> Json:
 
 
 def panel(kind: str, title: str, description: str, queries: list[Json], size: tuple[int, int], **more: Any) -> Json:
-    """What all panels have. Where they stand follows from their sizes (columns of 24, rows)."""
+    """The parts that all panels have. Their places follow from their sizes: columns of 24, and rows."""
     targets = [{"refId": chr(ord("A") + i), "datasource": SOURCE, **q} for i, q in enumerate(queries)]
     return {
         "type": kind,
@@ -114,7 +128,7 @@ def panel(kind: str, title: str, description: str, queries: list[Json], size: tu
 
 
 def override(name: str, *, regexp: bool = False, **properties: Any) -> Json:
-    """Looks of the series of a name; in properties, `__` is a dot."""
+    """Properties of the series of a name; `__` stands for a dot in their names."""
     return {
         "matcher": {"id": "byRegexp" if regexp else "byName", "options": name},
         "properties": [{"id": key.replace("__", "."), "value": value} for key, value in properties.items()],
@@ -127,7 +141,7 @@ def fixed(colour: str) -> Json:
 
 
 def heads(mode: str = "shades") -> list[Json]:
-    """Each head in its colour, and its runs in shades of that."""
+    """Give each head its colour, and its runs shades of that."""
     return [
         override(f"/^{head}\\b/", regexp=True, color={"mode": mode, "fixedColor": colour})
         for head, colour in COLOURS.items()
@@ -135,7 +149,7 @@ def heads(mode: str = "shades") -> list[Json]:
 
 
 def steps(*limits: tuple[str, float | None]) -> Json:
-    """Colours from some values on."""
+    """Thresholds: each colour applies from a value on."""
     return {"mode": "absolute", "steps": [{"color": colour, "value": value} for colour, value in limits]}
 
 
@@ -153,14 +167,14 @@ def lines(
 ) -> Json:
     """Values over time."""
     scale = {"type": "log", "log": 10} if log else {"type": "linear"}
-    drawn = {"lineWidth": 1, "fillOpacity": 0, "showPoints": "never", "scaleDistribution": scale, **(custom or {})}
+    style = {"lineWidth": 1, "fillOpacity": 0, "showPoints": "never", "scaleDistribution": scale, **(custom or {})}
     return panel(
         "timeseries",
         title,
         description,
         queries,
         size,
-        fieldConfig={"defaults": {"unit": unit, "custom": drawn, **defaults}, "overrides": overrides or []},
+        fieldConfig={"defaults": {"unit": unit, "custom": style, **defaults}, "overrides": overrides or []},
         options={
             "legend": {"displayMode": "table", "placement": "bottom", "showLegend": True, "calcs": ["lastNotNull"]},
             "tooltip": {"mode": "multi", "sort": "desc"},
@@ -208,7 +222,7 @@ def table(
     overrides: list[Json],
     size: tuple[int, int],
 ) -> Json:
-    """One row for each set of labels; `columns`: fields in their order, and what they are called."""
+    """A table with a row for each set of labels; `columns` are its fields in order, with their titles."""
     organize = {
         "excludeByName": dict.fromkeys(["Time", *hidden], True),
         "indexByName": {field: i for i, field in enumerate(columns)},
@@ -235,7 +249,7 @@ def row(title: str) -> Json:
 
 
 def coloured(column: str, colours: dict[str, str]) -> Json:
-    """Words in colours."""
+    """Colour the words of a column."""
     options = {word: {"text": word, "color": colour, "index": i} for i, (word, colour) in enumerate(colours.items())}
     return override(
         column, mappings=[{"type": "value", "options": options}], custom__cellOptions={"type": "color-text"}
@@ -243,36 +257,36 @@ def coloured(column: str, colours: dict[str, str]) -> Json:
 
 
 def silence() -> Json:
-    """Seconds without a sign of life, in colours."""
-    return {"thresholds": steps(("green", None), ("orange", 60), ("red", 300))}
+    """Thresholds for the seconds since the last heartbeat."""
+    return {"thresholds": steps(("green", None), ("orange", LOST_AFTER), ("red", STALLED_AFTER))}
 
 
 # Dashboards
 
 
 def variable(name: str, of: str, *, several: bool = True, sort: int = 1) -> Json:
-    """A variable with the values of a label; `several`: of which one may choose more than one, or all."""
-    asked = f"label_values({known('run_info').exported}{of}, {name})"
-    chosen = {"current": {"text": ["All"], "value": ["$__all"]}, "allValue": ".+"} if several else {"current": {}}
+    """A variable with the values of a label; `several`: whether one may choose more than one, or all."""
+    values = f"label_values({known('run_info').exported}{of}, {name})"
+    choice = {"current": {"text": ["All"], "value": ["$__all"]}, "allValue": ".+"} if several else {"current": {}}
     return {
         "type": "query",
         "name": name,
         "label": name.title(),
         "datasource": SOURCE,
-        "query": asked,
-        "definition": asked,
+        "query": values,
+        "definition": values,
         "refresh": 2,
         "sort": sort,
         "multi": several,
         "includeAll": several,
         "options": [],
         "hide": 0,
-        **chosen,
+        **choice,
     }
 
 
 def variables(*, several: bool) -> list[Json]:
-    """Those of both dashboards. Names of runs begin with their date, unless given: the newest comes first."""
+    """The variables of both dashboards. Runs without a name begin with their date, so the newest comes first."""
     source = {"type": "datasource", "name": "datasource", "label": "Data source", "query": "prometheus", "refresh": 1}
     return [
         {**source, "current": {}, "hide": 0, "includeAll": False, "multi": False, "options": [], "regex": ""},
@@ -283,7 +297,7 @@ def variables(*, several: bool) -> list[Json]:
 
 
 def blow_ups(scope: Scope) -> Json:
-    """Blow-ups as marks in all panels over time."""
+    """Annotations that mark blow-ups in all panels."""
     return {
         "name": "Blow-ups",
         "datasource": SOURCE,
@@ -297,19 +311,19 @@ def blow_ups(scope: Scope) -> Json:
 
 
 def link_to(uid: str, title: str, about: str) -> Json:
-    """A link to the other dashboard, which keeps the time, the data source and the jobs."""
+    """A link to the other dashboard with the same time, data source and jobs."""
     url = f"/d/{uid}?${{datasource:queryparam}}&${{job:queryparam}}"
     return {"type": "link", "title": title, "tooltip": about, "icon": "dashboard", "url": url, "keepTime": True}
 
 
 def data_link(run: str) -> list[Json]:
-    """From a series or a cell to its run."""
-    kept = "${__url_time_range}&${datasource:queryparam}&${job:queryparam}"
-    return [{"title": "This run", "url": f"/d/hilbert-run?{kept}&var-run=${{{run}:percentencode}}"}]
+    """A link from a series or a cell to the dashboard of its run."""
+    settings = "${__url_time_range}&${datasource:queryparam}&${job:queryparam}"
+    return [{"title": "This run", "url": f"/d/hilbert-run?{settings}&var-run=${{{run}:percentencode}}"}]
 
 
 def dashboard(uid: str, title: str, description: str, scope: Scope, panels: list[Json], **more: Any) -> Json:
-    """A dashboard, its panels side by side as long as there is room."""
+    """A dashboard; its panels stand side by side while there is room."""
     x = y = height = 0
     for number, one in enumerate(panels, start=1):
         place = one["gridPos"]

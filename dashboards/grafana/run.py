@@ -1,15 +1,18 @@
-"""The dashboard Run: geometry, blow-ups, losses, what measuring costs, and health of one run."""
+"""The dashboard Run: geometry, blow-ups, losses, cost of measuring, and health of one run."""
 
 from __future__ import annotations
 
 from panels import (
+    BLOW_UPS,
     STATES,
     Json,
     Scope,
     coloured,
     dashboard,
     fixed,
+    help_of,
     instant,
+    is_logarithmic,
     lines,
     link_to,
     override,
@@ -20,34 +23,26 @@ from panels import (
     stat,
     steps,
     table,
-    told,
     unit_of,
     variables,
 )
 
+from hilbert_monitor.runs.metrics import CATALOGUE, Metric
+from hilbert_monitor.runs.panels import PANELS, SECTIONS, RunPanel, Section, drawn_in
 from hilbert_monitor.service.figures.style import COLOURS, GREY
 
 
 def run() -> Json:
-    """All that is known of one run."""
+    """The dashboard of one run."""
     scope = Scope(runs='run="$run"')
     return dashboard(
         "hilbert-run",
         "Hilbert / Run",
-        "One run: the geometry of its steps, its blow-ups, its losses, what measuring costs, and whether it lives.",
+        "One run: the geometry of its steps, its blow-ups, its losses, the cost of measuring, and whether it is alive.",
         scope,
         [
             *at_a_glance(scope),
-            row("Geometry"),
-            *geometry(scope),
-            row("What a step is worth"),
-            *worth(scope),
-            row("Blow-ups"),
-            *blown_up(scope),
-            row("Training"),
-            *training(scope),
-            row("Cost of measuring"),
-            *cost(scope),
+            *(panel for section in SECTIONS for panel in (row(section), *drawn_panels(scope, section))),
             row("Health"),
             *health(scope),
         ],
@@ -57,11 +52,11 @@ def run() -> Json:
 
 
 def at_a_glance(scope: Scope) -> list[Json]:
-    """The first line."""
+    """The first row: state, step, blow-ups and last values."""
     counts = f"sum by (run, head) ({scope.last('blowups_total', by='run, head, kind')})"
     state = stat(
         "State",
-        f"{told('run_status')} That of its last attempt, as it last said.",
+        f"{help_of('run_status')} The state of the last attempt, as Prometheus last saw it.",
         [instant(scope.state(), "{{status}}")],
         text="name",
         overrides=[override(status, color=fixed(colour)) for status, colour in STATES.items()],
@@ -69,11 +64,11 @@ def at_a_glance(scope: Scope) -> list[Json]:
     silent = [instant(scope.age(scope.last), "silent for")]
     return [
         state,
-        stat("Silent for", told("heartbeat_timestamp_seconds"), silent, unit="s", **silence()),
-        stat("Step", told("step"), [instant(scope.last("step"), "step")], unit="locale"),
+        stat("Silent for", help_of("heartbeat_timestamp_seconds"), silent, unit="s", **silence()),
+        stat("Step", help_of("step"), [instant(scope.last("step"), "step")], unit="locale"),
         stat(
             "Blow-ups",
-            f"{told('blowups_total')} Since its last attempt began.",
+            f"{help_of('blowups_total')} Since its last attempt began.",
             [instant(counts, "blow-ups")],
             thresholds=steps(("green", None), ("red", 1)),
         ),
@@ -84,16 +79,16 @@ def at_a_glance(scope: Scope) -> list[Json]:
 
 
 def single(scope: Scope, name: str, title: str) -> Json:
-    """A number of the catalogue, as it was last."""
-    return stat(title, told(name), [instant(scope.last(name), title)], unit=unit_of(name), decimals=3)
+    """The last value of a metric of the catalogue."""
+    return stat(title, help_of(name), [instant(scope.last(name), title)], unit=unit_of(name), decimals=3)
 
 
 def attempts(scope: Scope) -> Json:
-    """What the run says of itself."""
+    """A table of the attempts at the run."""
     labels = ("name", "head", "model", "seed", "attempt", "host", "port", "ranks", "torch", "version")
     return table(
         "Attempts",
-        f"{told('run_info')} One line for each process that has worked at it in the time shown.",
+        f"{help_of('run_info')} One line for each process that trained it in the range of time.",
         [instant(scope.last("run_info", by=", ".join(labels)))],
         columns={label: label.title() for label in labels},
         hidden=["Value", "Value #A"],
@@ -102,106 +97,94 @@ def attempts(scope: Scope) -> Json:
     )
 
 
-def measured(scope: Scope, title: str, names: dict[str, str], *, also: str = "", **more: object) -> Json:
-    """Metrics of the catalogue over time, on the axis and in the unit of the first."""
-    unit = unit_of(next(iter(names)))
-    look = {"unit": unit, "log": unit == "sci", **more}
-    queries = [query(scope.now(name), legend) for name, legend in names.items()]
-    return lines(title, f"{told(*names)}{also}", queries, **look)  # type: ignore[arg-type]
+# Panels of the catalogue
 
 
-def geometry(scope: Scope) -> list[Json]:
-    """Diameter, ceiling, perturbation, and what they are made of."""
-    diameter = {
-        "step_diameter": "D(S)",
-        "step_diameter_upper": "upper bound",
-        "step_diameter_lower": "lower bound",
-        "step_diameter_ceiling": "ceiling",
-    }
-    bounds = [
-        override("upper bound", color=fixed(GREY), custom__lineWidth=0, custom__fillBelowTo="lower bound"),
-        override("lower bound", color=fixed(GREY), custom__lineWidth=0),
-        override("/bound$/", regexp=True, custom__fillOpacity=20),
-        override("ceiling", color=fixed("red"), custom__lineStyle={"fill": "dash", "dash": [8, 6]}),
-        override("D(S)", color=fixed(COLOURS["RowNorm"]), custom__lineWidth=2),
-    ]
-    near = {"thresholds": steps(("transparent", None), ("red", 1)), "custom": {"thresholdsStyle": {"mode": "line"}}}
-    norms = {"row_norm_max": "of the increment", "gradient_row_norm_max": "of the gradient"}
-    return [
-        measured(scope, "D(S), its bracket and its ceiling", diameter, overrides=bounds, size=(12, 9)),
-        distribution(scope),
-        measured(
-            scope,
-            "Hilbert perturbation of the panel",
-            {"perturbation_rms": "root mean square", "perturbation_max": "max"},
-        ),
-        measured(
-            scope,
-            "Saturation",
-            {"step_diameter_saturation": "D(S) / ceiling"},
-            also=" More than 1 is impossible by theory: something else writes to the head.",
-            unit="percentunit",
-            min=0,
-            **near,
-        ),
-        measured(scope, "Largest row", norms, size=(6, 7)),
-        measured(
-            scope, "Hidden states", {"hidden_norm_max": "largest norm", "hidden_norm_rms": "RMS norm"}, size=(6, 7)
-        ),
-        measured(scope, "Balance of the gradient", {"gradient_balance": "balance"}, unit="sci", size=(6, 7)),
-        measured(
-            scope,
-            "Rounding of D(S)",
-            {"step_diameter_rounding": "bound"},
-            also=" Only where the increment is a difference of weights, for optimizers that are not known.",
-            unit="sci",
-            size=(6, 7),
-        ),
-    ]
+def drawn_panels(scope: Scope, section: Section) -> list[Json]:
+    """The panels of a section: the catalogue's, and those that show more than the metrics of a step."""
+    of_catalogue = [measured(scope, panel) for panel in PANELS if panel.section == section]
+    if section == "Geometry":
+        return [of_catalogue[0], distribution(scope), *of_catalogue[1:]]
+    if section == "Blow-ups":
+        return [*blow_ups(scope), *of_catalogue]
+    if section == "Cost of measuring":
+        return [*of_catalogue, seconds_by_part(scope)]
+    return of_catalogue
 
 
-def worth(scope: Scope) -> list[Json]:
-    """Descent, waste, and what other rulers say."""
-    ends = {"lower": "at least", "upper": "at most"}
-    shares = {"unit": "percentunit", "log": False}
-    return [
-        *(
-            measured(
-                scope,
-                f"Step efficiency, for the {name}",
-                {f"{prefix}_efficiency_{end}": text for end, text in ends.items()},
-                also=" Measured with HilbertMonitor(efficiency=True).",
-                size=(6, 7),
-                **shares,
-            )
-            for name, prefix in {"moment": "moment", "gradient": "step"}.items()
-        ),
-        measured(
-            scope,
-            "Utilisation and gauge waste",
-            {"perturbation_utilisation": "utilisation", "gauge_waste": "gauge waste"},
-            size=(6, 7),
-            **shares,
-        ),
-        measured(
-            scope,
-            "What other rulers say",
-            {"spectral_norm": "spectral norm", "backward_bound": "backward bound"},
-            size=(6, 7),
-        ),
-    ]
+def measured(scope: Scope, panel: RunPanel) -> Json:
+    """A panel of the catalogue: its metrics over time, in the unit of the first."""
+    metrics = [metric for metric in drawn_in(panel) if metric in CATALOGUE]
+    legends = {metric.name: legend(metric, metrics) for metric in metrics}
+    return lines(
+        panel.title,
+        f"{panel.help} {help_of(*legends)}",
+        [query(scope.now(name), text) for name, text in legends.items()],
+        unit=unit_of(metrics[0].name),
+        log=any(is_logarithmic(name) for name in legends),
+        overrides=[look for metric in metrics for look in looks(metric, legends)],
+        size=SIZES.get(panel.section, (12, 8)) if panel.on_page else (6, 7),
+        **MORE.get(panel.name, {}),
+    )
+
+
+SIZES = {"What a step is worth": (8, 8)}
+"""Sizes of panels, where a section does not have two beside each other."""
+MORE: dict[str, Json] = {
+    "saturation": {
+        "min": 0,
+        "thresholds": steps(("transparent", None), ("red", 1)),
+        "custom": {"thresholdsStyle": {"mode": "line"}},
+    },
+    "cost": {
+        "min": 0,
+        "thresholds": steps(("green", None), ("orange", 0.02), ("red", 0.05)),
+        "custom": {"thresholdsStyle": {"mode": "dashed"}},
+    },
+    "loss": {"decimals": 3},
+    "nonfinite": {"min": 0},
+}
+"""Thresholds and other looks of panels, by their names."""
+ENDS = {"_lower": "at least", "_upper": "at most"}
+
+
+def legend(metric: Metric, metrics: list[Metric]) -> str:
+    """The label of a metric; with its end, if it shares the label with another."""
+    if [other.label for other in metrics].count(metric.label) == 1:
+        return metric.label
+    (end,) = (text for suffix, text in ENDS.items() if metric.name.endswith(suffix))
+    return f"{metric.label}, {end}"
+
+
+def looks(metric: Metric, legends: dict[str, str]) -> list[Json]:
+    """How the line of a metric looks."""
+    name = legends[metric.name]
+    if metric.line == "reference":
+        return [override(name, color=fixed(GREY), custom__lineStyle={"fill": "dash", "dash": [8, 6]})]
+    if metric.line in ("dotted", "other"):
+        return [override(name, custom__lineStyle={"fill": "dot", "dash": [0, 6]})]
+    if metric.line == "strong":
+        return [override(name, custom__lineWidth=2)]
+    if metric.line == "band":
+        area = {"color": fixed(GREY), "custom__lineWidth": 0, "custom__fillOpacity": 20}
+        lower = legends.get(metric.name.replace("_upper", "_lower"), name)
+        return [override(name, **area, **({} if lower == name else {"custom__fillBelowTo": lower}))]
+    return []
+
+
+# Panels that show more than the metrics of a step
 
 
 def distribution(scope: Scope) -> Json:
-    """Every diameter, also those between two scrapes."""
+    """A heatmap of the diameters of all steps, also those between two scrapes."""
     name = "step_diameter_distribution"
     counts = scope.counted(name, "le", part="_bucket")
     return panel(
         "heatmap",
         "D(S) of all steps",
-        f"{told(name)} Nothing between two scrapes is lost. The colour says how many steps.",
+        f"{help_of(name)} No step between two scrapes is lost. The colour is the number of steps.",
         [query(counts, "{{le}}", format="heatmap")],
-        (12, 9),
+        (12, 8),
         fieldConfig={
             "defaults": {"unit": "short", "custom": {"scaleDistribution": {"type": "linear"}}},
             "overrides": [],
@@ -221,80 +204,56 @@ def distribution(scope: Scope) -> Json:
     )
 
 
-def blown_up(scope: Scope) -> list[Json]:
-    """How many, when, and how bad the last of each kind was."""
+def blow_ups(scope: Scope) -> list[Json]:
+    """How many blow-ups there were, when, and how bad the last of each kind was."""
     bars = {"drawStyle": "bars", "fillOpacity": 80, "stacking": {"mode": "normal", "group": "A"}}
-    kinds = {"nonfinite": "dark-red", "ceiling": "red", "diameter": "orange", "perturbation": "purple"}
-    colours = [override(kind, color=fixed(colour)) for kind, colour in kinds.items()]
+    colours = [override(kind, color=fixed(colour)) for kind, colour in BLOW_UPS.items()]
     when = [query(f"round({scope.counted('blowups_total', 'run, head, kind')})", "{{kind}}")]
     last = ("blowup_step", "blowup_value", "blowup_expected")
     others = {"nonfinite_increments_total": "not finite", "skipped_steps_total": "skipped"}
     return [
-        lines("Blow-ups by kind", told("blowups_total"), when, size=(8, 8), custom=bars, overrides=colours, min=0),
+        lines("Blow-ups by kind", help_of("blowups_total"), when, size=(6, 7), custom=bars, overrides=colours, min=0),
         table(
             "Last blow-up of each kind",
-            told(*last),
+            help_of(*last),
             [instant(scope.last(name, by="run, head, kind")) for name in last],
-            columns={"kind": "Kind", "Value #A": "Step", "Value #B": "Value", "Value #C": "Expected at most"},
+            columns={"kind": "Kind", "Value #A": "Step", "Value #B": "Value", "Value #C": "Usual"},
             hidden=["run", "head"],
-            overrides=[coloured("Kind", kinds), override("/Value|Expected/", regexp=True, unit="sci")],
-            size=(8, 8),
+            overrides=[coloured("Kind", BLOW_UPS), override("/Value|Usual/", regexp=True, unit="sci")],
+            size=(6, 7),
         ),
         lines(
-            "Steps that moved nothing, or not to numbers",
-            f"{told(*others, 'nonfinite_rows')}",
-            [
-                *(query(f"round({scope.counted(name)})", legend) for name, legend in others.items()),
-                query(scope.now("nonfinite_rows"), "rows that are not finite, last"),
-            ],
-            size=(8, 8),
+            "Steps that were skipped or not finite",
+            help_of(*others),
+            [query(f"round({scope.counted(name)})", text) for name, text in others.items()],
+            size=(6, 7),
             min=0,
         ),
     ]
 
 
-def training(scope: Scope) -> list[Json]:
-    """Losses and what drives them."""
-    losses = {"train_loss": "training", "validation_loss": "validation"}
-    return [
-        measured(scope, "Loss", losses, decimals=3),
-        measured(scope, "Learning rate of the head", {"learning_rate": "learning rate"}, unit="sci"),
-    ]
-
-
-def cost(scope: Scope) -> list[Json]:
-    """What measuring takes."""
+def seconds_by_part(scope: Scope) -> Json:
+    """What each part of measuring takes of a step."""
     by_part = f"{scope.rate('monitor_seconds_total', 'run, head, part')} / on (run, head) group_left ()"
-    stacked = {"fillOpacity": 40, "stacking": {"mode": "normal", "group": "A"}}
-    return [
-        measured(
-            scope,
-            "Share of the time",
-            {"monitor_share": "share"},
-            min=0,
-            thresholds=steps(("green", None), ("orange", 0.02), ("red", 0.05)),
-            custom={"thresholdsStyle": {"mode": "dashed"}},
-        ),
-        lines(
-            "Seconds a step, by part",
-            f"{told('monitor_seconds_total')} Over the steps of the same time.",
-            [query(f"{by_part} {scope.rate('steps_total')}", "{{part}}")],
-            unit="s",
-            custom=stacked,
-            min=0,
-        ),
-    ]
+    return lines(
+        "Seconds a step, by part",
+        f"{help_of('monitor_seconds_total')} Over the steps of the same time.",
+        [query(f"{by_part} {scope.rate('steps_total')}", "{{part}}")],
+        unit="s",
+        custom={"fillOpacity": 40, "stacking": {"mode": "normal", "group": "A"}},
+        min=0,
+    )
 
 
 def health(scope: Scope) -> list[Json]:
-    """Whether it lives, how fast it goes, and what failed."""
+    """Whether the run is alive, how fast it is, and what failed in the monitor."""
     states = f"{scope.now('run_status', by='run, head, status')} == 1"
     mappings = [{"type": "value", "options": {"1": {"text": "yes", "index": 0}}}]
     return [
         panel(
             "state-timeline",
             "State over time",
-            told("run_status"),
+            help_of("run_status"),
             [query(states, "{{status}}")],
             (12, 6),
             fieldConfig={
@@ -305,26 +264,30 @@ def health(scope: Scope) -> list[Json]:
         ),
         lines(
             "Age of the heartbeat",
-            told("heartbeat_timestamp_seconds", "stalled_after_seconds"),
-            [query(scope.age(scope.now), "age"), query(scope.now("stalled_after_seconds"), "stalled from here on")],
+            help_of("heartbeat_timestamp_seconds", "stalled_after_seconds"),
+            [query(scope.age(scope.now), "age"), query(scope.now("stalled_after_seconds"), "stalled from here")],
             unit="s",
             size=(12, 6),
-            overrides=[override("stalled from here on", color=fixed("red"))],
+            overrides=[override("stalled from here", color=fixed("red"))],
             min=0,
         ),
         lines(
-            "Steps a second", told("steps_total"), [query(scope.rate("steps_total"), "steps")], unit="ops", size=(8, 7)
+            "Steps a second",
+            help_of("steps_total"),
+            [query(scope.rate("steps_total"), "steps")],
+            unit="ops",
+            size=(8, 7),
         ),
         lines(
             "Tokens a second",
-            told("tokens_total"),
+            help_of("tokens_total"),
             [query(scope.rate("tokens_total"), "tokens")],
             unit="cps",
             size=(8, 7),
         ),
         lines(
             "Failures of the monitor, by sink",
-            f"{told('monitor_failures_total')} Since its last attempt began.",
+            f"{help_of('monitor_failures_total')} Since its last attempt began.",
             [query(scope.now("monitor_failures_total", by="run, head, sink"), "{{sink}}")],
             size=(8, 7),
             min=0,

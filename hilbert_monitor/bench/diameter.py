@@ -1,4 +1,4 @@
-"""The exact row diameter and its bracket, against all pairs and against one pass over S."""
+"""Times the exact row diameter against all pairs, and its bounds against one pass over S."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 
 from hilbert_monitor.geometry import row_diameter, row_diameter_bracket
 
-from .increments import Increment
-from .measure import Comparison, seconds
+from .increments import SampleIncrement
+from .measure import BenchResult, seconds
 from .opponents import all_pairs_cdist, all_pairs_matmul, one_pass
 
 
-def exact_search(increment: Increment) -> Iterator[Comparison]:
+def exact_search(increment: SampleIncrement) -> Iterator[BenchResult]:
     """Time the exact search against the faster all-pairs search, and the bracket against one pass."""
     S, case = increment.S, f"{increment.name} ({len(increment.S):,} x {increment.S.shape[1]})"
-    found = row_diameter(S)
+    exact = row_diameter(S)
     opponent, slow, value = _all_pairs(S)
-    if not math.isclose(found.value, value, rel_tol=1e-4):
-        raise AssertionError(f"row_diameter found {found.value}, all pairs {value}")
-    looked_at = (found.pairs_screened + found.pairs_computed) / (len(S) * (len(S) - 1) / 2)
-    note = f"D = {found.value:.6g}, tokens {found.pair}, {looked_at:.2%} of pairs looked at"
-    yield Comparison("diameter", case, "row_diameter", seconds(lambda: row_diameter(S)), opponent, slow, note)
+    if not math.isclose(exact.value, value, rel_tol=1e-4):
+        raise AssertionError(f"row_diameter found {exact.value}, all pairs {value}")
+    share = (exact.pairs_screened + exact.pairs_computed) / (len(S) * (len(S) - 1) / 2)
+    note = f"D = {exact.value:.6g}, tokens {exact.pair}, {share:.2%} of pairs looked at"
+    yield BenchResult("diameter", case, "row_diameter", seconds(lambda: row_diameter(S)), opponent, slow, note)
     bracket = row_diameter_bracket(S)
-    note = f"lower {bracket.lower / found.value:.3f} D, upper {bracket.upper / found.value:.3f} D"
-    yield Comparison(
+    note = f"lower {bracket.lower / exact.value:.3f} D, upper {bracket.upper / exact.value:.3f} D"
+    yield BenchResult(
         "bracket",
         case,
         "row_diameter_bracket",
@@ -39,41 +39,41 @@ def exact_search(increment: Increment) -> Iterator[Comparison]:
     )
 
 
-def worst_case(V: int, d: int) -> Iterator[Comparison]:
+def worst_case(V: int, d: int) -> Iterator[BenchResult]:
     """Time the search where no pair can be ruled out: points on a sphere."""
     points = torch.randn(V, d, generator=torch.Generator().manual_seed(0))
     S = torch.nn.functional.normalize(points, dim=1)
     opponent, slow, _ = _all_pairs(S)
     ours = seconds(lambda: row_diameter(S), repeat=1)
-    yield Comparison("diameter", f"sphere ({V:,} x {d})", "row_diameter", ours, opponent, slow, "nothing to prune")
+    yield BenchResult("diameter", f"sphere ({V:,} x {d})", "row_diameter", ours, opponent, slow, "nothing to prune")
 
 
-def growth_in_tokens(increment: Increment, sizes: Sequence[int]) -> Iterator[Comparison]:
-    """Time the search on evenly thinned rows of one increment; the last note has the fitted exponents."""
-    thinned = [increment.S[:: len(increment.S) // size].contiguous() for size in sizes]
-    yield from _growth(f"{increment.name.split()[0]}, V =", sizes, thinned, 2)
+def growth_in_tokens(increment: SampleIncrement, sizes: Sequence[int]) -> Iterator[BenchResult]:
+    """Time the search on evenly spaced rows of one increment; the last note has the fitted exponents."""
+    samples = [increment.S[:: len(increment.S) // size].contiguous() for size in sizes]
+    yield from _growth(f"{increment.name.split()[0]}, V =", sizes, samples, 2)
 
 
-def growth_in_width(increments: Sequence[Increment]) -> Iterator[Comparison]:
+def growth_in_width(increments: Sequence[SampleIncrement]) -> Iterator[BenchResult]:
     """Time the search on increments of growing width; the last note has the fitted exponents."""
     widths = [i.S.shape[1] for i in increments]
     yield from _growth(f"{increments[0].name.split()[0]}, d =", widths, [i.S for i in increments], 1)
 
 
-def _growth(label: str, sizes: Sequence[int], clouds: Sequence[Tensor], known: int) -> Iterator[Comparison]:
+def _growth(label: str, sizes: Sequence[int], samples: Sequence[Tensor], theory: int) -> Iterator[BenchResult]:
     ours, theirs = [], []
-    for size, S in zip(sizes, clouds, strict=True):
+    for size, S in zip(sizes, samples, strict=True):
         ours.append(seconds(lambda S=S: row_diameter(S)))  # type: ignore[misc]
         theirs.append(seconds(lambda S=S: all_pairs_matmul(S), repeat=1))  # type: ignore[misc]
         note = ""
         if size == sizes[-1]:
             exponents = exponent(sizes, ours), exponent(sizes, theirs)
-            note = "time grows with exponent {:.2f}, all pairs with {:.2f} (in theory {})".format(*exponents, known)
-        yield Comparison("growth", f"{label} {size:,}", "row_diameter", ours[-1], "tiled matmul", theirs[-1], note)
+            note = "time grows with exponent {:.2f}, all pairs with {:.2f} (in theory {})".format(*exponents, theory)
+        yield BenchResult("growth", f"{label} {size:,}", "row_diameter", ours[-1], "tiled matmul", theirs[-1], note)
 
 
 def exponent(sizes: Sequence[int], times: Sequence[float]) -> float:
-    """Slope of log time over log size, by least squares."""
+    """Return the slope of log time over log size, by least squares."""
     x = torch.tensor(sizes, dtype=torch.float64).log()
     y = torch.tensor(times, dtype=torch.float64).log()
     x = x - x.mean()
@@ -81,7 +81,7 @@ def exponent(sizes: Sequence[int], times: Sequence[float]) -> float:
 
 
 def _all_pairs(S: Tensor) -> tuple[str, float, float]:
-    """Name, time and value of the faster all-pairs search."""
+    """Return name, time and value of the faster all-pairs search."""
     searches = {"blocked cdist": all_pairs_cdist, "tiled matmul": all_pairs_matmul}
     times, values = {}, {}
     for name, search in searches.items():

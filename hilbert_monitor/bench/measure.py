@@ -1,4 +1,4 @@
-"""Clocks, memory, and the record of one comparison."""
+"""Clocks, memory, the machine, and the record of one measurement."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hilbert_monitor import __version__
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """One figure: ours against an opponent, both measured in this run, in seconds or bytes."""
+class BenchResult:
+    """One figure of ours beside an opponent's, both from this run, in seconds or bytes; or beside a limit."""
 
     subject: str
     case: str
@@ -42,7 +42,7 @@ class Comparison:
 
 
 def seconds(call: Callable[[], object], *, repeat: int = 5) -> float:
-    """Median time of `repeat` calls, after one that is not counted where there are several."""
+    """Return the median time of `repeat` calls. If there are several, a first one is not counted."""
     times = []
     for _ in range(repeat if repeat == 1 else repeat + 1):
         start = time.perf_counter()
@@ -52,18 +52,18 @@ def seconds(call: Callable[[], object], *, repeat: int = 5) -> float:
 
 
 def paired_seconds(*calls: Callable[[], object], repeat: int = 15) -> list[float]:
-    """Median time of each call, taken in turns: what the machine does meanwhile falls on all of them."""
+    """Return the median time of each call. They take turns, so that other work on the machine slows all alike."""
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
         call()
     for _ in range(repeat):
-        for taken, call in zip(times, calls, strict=True):
-            taken.append(seconds(call, repeat=1))
-    return [statistics.median(taken) for taken in times]
+        for samples, call in zip(times, calls, strict=True):
+            samples.append(seconds(call, repeat=1))
+    return [statistics.median(samples) for samples in times]
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """Most memory that torch's CPU allocator holds at once for what `call` allocates."""
+    """Return the most bytes that `call` holds at once in torch's CPU allocator."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces itself on stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         call()
@@ -76,7 +76,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def machine() -> dict[str, str]:
-    """What the figures were measured on."""
+    """Return the machine and the versions that the figures were measured with."""
     return {
         "processor": _processor(),
         "cores": str(os.cpu_count()),

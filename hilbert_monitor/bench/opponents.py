@@ -1,4 +1,4 @@
-"""What we are measured against: the obvious ways, done well."""
+"""The opponents: the obvious ways to compute the same, done well."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def all_pairs_cdist(S: Tensor, *, block: int = 4096) -> float:
-    """Row diameter by blocked `torch.cdist`, each unordered pair of blocks once, as the paper's code has it."""
+    """Return the row diameter by blocked `torch.cdist`, each unordered pair of blocks once, as in the paper's code."""
     return max(
         float(torch.cdist(S[i : i + block], S[j : j + block]).max())
         for i in range(0, len(S), block)
@@ -19,7 +19,7 @@ def all_pairs_cdist(S: Tensor, *, block: int = 4096) -> float:
 
 
 def all_pairs_matmul(S: Tensor, *, block: int = 2048) -> float:
-    """Row diameter by tiled products of centred rows, each unordered pair of tiles once."""
+    """Return the row diameter by tiled products of centred rows, each unordered pair of tiles once."""
     X = S - S.mean(0)
     norm2 = X.square().sum(1)
     buffer = X.new_empty(min(block, len(X)) ** 2)
@@ -34,13 +34,13 @@ def all_pairs_matmul(S: Tensor, *, block: int = 2048) -> float:
 
 
 def one_pass(S: Tensor) -> Tensor:
-    """The norm of every row: S read once."""
+    """Return the norm of every row, which reads S once."""
     norms: Tensor = torch.linalg.vector_norm(S, dim=1)
     return norms
 
 
 def bare_product(S: Tensor, H: Tensor, *, rows: int = 512, positions: int = 2048) -> None:
-    """H S' in chunks of the given size, written to one buffer and not looked at."""
+    """Compute H S' in chunks into one buffer, and do nothing with it."""
     buffer = S.new_empty(rows * positions)
     for i in range(0, len(S), rows):
         x = S[i : i + rows]
@@ -50,7 +50,7 @@ def bare_product(S: Tensor, H: Tensor, *, rows: int = 512, positions: int = 2048
 
 
 def muon_loop(params: Sequence[Tensor], buffers: Sequence[Tensor], *, lr: float = 8e-3, decay: float = 0.1) -> None:
-    """One Muon step, matrix by matrix, with the plain Newton-Schulz loop in fp32."""
+    """Make one Muon step, matrix by matrix, with the plain Newton-Schulz loop in fp32."""
     a, b, c = 3.4445, -4.7750, 2.0315
     with torch.no_grad():
         for p, M in zip(params, buffers, strict=True):

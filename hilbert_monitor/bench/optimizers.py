@@ -1,4 +1,4 @@
-"""One step of the optimizers, against torch's own and a plain loop."""
+"""Times one step of the optimizers against torch's own and a plain loop."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ from torch.nn import Parameter
 
 from hilbert_monitor.optim import Muon, RowNorm
 
-from .measure import Comparison, paired_seconds, peak_bytes, seconds
+from .measure import BenchResult, paired_seconds, peak_bytes, seconds
 from .opponents import muon_loop
 
 
-def rownorm(V: int, d: int) -> Iterator[Comparison]:
-    """A step of RowNorm on a (V, d) head against fused AdamW on the same matrix: time, and memory with its state."""
+def rownorm(V: int, d: int) -> Iterator[BenchResult]:
+    """Measure a step of RowNorm on a (V, d) head beside fused AdamW on the same matrix: time, and memory with state."""
     case = f"RowNorm ({V:,} x {d})"
-    ours, theirs = _with_gradient(V, d), _with_gradient(V, d)
-    opponent = "AdamW(fused=True)"
-    mine, adamw = RowNorm([ours], lr=1e-3), torch.optim.AdamW([theirs], lr=1e-3, fused=True)
-    memory = peak_bytes(mine.step), peak_bytes(adamw.step)
-    times = paired_seconds(mine.step, adamw.step, repeat=31)
-    yield Comparison("optimizer step", case, "RowNorm.step", times[0], opponent, times[1])
-    note = "most held at once by a first step, its state included"
-    yield Comparison("optimizer memory", case, "RowNorm.step", memory[0], opponent, memory[1], note, "B")
+    ours = RowNorm([_with_gradient(V, d)], lr=1e-3)
+    opponent, theirs = "AdamW(fused=True)", torch.optim.AdamW([_with_gradient(V, d)], lr=1e-3, fused=True)
+    memory = peak_bytes(ours.step), peak_bytes(theirs.step)
+    times = paired_seconds(ours.step, theirs.step, repeat=31)
+    yield BenchResult("optimizer step", case, "RowNorm.step", times[0], opponent, times[1])
+    note = "the most held at once in the first step, with its state"
+    yield BenchResult("optimizer memory", case, "RowNorm.step", memory[0], opponent, memory[1], note, "B")
 
 
-def muon(width: int, blocks: int) -> Iterator[Comparison]:
-    """A step of Muon on the matrices of some SwiGLU blocks against one matrix at a time, and torch.optim.Muon."""
+def muon(width: int, blocks: int) -> Iterator[BenchResult]:
+    """Time a step of Muon on the matrices of some SwiGLU blocks beside a plain loop and torch.optim.Muon."""
     shapes = ([(width, width)] * 4 + [(4 * width, width)] * 2 + [(width, 4 * width)]) * blocks
-    ours, loop, theirs = ([_with_gradient(*shape) for shape in shapes] for _ in range(3))
-    buffers = [torch.zeros_like(p) for p in loop]
-    mine, torchs = Muon(ours), torch.optim.Muon(theirs, lr=8e-3)
-    times = paired_seconds(mine.step, lambda: muon_loop(loop, buffers), repeat=7)
+    matrices = [[_with_gradient(*shape) for shape in shapes] for _ in range(3)]
+    ours, theirs = Muon(matrices[0]), torch.optim.Muon(matrices[1], lr=8e-3)
+    buffers = [torch.zeros_like(p) for p in matrices[2]]
+    times = paired_seconds(ours.step, lambda: muon_loop(matrices[2], buffers), repeat=7)
     case = f"Muon, {blocks} blocks of width {width}"
-    yield Comparison("optimizer step", case, "Muon.step", times[0], "one by one, fp32", times[1])
+    yield BenchResult("optimizer step", case, "Muon.step", times[0], "one by one, fp32", times[1])
     if width <= 256:  # its bf16 products take minutes on a CPU beyond that
-        slow = seconds(torchs.step, repeat=1)
-        yield Comparison("optimizer step", case, "Muon.step", times[0], "torch.optim.Muon", slow)
+        slow = seconds(theirs.step, repeat=1)
+        yield BenchResult("optimizer step", case, "Muon.step", times[0], "torch.optim.Muon", slow)
 
 
 def _with_gradient(*shape: int) -> Parameter:

@@ -1,4 +1,7 @@
-"""The bracket of the minimum total tension: its gap against the time it is given, beside what was known before."""
+"""Bounds on the minimum total tension T(G): how their gap shrinks with time, beside the gaps of simpler bounds.
+
+T(G) is the best descent, to first order, of a step S with D(S) <= 1 against the gradient G.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from hilbert_monitor.geometry import (
     center_rows,
@@ -21,12 +23,14 @@ from hilbert_monitor.geometry import (
     tension_bracket,
 )
 
-_BRUTE = 8192  # rows up to which the product flow is summed pair by pair
+from .synthetic import NextTokens, softmax_gradient
+
+_ALL_PAIRS = 8192  # rows up to which the product flow is summed pair by pair
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """One bracket lower <= T(G) <= upper, in parts of sum |g_i|, and the gaps upper / lower of its opponents."""
+    """Bounds lower <= T(G) <= upper as fractions of sum |g_i|, and the gaps upper / lower of simpler bounds."""
 
     case: str
     rows: int
@@ -37,9 +41,9 @@ class Gap:
     upper: float
     gap: float
     jung_gap: float
-    """Of stretched projected RowNorm and Jung's ball."""
+    """Gap between projected RowNorm, stretched to D(S) = 1, and Jung's ball."""
     product_gap: float | None
-    """Of stretched projected RowNorm and the product flow, summed over all pairs; None where they are too many."""
+    """Gap between the same step and the product flow over all pairs; None where there are too many pairs."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, for JSON."""
@@ -47,30 +51,24 @@ class Gap:
 
 
 def head_gradient(V: int, d: int, *, steps: int = 8, batch: int = 512, seed: int = 0) -> Tensor:
-    """Gradient (V, d) of a softmax head after a few steps of RowNorm on next tokens that follow Zipf's law."""
+    """Gradient (V, d) of a softmax head after a few steps of RowNorm on synthetic next tokens."""
     draw = torch.Generator().manual_seed(seed)
-    spectrum = torch.arange(1, d + 1) ** -0.5
-    embedding, mean = (torch.randn(n, d, generator=draw) * spectrum for n in (V, 1))
-    frequency = 1.0 / torch.arange(1, V + 1)
+    data = NextTokens(V, d, draw, decay=0.5, shuffled=False)
     U, gradient = 0.02 * torch.randn(V, d, generator=draw), torch.zeros(V, d)
     for _ in range(steps):
-        target = torch.multinomial(frequency, batch, replacement=True, generator=draw)
-        h = normalize(embedding[target] + mean + torch.randn(batch, d, generator=draw) * spectrum, dim=1) * d**0.5
-        residual = (h @ U.T).softmax(1)
-        residual[torch.arange(batch), target] -= 1
-        gradient = residual.T @ h / batch
+        gradient = softmax_gradient(U, *data.sample(batch))
         U -= row_norm(gradient) / d
     return gradient
 
 
 def gaps(name: str, G: Tensor, sizes: Sequence[int], budgets: Sequence[float]) -> Iterator[Gap]:
-    """Bracket evenly thinned rows of G at every size, with every budget."""
+    """Bound T(G) for evenly spaced rows of G, at every size and with every time budget."""
     for size in sizes:
         rows = center_rows(G[:: len(G) // size][:size].contiguous())
         total = float(rows.double().norm(dim=1).sum())
         stretched = total / row_diameter(projected_row_norm(rows)).value
         jung = total / (2 * jung_ratio(min(rows.shape[1], size - 1)))
-        product = product_flow_length(rows) / stretched if size <= _BRUTE else None
+        product = product_flow_length(rows) / stretched if size <= _ALL_PAIRS else None
         for budget in budgets:
             b = tension_bracket(rows, budget_seconds=budget)
             ends = b.lower / total, b.upper / total, b.gap
@@ -81,14 +79,15 @@ def product_flow_length(G: Tensor) -> float:
     """Length of the flow y_ij = (|g_j| g_i - |g_i| g_j) / sum |g|, pair by pair: V^2 d / 2 multiplications."""
     norms = G.double().norm(dim=1)
     unit = row_norm(G).double()
-    far = sum(float(norms[a : a + 512] @ torch.cdist(unit[a : a + 512], unit) @ norms) for a in range(0, len(G), 512))
-    return far / (2 * float(norms.sum()))
+    parts = zip(torch.split(norms, 512), torch.split(unit, 512), strict=True)
+    length = sum(float(weights @ torch.cdist(rows, unit) @ norms) for weights, rows in parts)
+    return length / (2 * float(norms.sum()))
 
 
 def show(results: Sequence[Gap], console: Console) -> None:
-    """Print the gaps."""
+    """Print the gaps as a table."""
     table = Table(
-        title="T(G) in parts of the sum of row norms; gap is upper / lower, and so for the opponents",
+        title="Bounds on T(G) as fractions of the sum of row norms; gap = upper / lower, PRN = projected RowNorm",
         title_justify="left",
     )
     table.add_column("case")

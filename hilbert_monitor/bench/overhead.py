@@ -1,4 +1,4 @@
-"""What watching costs: updates of two equal trainings in turns, one of them monitored."""
+"""Times what the monitor costs: two equal training runs make updates in turns, and one of them is monitored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
@@ -16,21 +15,22 @@ from hilbert_monitor.pretrain.model import Decoder, DecoderConfig
 from hilbert_monitor.pretrain.recipes import Head
 from hilbert_monitor.runs.alerts import Judge
 
-from .measure import Comparison
+from .measure import BenchResult
+from .synthetic import synthetic_text
 
 DIAMETER_EVERY, PERTURBATION_EVERY = 10, 500
-"""The paper's cadence."""
+"""Updates from one measurement to the next, as in the paper."""
 
 
-def overhead(device: torch.device, V: int, d: int, steps: int, head: Head) -> Iterator[Comparison]:
+def overhead(device: torch.device, V: int, d: int, steps: int, head: Head) -> Iterator[BenchResult]:
     """Time steps of a four-block decoder on a (V, d) head with a probe and without.
 
-    A probe works in the optimizer's step and after it, and nowhere else. That part is timed by itself, since what it
-    adds is small against the noise of forward and backward passes; these are the same for both and run once. Bounds
-    and rules on nine updates of ten, D(S) on the tenth, the panel on one of five hundred.
+    A probe works in the optimizer's step and after it, and nowhere else. That part is timed by itself, because what it
+    adds is small beside the noise of forward and backward passes. These are the same for both and run once. Nine
+    updates of ten have bounds and rules, the tenth has D(S), and one of five hundred has the panel.
     """
     plain, watched = (_Training(device, V, d, head) for _ in range(2))
-    panel = Panel.of_tokens(_text(V, 8, 1024, seed=99), context=plain.context)
+    panel = Panel.of_tokens(synthetic_text(V, 8, 1024, seed=99), context=plain.context)
     passes, without, times = [], [], {"bounds": list[float](), "exact": list[float]()}
     options = {"diameter_every": 2, "perturbation_every": 0, "bracket": True, "judge": Judge(), "strict": True}
     with Probe(watched.model, watched.optimizer, panel=panel, **options) as probe:  # type: ignore[arg-type]
@@ -40,23 +40,23 @@ def overhead(device: torch.device, V: int, d: int, steps: int, head: Head) -> It
             watched.take_gradient(plain)
             times["exact" if step % 2 else "bounds"].append(watched.update(probe.record) - without[-1])
         probe.perturbation_every = 1
-        whole = watched.update(probe.record)
+        with_panel = watched.update(probe.record)
     update = median(without[2:])
-    bounds, exact = (max(0.0, median(taken[1:])) for taken in times.values())
-    perturbation = max(0.0, whole - update)
-    often = 1 / DIAMETER_EVERY
-    extra = (1 - often) * bounds + often * exact + perturbation / PERTURBATION_EVERY
+    bounds, exact = (max(0.0, median(samples[1:])) for samples in times.values())
+    perturbation = max(0.0, with_panel - update)
+    share = 1 / DIAMETER_EVERY
+    extra = (1 - share) * bounds + share * exact + perturbation / PERTURBATION_EVERY
     step_time = median(passes[2:]) + update
     note = (
         f"{extra / step_time:.2%} more: bounds {bounds * 1e3:.2f} ms, D(S) {exact * 1e3:.1f} ms every 10th, panel of"
         f" {panel.size:,} {perturbation * 1e3:.0f} ms every 500th; {plain.tokens:,} tokens a step"
     )
     case = f"{head} head ({V:,} x {d})"
-    yield Comparison("monitored training step", case, "with", step_time + extra, "without", step_time, note)
+    yield BenchResult("monitored training step", case, "with", step_time + extra, "without", step_time, note)
 
 
 class _Training:
-    """A decoder in training, one update at a time, with the time that an update's parts take."""
+    """A decoder in training, which times the parts of each update."""
 
     def __init__(self, device: torch.device, V: int, d: int, head: Head) -> None:
         self.micro_batches, self.rows, self.context = (1, 16, 128) if device.type == "cpu" else (16, 4, 1024)
@@ -67,13 +67,14 @@ class _Training:
 
     @property
     def tokens(self) -> int:
-        """Of one update."""
+        """Tokens of one update."""
         return self.micro_batches * self.rows * self.context
 
     def gradient(self, seed: int) -> float:
-        """Forward and backward passes of one update."""
+        """Run forward and backward passes of one update; return the seconds."""
         texts = [
-            _text(self.V, self.rows, self.context + 1, seed=seed + k).to(self.device) for k in range(self.micro_batches)
+            synthetic_text(self.V, self.rows, self.context + 1, seed=seed + k).to(self.device)
+            for k in range(self.micro_batches)
         ]
 
         def passes() -> None:
@@ -84,18 +85,13 @@ class _Training:
         return _seconds(passes, self.device)
 
     def take_gradient(self, other: _Training) -> None:
-        """Take that of a training which is equal to this one."""
+        """Copy the gradient of a training run that is equal to this one."""
         for p, q in zip(self.model.parameters(), other.model.parameters(), strict=True):
             p.grad = None if q.grad is None else q.grad.clone()
 
     def update(self, then: Callable[[], object] = lambda: None) -> float:
-        """The optimizer's step, in which a monitor measures, and what follows it."""
+        """Make the optimizer's step, in which a monitor measures, and call `then`; return the seconds."""
         return _seconds(lambda: (self.optimizer.step(), then()), self.device)
-
-
-def _text(V: int, rows: int, length: int, *, seed: int) -> Tensor:
-    """Token ids in which small ones are frequent, as words are."""
-    return (V * torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)) ** 3).long()
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -107,6 +103,6 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for what the device still has to do."""
+    """Wait until the device is idle."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -1,6 +1,6 @@
-"""Is the service quick with many long runs? Each figure beside the limit it has to keep, or an opponent.
+"""Is the service quick with many long runs? Each figure stands beside a limit that it should keep, or an opponent.
 
-The service is the real one: `hilbert-monitor serve` in a process of its own, asked over loopback. Logs are in the
+The service is the real one: `hilbert-monitor serve` in its own process, asked over loopback. The logs are in the
 system's file cache, as they are for runs that were just written.
 """
 
@@ -19,72 +19,81 @@ from typing import Any, NamedTuple
 from hilbert_monitor.service.following.index import Index
 
 from . import service_opponents as opponents
-from .measure import Comparison, seconds
-from .service_client import TICK, Listener, Service, Usage, compare, listeners, paint, visit
-from .service_runs import RECORD_BYTES, GoingOn, make_runs
+from .measure import BenchResult, seconds
+from .service_client import TICK, Listener, Service, Usage, fetch_comparison, listen, paint, visit
+from .service_runs import RECORD_BYTES, ContinuedRun, make_runs
 
 MEMORY = 1 << 30
+"""Limit of the service's memory in bytes."""
 PAUSE = 0.05
-"""Seconds between two records, where many are written."""
+"""Seconds between two records, where many are written in a row."""
 OURS = "hilbert-monitor serve"
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How much is tried."""
+class ServiceLoad:
+    """How much work the service is given."""
 
     runs: int = 200
     records: int = 25_000
+    """Records of each run."""
     refreshes: int = 20
-    """Records that are written one at a time, each asked for."""
+    """Records that are written one at a time, each followed by a request."""
     listeners: int = 100
+    """Browsers that are connected at once."""
     written: int = 50
-    """Records that are written while these listen."""
+    """Records that are written while the browsers listen."""
     opponent_runs: int = 5
+    """Runs that are also given to TensorBoard."""
 
     @classmethod
-    def quick(cls) -> Sizes:
-        """Return ones that take seconds."""
+    def quick(cls) -> ServiceLoad:
+        """Return a load that takes seconds."""
         return cls(runs=4, records=300, refreshes=3, listeners=8, written=10, opponent_runs=2)
 
     @property
     def bytes(self) -> int:
-        """Room on the disk, at most."""
+        """Room on the disk that the load takes at most."""
         return (self.runs + 3 * self.opponent_runs) * self.records * RECORD_BYTES + (64 << 20)
 
 
 @contextmanager
-def prepared(sizes: Sizes) -> Iterator[Bench]:
-    """A bench in a temporary folder, with nothing left of it afterwards. RuntimeError says that there is no room."""
+def prepare(load: ServiceLoad) -> Iterator[ServiceBench]:
+    """Give a bench in a temporary folder, of which nothing is left afterwards.
+
+    Raises:
+        RuntimeError: if the disk has no room for it.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hilbert-monitor-bench-")))
         free = shutil.disk_usage(folder).free
-        if free < sizes.bytes:
+        if free < load.bytes:
             raise RuntimeError(
-                f"the runs of this bench need {sizes.bytes / 1e9:.1f} GB, and {folder.parent} has {free / 1e9:.1f} GB:"
+                f"the runs of this bench need {load.bytes / 1e9:.1f} GB, and {folder.parent} has {free / 1e9:.1f} GB:"
                 " make room there, or set TMPDIR to a folder with more"
             )
-        yield Bench(folder, sizes, stack)
+        yield ServiceBench(folder, load, stack)
 
 
-class Bench:
-    """The jobs, which follow from each other: they are run in order, and each once.
+class ServiceBench:
+    """The jobs on the service. Each builds on the one before: run them in order, and each once.
 
     Args:
-        folder: for all that is made.
-        sizes: how much.
-        stack: what ends the processes that are started here.
+        folder: folder for all files.
+        load: how much work.
+        stack: gets the calls that end the processes which are started here.
     """
 
-    def __init__(self, folder: Path, sizes: Sizes, stack: ExitStack) -> None:
-        self.sizes, self.remarks = sizes, list[str]()
-        """What could not be measured, in sentences."""
+    def __init__(self, folder: Path, load: ServiceLoad, stack: ExitStack) -> None:
+        self.load = load
+        self.remarks: list[str] = []
+        """A sentence for each figure that could not be measured."""
         self._folder, self._root, self._stack = folder, folder / "runs", stack
-        self._many = f"{sizes.runs:,} runs of {sizes.records:,} records"
+        self._many = f"{load.runs:,} runs of {load.records:,} records"
         self._panels = 0
 
-    def jobs(self) -> list[tuple[str, Callable[[], Iterable[Comparison]]]]:
-        """Names and jobs."""
+    def jobs(self) -> list[tuple[str, Callable[[], Iterable[BenchResult]]]]:
+        """Return the labels and the jobs."""
         return [
             (f"making {self._many}", self._make),
             ("first indexing", self._first_indexing),
@@ -95,8 +104,8 @@ class Bench:
             ("TensorBoard", self._opponents),
         ]
 
-    def _make(self) -> Iterator[Comparison]:
-        make_runs(self._root, self.sizes.runs, self.sizes.records)
+    def _make(self) -> Iterator[BenchResult]:
+        make_runs(self._root, self.load.runs, self.load.records)
         yield from ()
 
     def _serve(self) -> Service:
@@ -105,24 +114,24 @@ class Bench:
         return service
 
     def _caught_up(self, health: dict[str, Any]) -> bool:
-        return bool(health["progress"] == 1 and health["runs"] == self.sizes.runs)
+        return bool(health["progress"] == 1 and health["runs"] == self.load.runs)
 
     # Starts
 
-    def _first_indexing(self) -> Iterator[Comparison]:
+    def _first_indexing(self) -> Iterator[BenchResult]:
         service = self._serve()
-        took, used = service.until(self._caught_up), service.usage()
+        duration, usage = service.until(self._caught_up), service.usage()
         service.stop()
-        speed = f"{self.sizes.runs * self.sizes.records / took:,.0f} records/s"
-        note = f"{speed}; {used.processor:.1f} s of processor time" if used else speed
-        yield _limited("service start", f"first indexing of {self._many}", took, 60, note)
-        yield from self._memory("peak memory of the first indexing", used)
+        speed = f"{self.load.runs * self.load.records / duration:,.0f} records/s"
+        note = f"{speed}; {usage.processor:.1f} s of processor time" if usage else speed
+        yield _limited("service start", f"first indexing of {self._many}", duration, 60, note)
+        yield from self._memory("peak memory of the first indexing", usage)
 
-    def _later_start(self) -> Iterator[Comparison]:
+    def _later_start(self) -> Iterator[BenchResult]:
         service = self._serve()
         yield _limited("service start", "first answer of a later start", service.until(), 2)
-        took = service.until(self._caught_up)
-        yield _limited("service start", f"{self._many} there again, from the cache", took, 10)
+        duration = service.until(self._caught_up)
+        yield _limited("service start", f"{self._many} there again, from the cache", duration, 10)
         first = visit(service.port)
         self._panels = sum(bool(figure["data"]) for figure in first.answer["figures"].values())
         counted = len(first.answer["counted"])
@@ -133,58 +142,58 @@ class Bench:
         yield _limited("first paint", "all that the page fetches, one after the other", first.seconds, 1, note)
         service.stop()
 
-    def _paint(self) -> Iterator[Comparison]:
-        """In a service that was just started: nothing is worked out yet."""
+    def _paint(self) -> Iterator[BenchResult]:
+        """Measure in a service that was just started, and has computed nothing yet."""
         service = self._serve()
         service.until(self._caught_up)
-        drawn = paint(service.port, self._panels)
+        times = paint(service.port, self._panels)
         service.stop()
-        if isinstance(drawn, str):
-            self.remarks.append(f"The first paint in Chromium was not measured: {drawn}.")
+        if isinstance(times, str):
+            self.remarks.append(f"The first paint in Chromium was not measured: {times}.")
         else:
-            yield _limited("first paint", "the large figures in Chromium", drawn[0], 1)
+            yield _limited("first paint", "the large figures in Chromium", times[0], 1)
             note = "most of it plotly.js, 4.5 MB that a browser has to compile"
-            yield _limited("first paint", f"{self._panels} panels drawn in Chromium", drawn[1], 1, note)
+            yield _limited("first paint", f"{self._panels} panels drawn in Chromium", times[1], 1, note)
 
-    def _memory(self, case: str, used: Usage | None) -> Iterator[Comparison]:
-        if used is None:
+    def _memory(self, case: str, usage: Usage | None) -> Iterator[BenchResult]:
+        if usage is None:
             self.remarks.append(f"The {case} was not measured: that takes a /proc, as Linux has.")
         else:
-            note = f"{used.own / 2**20:.0f} MiB of it its own at the end, the rest files that are mapped"
-            yield Comparison("service memory", case, OURS, used.peak, "limit", MEMORY, note, "B")
+            note = f"{usage.own / 2**20:.0f} MiB of it its own at the end, the rest files that are mapped"
+            yield BenchResult("service memory", case, OURS, usage.peak, "limit", MEMORY, note, "B")
 
-    # Runs that go on
+    # Runs that continue
 
-    def _refresh(self) -> Iterator[Comparison]:
-        self._service, self._run = self._serve(), GoingOn(self._root, 0, self.sizes.records)
+    def _refresh(self) -> Iterator[BenchResult]:
+        self._service, self._run = self._serve(), ContinuedRun(self._root, 0, self.load.records)
         self._stack.callback(self._run.close)
         self._service.until(self._caught_up)
-        compare(self._service.port)
-        answers, events = asyncio.run(_refreshes(self._service, self._run, self.sizes.refreshes))
-        case = f"comparison of {self.sizes.runs:,} runs, one with a new record"
-        yield _limited("refresh", case, statistics.median(answers), 0.1, _of(answers))
-        yield _limited("refresh", "from a record's write to its event", statistics.median(events), 1, _of(events))
+        fetch_comparison(self._service.port)
+        answers, events = asyncio.run(_refreshes(self._service, self._run, self.load.refreshes))
+        case = f"comparison of {self.load.runs:,} runs, one with a new record"
+        yield _limited("refresh", case, statistics.median(answers), 0.1, _spread(answers))
+        yield _limited("refresh", "from a record's write to its event", statistics.median(events), 1, _spread(events))
 
-    def _browsers(self) -> Iterator[Comparison]:
+    def _browsers(self) -> Iterator[BenchResult]:
         few, many = (
-            asyncio.run(_heard(self._service, self._run, count, self.sizes.written))
-            for count in (1, self.sizes.listeners)
+            asyncio.run(_listening_cost(self._service, self._run, count, self.load.written))
+            for count in (1, self.load.listeners)
         )
         if few and many:
-            case = f"{self.sizes.written} records written, {self.sizes.listeners} browsers connected: "
-            note = f"each browser got each record once; the log grew by {many.grown / 2**10:.1f} KiB"
-            yield Comparison("browsers", f"{case}bytes read", OURS, many.read, "1 browser", few.read, note, "B")
-            yield Comparison("browsers", f"{case}processor time", OURS, many.processor, "1 browser", few.processor)
+            case = f"{self.load.written} records written, {self.load.listeners} browsers connected: "
+            note = f"each browser got each record once; the log grew by {many.growth / 2**10:.1f} KiB"
+            yield BenchResult("browsers", f"{case}bytes read", OURS, many.read, "1 browser", few.read, note, "B")
+            yield BenchResult("browsers", f"{case}processor time", OURS, many.processor, "1 browser", few.processor)
         else:
             self.remarks.append("What many browsers cost was not measured: that takes a /proc, as Linux has.")
-        ended = asyncio.run(_stopped(self._service, self.sizes.listeners))
-        yield _limited("browsers", f"from Ctrl-C to the end, {self.sizes.listeners} connected", ended[0], 1)
-        yield from self._memory("peak memory of all this after a later start", ended[1])
+        duration, usage = asyncio.run(_stop(self._service, self.load.listeners))
+        yield _limited("browsers", f"from Ctrl-C to the end, {self.load.listeners} connected", duration, 1)
+        yield from self._memory("peak memory of all this after a later start", usage)
 
     # TensorBoard
 
-    def _opponents(self) -> Iterator[Comparison]:
-        count, records = self.sizes.opponent_runs, self.sizes.records
+    def _opponents(self) -> Iterator[BenchResult]:
+        count, records = self.load.opponent_runs, self.load.records
         root, events = self._folder / "few", self._folder / "events"
         if not opponents.installed():
             self.remarks.append("TensorBoard is not installed: the time it takes to load runs was not measured.")
@@ -194,78 +203,78 @@ class Bench:
         index = Index(root)
         index.refresh()
         table = next(iter(index.runs.values())).table
-        written = opponents.write_events(table, events, count)
-        ingested = opponents.ingest(events, records)
+        scalars = opponents.write_events(table, events, count)
+        server_seconds = opponents.ingest(events, records)
         theirs, loaded = opponents.accumulate(events)
-        if loaded != written * count:
-            raise RuntimeError(f"TensorBoard loaded {loaded} of {written * count} scalars")
+        if loaded != scalars * count:
+            raise RuntimeError(f"TensorBoard loaded {loaded} of {scalars * count} scalars")
         case = f"{count} runs of {records:,} records, {loaded:,} numbers"
-        yield Comparison("scalars of TensorBoard", case, "index", ours, "EventAccumulator", theirs)
-        if ingested is not None:
+        yield BenchResult("scalars of TensorBoard", case, "index", ours, "EventAccumulator", theirs)
+        if server_seconds is not None:
             note = "TensorBoard's program in Rust, its start included"
-            yield Comparison("scalars of TensorBoard", case, "index", ours, "data server", ingested, note)
+            yield BenchResult("scalars of TensorBoard", case, "index", ours, "data server", server_seconds, note)
 
 
-class Heard(NamedTuple):
-    """What the service did while some listened."""
+class ListeningCost(NamedTuple):
+    """What the service used while browsers listened."""
 
     read: int
-    """Bytes."""
+    """Bytes that it read."""
     processor: float
-    """Seconds."""
-    grown: int
-    """Bytes that the log grew by."""
+    """Seconds of processor time."""
+    growth: int
+    """Bytes that were added to the log meanwhile."""
 
 
-async def _refreshes(service: Service, run: GoingOn, count: int) -> tuple[list[float], list[float]]:
-    """Write records one by one; seconds of the answer that follows each, and from its write to its event."""
+async def _refreshes(service: Service, run: ContinuedRun, count: int) -> tuple[list[float], list[float]]:
+    """Write records one by one. Return the seconds of each comparison after it, and from each write to its event."""
     answers, events, version = [], [], -1
-    async with listeners(service.port, 1) as (listener,):
+    async with listen(service.port, 1) as (listener,):
         for _ in range(count):
-            (written,) = run.write()
-            events.append(await asyncio.wait_for(listener.until(run.step), 60) - written)
-            took, answer = compare(service.port)
+            (moment,) = run.write()
+            events.append(await asyncio.wait_for(listener.until(run.step), 60) - moment)
+            duration, answer = fetch_comparison(service.port)
             if answer["version"] <= version:
                 raise RuntimeError("the comparison does not have the record that was written last")
             version = answer["version"]
-            answers.append(took)
+            answers.append(duration)
     return answers, events
 
 
-async def _heard(service: Service, run: GoingOn, count: int, records: int) -> Heard | None:
-    """What the service did while records were written and so many listened. Each must have got each record once."""
-    async with listeners(service.port, count) as found:
+async def _listening_cost(service: Service, run: ContinuedRun, count: int, records: int) -> ListeningCost | None:
+    """Write records while so many listeners listen, and measure; each listener must get each record once."""
+    async with listen(service.port, count) as listeners:
         before, size, first = service.usage(), run.size, run.step + 1
-        ends = [asyncio.create_task(one.until(run.step + records)) for one in found]
+        ends = [asyncio.create_task(listener.until(run.step + records)) for listener in listeners]
         await asyncio.to_thread(run.write, records, pause=PAUSE)
         await asyncio.wait_for(asyncio.gather(*ends), 120)
         after = service.usage()
-    _refuse_gaps(found, list(range(first, first + records)))
+    _refuse_gaps(listeners, list(range(first, first + records)))
     if before is None or after is None:
         return None
-    return Heard(after.read - before.read, max(after.processor - before.processor, TICK), run.size - size)
+    return ListeningCost(after.read - before.read, max(after.processor - before.processor, TICK), run.size - size)
 
 
-def _refuse_gaps(found: list[Listener], steps: list[int]) -> None:
-    wrong = sum(one.steps != steps for one in found)
+def _refuse_gaps(listeners: list[Listener], steps: list[int]) -> None:
+    wrong = sum(listener.steps != steps for listener in listeners)
     if wrong:
-        raise RuntimeError(f"{wrong} of {len(found)} listeners did not get each record once and in order")
+        raise RuntimeError(f"{wrong} of {len(listeners)} listeners did not get each record once and in order")
 
 
-async def _stopped(service: Service, count: int) -> tuple[float, Usage | None]:
-    """Seconds that the service takes to end while so many listen, and what it has used until then."""
-    async with listeners(service.port, count):
-        used = service.usage()
-        return await asyncio.to_thread(service.stop), used
+async def _stop(service: Service, count: int) -> tuple[float, Usage | None]:
+    """Stop the service while so many listen. Return the seconds that takes, and what it used before."""
+    async with listen(service.port, count):
+        usage = service.usage()
+        return await asyncio.to_thread(service.stop), usage
 
 
-def _limited(subject: str, case: str, amount: float, limit: float, note: str = "") -> Comparison:
-    return Comparison(subject, case, OURS, amount, "limit", limit, note)
+def _limited(subject: str, case: str, amount: float, limit: float, note: str = "") -> BenchResult:
+    return BenchResult(subject, case, OURS, amount, "limit", limit, note)
 
 
 def _ms(amount: float) -> str:
     return f"{amount * 1e3:.0f} ms"
 
 
-def _of(times: list[float]) -> str:
+def _spread(times: list[float]) -> str:
     return f"median of {len(times)}; the worst {_ms(max(times))}"

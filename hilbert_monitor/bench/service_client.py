@@ -1,4 +1,4 @@
-"""A service in a process of its own, and what asks it: a client, listeners by the hundred, and a real browser."""
+"""A service in its own process, and what asks it: a client, hundreds of listeners, and a real browser."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ from typing import Any, NamedTuple
 
 HOST = "127.0.0.1"
 PATIENCE = 900.0
-"""Seconds that a service has for what it is waited for."""
-
-
+"""Seconds that a service may take to become ready."""
 TICK = 1 / os.sysconf("SC_CLK_TCK")
-"""Seconds of processor time, at least, that the system tells apart."""
+"""Smallest difference of processor time that the system measures, in seconds."""
 
 
 class Usage(NamedTuple):
     """What a process has used so far."""
 
     peak: int
-    """Bytes of memory, mapped files included."""
+    """Most bytes of memory, with mapped files."""
     own: int
     """Bytes of memory that it holds now and that no file backs."""
     read: int
-    """Bytes, from files."""
+    """Bytes read from files."""
     processor: float
-    """Seconds."""
+    """Seconds of processor time."""
 
 
 class Service:
@@ -46,7 +44,7 @@ class Service:
 
     Args:
         root: folder of the runs.
-        log: where it may write what it says.
+        log: file for its output.
     """
 
     def __init__(self, root: Path, log: Path) -> None:
@@ -59,7 +57,7 @@ class Service:
             )
 
     def until(self, ready: Callable[[dict[str, Any]], bool] = lambda health: True) -> float:
-        """Wait until its health is as asked for; seconds since its start."""
+        """Wait until its health satisfies `ready`; return the seconds since its start."""
         pause = 0.005
         while True:
             with suppress(OSError, http.client.HTTPException):
@@ -74,7 +72,7 @@ class Service:
             time.sleep(pause)
 
     def usage(self) -> Usage | None:
-        """What it has used so far; None where there is no /proc to tell."""
+        """Return what it has used so far; None where the system has no /proc."""
         folder = Path(f"/proc/{self._process.pid}")
         try:
             status = _pairs((folder / "status").read_text())
@@ -86,7 +84,7 @@ class Service:
         return Usage(peak, own, read, sum(map(int, ticks)) * TICK)
 
     def stop(self) -> float:
-        """End it as Ctrl-C does; the seconds that took."""
+        """End it as Ctrl-C does; return the seconds that takes."""
         began = time.perf_counter()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
@@ -100,17 +98,17 @@ class Service:
     def _refuse_end(self) -> None:
         ended = self._process.poll() is not None
         if ended or time.perf_counter() - self._began > PATIENCE:
-            said = self._log.read_text(errors="replace").strip().splitlines()
+            lines = self._log.read_text(errors="replace").strip().splitlines()
             raise RuntimeError(
                 f"the service {'ended' if ended else 'was not ready in time'}; the last that it said:"
-                f" {said[-1] if said else 'nothing'}"
+                f" {lines[-1] if lines else 'nothing'}"
             )
 
 
 def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        port: int = taken.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
         return port
 
 
@@ -122,7 +120,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def fetch(connection: http.client.HTTPConnection, path: str) -> bytes:
-    """What an address answers, as it was sent: compressed, if it can be."""
+    """Return the answer at a path as it was sent, which may be compressed."""
     connection.request("GET", path, headers={"Accept-Encoding": "gzip"})
     answer = connection.getresponse()
     content = answer.read()
@@ -132,25 +130,27 @@ def fetch(connection: http.client.HTTPConnection, path: str) -> bytes:
 
 
 class Visit(NamedTuple):
-    """What a first visit to the page fetches, one after the other."""
+    """The requests of a first visit to the page, one after the other."""
 
     files: float
-    """Seconds of the page, its scripts and styles."""
+    """Seconds for the page, its scripts and styles."""
     runs: float
+    """Seconds for the list of runs."""
     compare: float
+    """Seconds for the comparison."""
     size: int
-    """Bytes that were sent."""
+    """Bytes that the service sent."""
     answer: dict[str, Any]
-    """Of the comparison."""
+    """The comparison."""
 
     @property
     def seconds(self) -> float:
-        """Of all of it."""
+        """Seconds for everything."""
         return self.files + self.runs + self.compare
 
 
 def visit(port: int) -> Visit:
-    """Fetch what a browser does that opens the page for the first time."""
+    """Fetch what a browser fetches when it opens the page for the first time."""
     connection = http.client.HTTPConnection(HOST, port, timeout=120)
     try:
         began = time.perf_counter()
@@ -166,8 +166,8 @@ def visit(port: int) -> Visit:
     return Visit(files - began, runs - files, compared - runs, size + len(content), answer)
 
 
-def compare(port: int) -> tuple[float, dict[str, Any]]:
-    """Seconds that the comparison takes, and what it is, on a connection of its own."""
+def fetch_comparison(port: int) -> tuple[float, dict[str, Any]]:
+    """Fetch the comparison on a new connection; return the seconds that takes, and the answer."""
     connection = http.client.HTTPConnection(HOST, port, timeout=120)
     try:
         began = time.perf_counter()
@@ -178,14 +178,14 @@ def compare(port: int) -> tuple[float, dict[str, Any]]:
 
 
 def _files(connection: http.client.HTTPConnection) -> list[bytes]:
-    """The page, and all files that it, or one of them, names."""
-    paths, found = ["/"], list[bytes]()
+    """Fetch the page, and all files that it, or one of those, names."""
+    paths, contents = ["/"], list[bytes]()
     for path in paths:
-        found.append(fetch(connection, path))
+        contents.append(fetch(connection, path))
         if not path.endswith("plotly.min.js"):
-            named = re.findall(rb"""["'](?:/static|\.)/([\w.-]+\.(?:js|css))""", _plain(found[-1]))
-            paths += [new for name in dict.fromkeys(named) if (new := f"/static/{name.decode()}") not in paths]
-    return found
+            names = re.findall(rb"""["'](?:/static|\.)/([\w.-]+\.(?:js|css))""", _plain(contents[-1]))
+            paths += [new for name in dict.fromkeys(names) if (new := f"/static/{name.decode()}") not in paths]
+    return contents
 
 
 def _plain(content: bytes) -> bytes:
@@ -196,39 +196,39 @@ def _plain(content: bytes) -> bytes:
 
 
 class Listener:
-    """A stream of the service's events, as a browser has one."""
+    """A stream of the service's events, like that of a browser."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
-        self._reader, self._begun = reader, b""
+        self._reader, self._partial = reader, b""
         self.steps: list[int] = []
-        """Of the records that came."""
+        """Steps of the records that came."""
 
     async def until(self, step: int) -> float:
-        """Listen until the record of a step has come; the moment, in seconds since the epoch."""
+        """Listen until the record of a step has come; return the moment in seconds since the epoch."""
         while step not in self.steps[-1:]:
-            for name, data in await self._some():
+            for name, data in await self.next_events():
                 if name == "records":
                     self.steps += [record["step"] for record in json.loads(data).get("records", ())]
         return time.time()
 
-    async def _some(self) -> list[tuple[str, str]]:
-        """The events of the next piece of the answer that holds any."""
+    async def next_events(self) -> list[tuple[str, str]]:
+        """Read the next chunk; return names and data of the events that it completes."""
         size = int(await self._reader.readline(), 16)  # of a chunk
         if not size:
             raise RuntimeError("the service ended its stream of events")
-        self._begun += await self._reader.readexactly(size)
+        self._partial += await self._reader.readexactly(size)
         await self._reader.readline()
-        *whole, self._begun = self._begun.split(b"\n\n")
-        fields = [_pairs(event.decode()) for event in whole]
-        return [(one.get("event", ""), one.get("data", "")) for one in fields]
+        *complete, self._partial = self._partial.split(b"\n\n")
+        events = [_pairs(event.decode()) for event in complete]
+        return [(event.get("event", ""), event.get("data", "")) for event in events]
 
 
 @asynccontextmanager
-async def listeners(port: int, count: int) -> AsyncIterator[list[Listener]]:
-    """So many listeners, each greeted."""
+async def listen(port: int, count: int) -> AsyncIterator[list[Listener]]:
+    """Connect so many listeners, each of which has got a first event."""
     writers = []
     try:
-        found = []
+        listeners = []
         for _ in range(count):
             reader, writer = await asyncio.open_connection(HOST, port)
             writers.append(writer)
@@ -236,9 +236,9 @@ async def listeners(port: int, count: int) -> AsyncIterator[list[Listener]]:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
             if b" 200 " not in head.partition(b"\r\n")[0]:
                 raise RuntimeError(f"the service has no stream of events: {head[:100]!r}")
-            found.append(Listener(reader))
-            await asyncio.wait_for(found[-1]._some(), 30)
-        yield found
+            listeners.append(Listener(reader))
+            await asyncio.wait_for(listeners[-1].next_events(), 30)
+        yield listeners
     finally:
         for writer in writers:
             writer.close()
@@ -246,17 +246,17 @@ async def listeners(port: int, count: int) -> AsyncIterator[list[Listener]]:
 
 # A browser
 
-TOLD = """() => document.querySelector(".card b")?.textContent && performance.now()"""
-"""Milliseconds since the navigation began, once the large figures stand there."""
-DRAWN = """count => {
+FIGURES = """() => document.querySelector(".card b")?.textContent && performance.now()"""
+"""Script: milliseconds since the navigation began, once the page shows its large figures."""
+PLOTS = """count => {
     const plots = [...document.querySelectorAll(".js-plotly-plot")];
     return plots.filter(plot => plot.querySelector(".trace, .gl-canvas")).length >= count && performance.now();
 }"""
-"""Milliseconds since the navigation began, once so many plots have curves."""
+"""Script: milliseconds since the navigation began, once so many plots have curves."""
 
 
 def paint(port: int, panels: int) -> tuple[float, float] | str:
-    """Seconds until Chromium shows the page's figures, and so many panels; or why that was not measured."""
+    """Return the seconds until Chromium shows the page's figures, and so many panels; or why it cannot be measured."""
     try:
         from playwright.sync_api import Error, sync_playwright
     except ImportError:
@@ -268,9 +268,9 @@ def paint(port: int, panels: int) -> tuple[float, float] | str:
             page = browser.new_page(viewport={"width": 1280, "height": 900})
             page.goto("about:blank")
             page.goto(f"http://{HOST}:{port}/", wait_until="commit")
-            told = page.wait_for_function(TOLD, polling="raf", timeout=60_000).json_value()
-            drawn = page.wait_for_function(DRAWN, arg=panels, polling="raf", timeout=60_000).json_value()
+            figures = page.wait_for_function(FIGURES, polling="raf", timeout=60_000).json_value()
+            plots = page.wait_for_function(PLOTS, arg=panels, polling="raf", timeout=60_000).json_value()
             browser.close()
-            return float(told) / 1e3, float(drawn) / 1e3
+            return float(figures) / 1e3, float(plots) / 1e3
     except Error as error:
         return str(error).strip().splitlines()[0]

@@ -1,4 +1,4 @@
-"""TensorBoard, which people read their curves with today: the time it takes to load the scalars of some runs."""
+"""TensorBoard as an opponent: the time it takes to load the scalars of some runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LAST = "train_loss"
 
 
 def installed() -> bool:
-    """Whether there is a TensorBoard here."""
+    """Return whether TensorBoard is installed."""
     return find_spec("tensorboard") is not None
 
 
 def write_events(table: Table, folder: Path, copies: int) -> int:
-    """Write a run's numbers as Lightning's logger does, one event a scalar, so many times; how many numbers they are.
+    """Write so many copies of a run's numbers as TensorBoard events; return how many numbers one copy has.
 
-    Lightning has one call of the logger a step, which makes one event of every number.
+    Every number is an event of its own, as Lightning's logger writes them.
     """
     protos = importlib.import_module("tensorboard.compat.proto.event_pb2")
     summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
@@ -36,8 +36,8 @@ def write_events(table: Table, folder: Path, copies: int) -> int:
         writer = records.RecordWriter(file)
         writer.write(protos.Event(wall_time=times[0], file_version="brain.Event:2").SerializeToString())
         for row, step in enumerate(table.steps.tolist()):
-            for name, (values, there) in columns.items():
-                if there[row]:
+            for name, (values, exists) in columns.items():
+                if exists[row]:
                     value = summaries.Summary.Value(tag=name, simple_value=values[row])
                     event = protos.Event(wall_time=times[row], step=step, summary=summaries.Summary(value=[value]))
                     writer.write(event.SerializeToString())
@@ -49,22 +49,22 @@ def write_events(table: Table, folder: Path, copies: int) -> int:
 
 
 def accumulate(folder: Path) -> tuple[float, int]:
-    """Seconds that TensorBoard's own reader needs for the runs of a folder, all points kept; and their number."""
+    """Load all points of a folder's runs with TensorBoard's own reader; return the seconds, and how many there are."""
     module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    began, count = time.perf_counter(), 0
+    start, count = time.perf_counter(), 0
     for run in sorted(folder.iterdir()):
-        loaded: Any = module.EventAccumulator(str(run), size_guidance={"scalars": 0, "tensors": 0})
-        loaded.Reload()
-        tags = loaded.Tags()["scalars"]
-        count += sum(len(loaded.Scalars(tag)) for tag in tags)
-    return time.perf_counter() - began, count
+        reader: Any = module.EventAccumulator(str(run), size_guidance={"scalars": 0, "tensors": 0})
+        reader.Reload()
+        tags = reader.Tags()["scalars"]
+        count += sum(len(reader.Scalars(tag)) for tag in tags)
+    return time.perf_counter() - start, count
 
 
 def ingest(folder: Path, last: int) -> float | None:
-    """Seconds until TensorBoard's data server, a program of its own, has loaded all points; None if it is not there.
+    """Load all points with TensorBoard's data server, a separate program; return the seconds, None if it is missing.
 
     Args:
-        folder: of the runs.
+        folder: folder of the runs.
         last: their last step.
     """
     if find_spec("tensorboard_data_server") is None:
@@ -73,7 +73,7 @@ def ingest(folder: Path, last: int) -> float | None:
     grpc = importlib.import_module("tensorboard.util.grpc_util")
     context = importlib.import_module("tensorboard.context").RequestContext()
     runs = len(list(folder.iterdir()))
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         ingester = module.SubprocessServerDataIngester(
             server_binary=module.get_server_binary(),
@@ -85,9 +85,9 @@ def ingest(folder: Path, last: int) -> float | None:
         ingester.start()
     except (module.NoDataServerError, module.DataServerStartupError):
         return None
-    while time.perf_counter() - began < 600:
-        listed = ingester.data_provider.list_scalars(context, experiment_id="", plugin_name="scalars")
-        if sum(tags[LAST].max_step == last for tags in listed.values() if LAST in tags) == runs:
-            return time.perf_counter() - began
+    while time.perf_counter() - start < 600:
+        scalars = ingester.data_provider.list_scalars(context, experiment_id="", plugin_name="scalars")
+        if sum(tags[LAST].max_step == last for tags in scalars.values() if LAST in tags) == runs:
+            return time.perf_counter() - start
         time.sleep(0.01)
     return None

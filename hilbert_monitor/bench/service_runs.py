@@ -1,6 +1,6 @@
-"""Runs for the service to show: made quickly, with the bytes that a run's own writer leaves, and gone on with.
+"""Synthetic runs for the service to show, written quickly and with the bytes of a real run's writer; one can continue.
 
-It needs no torch: the process that goes on with a run is to be up at once.
+This module loads no torch, so that the process which continues a run starts at once.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import numpy as np
 from hilbert_monitor.runs.log import STEPS, RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
-HEADS = ("AdamW", "RowNorm")
+OPTIMIZERS = ("AdamW", "RowNorm")
 PATTERNS = 3
-"""Seeds of each optimizer whose records are drawn; further runs have the bytes of one of these."""
+"""Seeds of each optimizer with their own random records; further runs have the bytes of one of these."""
 VOCABULARY, WIDTH, RATE = 50_257, 768, 4e-3
 EXACT, PANEL = 10, 500
-"""Steps from one exact diameter to the next, and from one look at the panel."""
+"""Steps from one exact diameter to the next, and from one measurement on the panel to the next."""
 PACE = 0.6
-"""Seconds of a step."""
+"""Seconds from one step to the next."""
 RECORD_BYTES = 800
-"""Of a record, at most: its line, and its columns in the service's cache."""
+"""Most bytes on disk for one record: its line, and its columns in the service's cache."""
 
 
 def records_of(head: str, seed: int, count: int, *, began: float) -> Iterator[StepRecord]:
-    """Records of a made run, with what the monitor measures by default: bounds on every step, the rest now and then."""
-    rng = np.random.default_rng([HEADS.index(head), seed])
+    """Yield records of a synthetic run as the monitor writes them by default: bounds at every step, the rest rarely."""
+    rng = np.random.default_rng([OPTIMIZERS.index(head), seed])
     step = np.arange(1, count + 1)
     rate = RATE * np.minimum(1, step / (0.04 * count)) * (0.55 + 0.45 * np.cos(math.pi * step / count))
     if head == "AdamW":  # a few rows move much further than the others, and some steps do
@@ -48,58 +48,58 @@ def records_of(head: str, seed: int, count: int, *, began: float) -> Iterator[St
     noise = rng.uniform(0.9, 1.2, (count, 4))
     panel = max(1, min(PANEL, count // 10))
     columns = (step, rate, norm, ceiling, diameter, loss, tokens, noise)
-    for n, lr, row, most, D, train, ids, by in zip(*(column.tolist() for column in columns), strict=True):
-        seconds = {"learning_rate": 2e-6 * by[0], "increment": 0.021 * by[1], "rules": 3e-6 * by[2]}
+    for n, lr, row, bound, D, train_loss, ids, factors in zip(*(column.tolist() for column in columns), strict=True):
+        seconds = {"learning_rate": 2e-6 * factors[0], "increment": 0.021 * factors[1], "rules": 3e-6 * factors[2]}
         if exact := n % EXACT == 0 or n % panel == 0:
-            measured = _exact(D, row, ids, by)
-            seconds |= {"diameter": 0.08 * by[3], "gradient": 0.004 * by[2]}
+            values = _exact(D, row, ids, factors)
+            seconds |= {"diameter": 0.08 * factors[3], "gradient": 0.004 * factors[2]}
         else:
-            measured = {}
-            seconds["bracket"] = 0.012 * by[3]
+            values = {}
+            seconds["bracket"] = 0.012 * factors[3]
         if n % panel == 0:
-            measured |= _on_panel(D, n, ids, by)
-            seconds["panel"] = 0.9 * by[0]
+            values |= _on_panel(D, n, ids, factors)
+            seconds["panel"] = 0.9 * factors[0]
         yield StepRecord(
             step=n,
             time=began + n * PACE,
             tokens=n * 524_288,
-            train_loss=train,
+            train_loss=train_loss,
             learning_rate=lr,
             diameter_lower=D if exact else 0.98 * D,
             diameter_upper=D if exact else 1.04 * D,
             pair=(ids[0], ids[1]),
             pair_text=(f" token{ids[0]}", f"token{ids[1]}"),
-            ceiling=most,
+            ceiling=bound,
             nonfinite_rows=0,
             seconds=seconds,
-            share=0.012 * by[1],
-            **measured,
+            share=0.012 * factors[1],
+            **values,
         )
 
 
 def _exact(diameter: float, norm: float, tokens: list[int], noise: list[float]) -> dict[str, Any]:
-    about = {"diameter": diameter, "row_norm": norm, "row_token": tokens[2], "gradient_row_token": tokens[3]}
-    return {**about, "gradient_row_norm": 0.01 * noise[0], "gradient_balance": 1e-8 * noise[1]}
+    values = {"diameter": diameter, "row_norm": norm, "row_token": tokens[2], "gradient_row_token": tokens[3]}
+    return {**values, "gradient_row_norm": 0.01 * noise[0], "gradient_balance": 1e-8 * noise[1]}
 
 
 def _on_panel(diameter: float, step: int, tokens: list[int], noise: list[float]) -> dict[str, Any]:
     rms, pair = 3 * diameter, (tokens[2], tokens[3])
-    about = {"perturbation_rms": rms, "perturbation_max": 4 * rms, "hidden_norm": 27.7 * noise[2]}
+    values = {"perturbation_rms": rms, "perturbation_max": 4 * rms, "hidden_norm": 27.7 * noise[2]}
     texts = {"perturbation_pair": pair, "perturbation_pair_text": (f" token{pair[0]}", f"token{pair[1]}")}
-    return {**about, **texts, "validation_loss": 3 + 6 / math.sqrt(step) + 0.01 * noise[3]}
+    return {**values, **texts, "validation_loss": 3 + 6 / math.sqrt(step) + 0.01 * noise[3]}
 
 
 def make_runs(root: Path, count: int, records: int) -> list[str]:
-    """Finished runs of both optimizers, in pairs by seed; their ids.
+    """Write finished runs of both optimizers, in pairs by seed; return their ids.
 
-    The first are written by RunWriter, record by record. The others are opened, described and closed by it too, but
-    have the lines of one of the first: so many runs would take minutes otherwise.
+    RunWriter writes the first few record by record. It also opens, describes and closes the others, but their lines
+    are copies of the first ones', because so many runs would take minutes otherwise.
     """
     began = time.time() - records * PACE
     lines: dict[tuple[str, int], bytes] = {}
-    made = []
+    ids = []
     for place in range(count):
-        head, seed = HEADS[place % 2], place // 2
+        head, seed = OPTIMIZERS[place % 2], place // 2
         writer = RunWriter.open(root, _info(head, seed, records))
         writer.describe(started=began)
         if seed < PATTERNS:
@@ -112,8 +112,8 @@ def make_runs(root: Path, count: int, records: int) -> list[str]:
         if head == "AdamW":
             _write_alert(writer, step=records // 2, time=began + records // 2 * PACE)
         writer.close()
-        made.append(writer.id)
-    return made
+        ids.append(writer.id)
+    return ids
 
 
 def _info(head: str, seed: int, records: int) -> RunInfo:
@@ -133,39 +133,39 @@ def _write_alert(writer: RunWriter, *, step: int, time: float) -> None:
     writer.alert(Alert(step=step, time=time, kind="diameter", value=0.2, expected=0.04, message=message))
 
 
-class GoingOn:
-    """A further attempt at a made run, in a process of its own.
+class ContinuedRun:
+    """A synthetic run that continues in its own process.
 
     Args:
         root: folder of the runs.
-        place: of the run among them.
-        records: that it has so far.
+        place: which of the runs it is, in the order in which `make_runs` wrote them.
+        records: number of records that it has so far.
     """
 
     def __init__(self, root: Path, place: int, records: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_go_on, args=(root, place, records, theirs), daemon=True)
+        self._process = context.Process(target=_continue, args=(root, place, records, theirs), daemon=True)
         self.step = records
-        """The last that was written."""
+        """The last step that was written."""
         self._process.start()
         theirs.close()
         self._log: Path = root / self._pipe.recv() / STEPS
 
     @property
     def size(self) -> int:
-        """Bytes of the log of its steps."""
+        """Size of its step log in bytes."""
         return self._log.stat().st_size
 
     def write(self, count: int = 1, *, pause: float = 0.0) -> list[float]:
-        """Write so many records; the moments, in seconds since the epoch, at which each was about to be written."""
+        """Write so many records. Return the moments just before each write, in seconds since the epoch."""
         self._pipe.send((count, pause))
         moments: list[float] = self._pipe.recv()
         self.step += count
         return moments
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._pipe.close()
         self._process.join(10)
         if self._process.is_alive():
@@ -174,17 +174,17 @@ class GoingOn:
         self._process.close()
 
 
-def _go_on(root: Path, place: int, records: int, pipe: Connection) -> None:
-    head, seed = HEADS[place % 2], place // 2
+def _continue(root: Path, place: int, records: int, pipe: Connection) -> None:
+    head, seed = OPTIMIZERS[place % 2], place // 2
     writer = RunWriter.open(root, _info(head, seed, records), first_step=records)
     pipe.send(writer.id)
-    further = records_of(head, seed, 2 * records + 10_000, began=time.time() - records * PACE)
-    coming = islice(further, records, None)
+    whole = records_of(head, seed, 2 * records + 10_000, began=time.time() - records * PACE)
+    rest = islice(whole, records, None)
     with suppress(EOFError, KeyboardInterrupt):
         while True:
             count, pause = pipe.recv()
             moments = []
-            for record in islice(coming, count):
+            for record in islice(rest, count):
                 moments.append(time.time())
                 writer.write(record)
                 time.sleep(pause)

@@ -1,34 +1,34 @@
-"""The jobs of a bench run, in order, and how their results are printed."""
+"""The jobs of each bench in their order, and how their results are printed and written."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from . import diameter, faults, optimizers, oracle, overhead, perturbation, service
-from .increments import Increment, load_increment, make_increment
-from .measure import Comparison, machine
+from .fault_summary import TrialSummary, summarize
+from .increments import SampleIncrement, load_increment, make_increment
+from .measure import BenchResult
+from .output import progress_bar, show_machine, write_document
 
-Job = tuple[str, Callable[[], Iterable[Comparison]]]
+Job = tuple[str, Callable[[], Iterable[BenchResult]]]
+"""A label for the progress bar, and the work."""
+Results = Sequence[BenchResult] | Sequence[oracle.Gap] | TrialSummary
 
 
 def geometry_jobs(paths: Sequence[Path], *, quick: bool) -> Iterator[Job]:
-    """Jobs on the given increments, or on made ones; then the worst case and the growth."""
+    """Jobs on the increments of some files, or on synthetic ones; then on the worst case and on growing sizes."""
     V, d, N = (4096, 64, 1024) if quick else (50_257, 256, 8192)
     sizes = [1024, 2048, 4096] if quick else [2**k * 1024 for k in range(3, 8)]
     widths = [32, 64, 128] if quick else [64, 128, 256, 512, 1024]
-    given = [load_increment(path) for path in paths]
-    if given:
-        for increment in given:
+    saved = [load_increment(path) for path in paths]
+    if saved:
+        for increment in saved:
             yield increment.name, lambda increment=increment: _measure(increment)  # type: ignore[misc]
     else:
         yield "AdamW head", lambda: _measure(make_increment("adamw", V, d, panel=N))
@@ -47,7 +47,7 @@ def geometry_jobs(paths: Sequence[Path], *, quick: bool) -> Iterator[Job]:
 
 
 def monitor_jobs(*, quick: bool) -> Iterator[Job]:
-    """What the monitor costs a run of the demo's size."""
+    """Jobs on the cost of the monitor in a run of the demo's size."""
     V, d, steps = (512, 32, 1) if quick else (8192, 128, 15)
     cpu = torch.device("cpu")
     yield "monitor, AdamW head", lambda: overhead.overhead(cpu, V, d, steps, "adamw")
@@ -62,16 +62,15 @@ def optimizer_jobs(*, quick: bool) -> Iterator[Job]:
         yield f"Muon, width {width}", lambda width=width, blocks=blocks: optimizers.muon(width, blocks)  # type: ignore[misc]
 
 
-def _measure(increment: Increment) -> Iterator[Comparison]:
+def _measure(increment: SampleIncrement) -> Iterator[BenchResult]:
     yield from diameter.exact_search(increment)
     yield from perturbation.panel(increment)
 
 
-def run(jobs: Sequence[Job], console: Console) -> list[Comparison]:
+def run(jobs: Sequence[Job], console: Console) -> list[BenchResult]:
     """Run the jobs behind a progress bar."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    results: list[Comparison] = []
-    with Progress(*columns, console=console, transient=True) as progress:
+    results: list[BenchResult] = []
+    with progress_bar(console) as progress:
         task = progress.add_task("", total=len(jobs))
         for label, job in jobs:
             progress.update(task, description=label)
@@ -80,9 +79,9 @@ def run(jobs: Sequence[Job], console: Console) -> list[Comparison]:
     return results
 
 
-def show(results: Sequence[Comparison], console: Console) -> None:
+def show(results: Sequence[BenchResult], console: Console) -> None:
     """Print the machine and the results."""
-    console.print(" | ".join(f"{name} {value}" for name, value in machine().items()), style="dim")
+    show_machine(console)
     table = Table(
         title="Measured in this run; a ratio above 1 means faster, or smaller, than the opponent or the limit",
         title_justify="left",
@@ -100,60 +99,33 @@ def show(results: Sequence[Comparison], console: Console) -> None:
     console.print(table)
 
 
-def run_service(sizes: service.Sizes, console: Console) -> tuple[list[Comparison], list[str]]:
-    """Measure the service, and say what could not be. RuntimeError, if there is no room or a service fails."""
-    with service.prepared(sizes) as bench:
+def _amount(amount: float, unit: str) -> str:
+    if unit == "B":
+        return f"{amount / 2**20:.0f} MiB" if amount >= 2**20 else f"{amount / 2**10:.0f} KiB"
+    return f"{amount * 1e3:.1f} ms" if amount < 1 else f"{amount:.2f} s"
+
+
+def run_service(load: service.ServiceLoad, console: Console) -> tuple[list[BenchResult], list[str]]:
+    """Measure the service. Return the results, and a sentence for each figure that could not be measured.
+
+    Raises:
+        RuntimeError: if the disk has no room, or a service fails.
+    """
+    with service.prepare(load) as bench:
         return run(bench.jobs(), console), bench.remarks
 
 
-def run_faults(plan: faults.Plan, console: Console) -> faults.Summary:
+def run_faults(plan: faults.TrialPlan, console: Console) -> TrialSummary:
     """Run the trials of the blow-up rules behind a progress bar."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     workers = min(os.cpu_count() or 1, 2 * len(plan.seeds))
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("runs, each with its faults", total=2 * len(plan.seeds))
-        trials = faults.run(plan, workers=workers, done=lambda _: progress.advance(task))
-    return faults.summary(trials)
-
-
-def show_faults(found: faults.Summary, console: Console) -> None:
-    """Print what was reported, what was missed, and who noticed first."""
-    console.print(" | ".join(f"{name} {value}" for name, value in machine().items()), style="dim")
-    table = Table(
-        title="Faults in real training runs: visible if D(S) or the Hilbert RMS is twice or half the clean twin's",
-        title_justify="left",
-    )
-    for name in ("fault", "head"):
-        table.add_column(name)
-    for name in ("D(S) x", "visible", "reported in its step", "loss spike after", "gradient spike after"):
-        table.add_column(name, justify="right")
-    for c in found.cells:
-        seen = f"{c.reported} of {c.visible}" if c.visible else "invisible in the increment"
-        ratio = "not finite" if math.isnan(c.diameter_ratio) else f"{c.diameter_ratio:.2f}"
-        table.add_row(c.fault, c.head, ratio, f"{c.visible} of {c.tried}", seen, c.lead_loss, c.lead_gradient)
-    console.print(table)
-    console.print(
-        f"{found.reported} of {found.visible} visible faults reported in their step; {len(found.false_alarms)} false"
-        f" alarms in {found.measured:,} clean steps. The opponents' thresholds for as many: loss"
-        f" {found.thresholds['loss']:.2f}x, gradient norm {found.thresholds['gradient']:.2f}x their medians."
-    )
-    for text in found.false_alarms:
-        console.print(f"false alarm: {text}", style="yellow")
-    if found.divergences:
-        console.print(_divergences(found.divergences))
-
-
-def _divergences(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="A learning rate that grows until the loss is up by one: steps from the start of the growth")
-    for name in ("head", "seed", "diverged", "our alert", "loss spike", "gradient spike"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*("never" if value is None else str(value) for value in row.values()))
-    return table
+    with progress_bar(console) as progress:
+        task = progress.add_task("training runs, each with its faults", total=2 * len(plan.seeds))
+        trials = faults.run(plan, workers=workers, after_each=lambda _: progress.advance(task))
+    return summarize(trials)
 
 
 def run_oracle(paths: Sequence[Path], console: Console, *, quick: bool) -> list[oracle.Gap]:
-    """Bracket the tension of a gradient that is made, or of saved matrices, at several sizes and budgets; print it."""
+    """Bound the tension of a synthetic gradient, or of saved matrices, at several sizes and budgets; print the gaps."""
     V, d, budgets = (2048, 32, (0.0, 0.5)) if quick else (50_257, 256, (0.0, 1.0, 5.0, 20.0))
     saved = [(path.stem, load_increment(path).S) for path in paths]
     results: list[oracle.Gap] = []
@@ -165,14 +137,7 @@ def run_oracle(paths: Sequence[Path], console: Console, *, quick: bool) -> list[
     return results
 
 
-def write_json(results: Sequence[Comparison | oracle.Gap] | faults.Summary, path: Path) -> None:
+def write_json(results: Results, path: Path) -> None:
     """Write the machine and the results as one JSON document."""
-    found = results.as_dict() if isinstance(results, faults.Summary) else [r.as_dict() for r in results]
-    document = {"machine": machine(), "results": found}
-    path.write_text(json.dumps(document, indent=2) + "\n")
-
-
-def _amount(amount: float, unit: str) -> str:
-    if unit == "B":
-        return f"{amount / 2**20:.0f} MiB" if amount >= 2**20 else f"{amount / 2**10:.0f} KiB"
-    return f"{amount * 1e3:.1f} ms" if amount < 1 else f"{amount:.2f} s"
+    summary = results.as_dict() if isinstance(results, TrialSummary) else [r.as_dict() for r in results]
+    write_document(path, results=summary)

@@ -1,4 +1,4 @@
-"""A small real training run that can be stopped, branched, and have its steps spoiled."""
+"""Small real training runs that can be copied in the middle, and into whose steps faults can be put."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.optim import pretraining_optimizer, warmup_cosine
 from hilbert_monitor.pretrain.corpus import Corpus, corpus, standard_library
 from hilbert_monitor.pretrain.model import Decoder, DecoderConfig
-from hilbert_monitor.pretrain.recipes import HEAD_RATES, Head
+from hilbert_monitor.pretrain.recipes import Head
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, StepRecord
 
@@ -27,8 +27,8 @@ def _corpus(vocab_size: int) -> Corpus:
 
 
 @dataclass(frozen=True)
-class BedConfig:
-    """Sizes of a run."""
+class TrialSizes:
+    """Sizes of a trial run."""
 
     steps: int = 1000
     vocab_size: int = 2048
@@ -39,118 +39,121 @@ class BedConfig:
 
 
 @dataclass
-class Spoil:
-    """What a fault may change in one step; each is called where a real one would strike."""
+class StepChange:
+    """What a fault changes in one training step, at the places where a real fault would."""
 
     batch: Callable[[Tensor], Tensor] | None = None
+    """From the tokens of the batch to other tokens."""
     gradient: Callable[[Tensor], None] | None = None
-    """Of the head, before clipping."""
+    """Changes the gradient of the head in place, before clipping."""
     rate: float = 1.0
     """Factor on every learning rate of this step."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One step: what the monitor saw, what the judge said, what other detectors go by, and the truth in fp64."""
+class TrialStep:
+    """One step: the monitor's record and alerts, what other detectors look at, and a reference in fp64."""
 
     record: StepRecord
     alerts: list[Alert]
     loss: float
     gradient_norm: float
     diameter: float | None = None
+    """D(S) in fp64, if the reference was asked for."""
     perturbation: float | None = None
+    """The Hilbert RMS in fp64, likewise."""
 
 
-class Bed:
-    """A decoder in training on the standard library's text, with the paper's recipe, clipping and schedule.
+class TrialRun:
+    """A small decoder in training on the standard library's text, by the paper's recipe and with a probe attached.
 
     Args:
         head: optimizer of the LM head.
-        seed: of weights and data.
-        config: sizes.
+        seed: seed of weights and data.
+        sizes: how large the run is.
     """
 
-    def __init__(self, head: Head, seed: int, config: BedConfig) -> None:
-        self.head, self.seed, self.config = head, seed, config
-        text = _corpus(config.vocab_size)
+    def __init__(self, head: Head, seed: int, sizes: TrialSizes) -> None:
+        self.head, self.seed, self.sizes = head, seed, sizes
+        text = _corpus(sizes.vocab_size)
         self.text = torch.from_numpy(text.train.astype("int64"))
         torch.manual_seed(seed)
-        sizes = DecoderConfig(
-            vocab_size=config.vocab_size, width=config.width, blocks=2, head_dim=32, context=config.context
+        config = DecoderConfig(
+            vocab_size=sizes.vocab_size, width=sizes.width, blocks=2, head_dim=32, context=sizes.context
         )
-        self.model = Decoder(sizes)  # its own draw of weights; a branch loads others
-        self.optimizer = pretraining_optimizer(self.model, head, head_lr=HEAD_RATES[head] / config.width)
-        self.schedule = warmup_cosine(self.optimizer, total_steps=config.steps)
+        self.model = Decoder(config)  # draws its own weights; a branch loads others
+        self.optimizer = pretraining_optimizer(self.model, head)
+        self.schedule = warmup_cosine(self.optimizer, total_steps=sizes.steps)
         self.draw = torch.Generator().manual_seed(seed)
         held_out = torch.from_numpy(text.validation.astype("int64"))
-        self.panel = Panel.of_tokens(held_out, config.panel, config.context)
-        self.silence = torch.zeros(config.vocab_size, dtype=torch.long)
+        self.panel = Panel.of_tokens(held_out, sizes.panel, sizes.context)
+        self.absence = torch.zeros(sizes.vocab_size, dtype=torch.long)
         """Steps since each token last occurred."""
         self.probe = Probe(
             self.model, self.optimizer, panel=self.panel, perturbation_every=25, judge=Judge(), strict=True
         ).attach()
 
-    def branch(self) -> Bed:
-        """Return a run of its own that goes on from here."""
-        other = Bed(self.head, self.seed, self.config)
+    def branch(self) -> TrialRun:
+        """Return an independent copy that continues from this step."""
+        other = TrialRun(self.head, self.seed, self.sizes)
         other.model.load_state_dict(self.model.state_dict())
         other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))  # loading alone would share it
         other.schedule.load_state_dict(self.schedule.state_dict())
         other.draw.set_state(self.draw.get_state())
-        other.silence = self.silence.clone()
+        other.absence = self.absence.clone()
         other.probe.judge = copy.deepcopy(self.probe.judge)
         other.probe.step = self.probe.step
         return other
 
-    def step(self, spoil: Spoil | None = None, *, reference: bool = False) -> Outcome:
+    def step(self, change: StepChange | None = None, *, reference: bool = False) -> TrialStep:
         """Make one training step.
 
         Args:
-            spoil: a fault.
+            change: what a fault changes in it.
             reference: also compute D(S) and the Hilbert RMS in fp64, from the weights themselves.
         """
-        spoil = spoil or Spoil()
+        change = change or StepChange()
         tokens = self._batch()
-        tokens = tokens if spoil.batch is None else spoil.batch(tokens)
+        tokens = tokens if change.batch is None else change.batch(tokens)
         loss = self.model.loss(tokens[:, :-1], tokens[:, 1:])
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         weight = self.model.lm_head.weight
-        if spoil.gradient is not None:
+        if change.gradient is not None:
             assert weight.grad is not None
-            spoil.gradient(weight.grad)
+            change.gradient(weight.grad)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
-            group["lr"] *= spoil.rate
+            group["lr"] *= change.rate
         before = weight.detach().double().clone() if reference else None
         self.optimizer.step()
         record = self.probe.record(train_loss=loss.item())
         assert record is not None
-        truth = self._truth(before) if before is not None else (None, None)
+        truth = self._reference(before) if before is not None else (None, None)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.schedule.step()
-        self.silence += 1
-        self.silence[tokens] = 0
-        return Outcome(record, self.probe.alerts, loss.item(), float(norm), *truth)
+        self.absence += 1
+        self.absence[tokens] = 0
+        return TrialStep(record, self.probe.alerts, loss.item(), float(norm), *truth)
 
     def _batch(self) -> Tensor:
-        c = self.config
-        starts = torch.randint(len(self.text) - c.context - 1, (c.batch,), generator=self.draw)
-        return torch.stack([self.text[start : start + c.context + 1] for start in starts.tolist()])
+        sizes = self.sizes
+        starts = torch.randint(len(self.text) - sizes.context - 1, (sizes.batch,), generator=self.draw)
+        return torch.stack([self.text[start : start + sizes.context + 1] for start in starts.tolist()])
 
     @torch.no_grad()
-    def _truth(self, before: Tensor) -> tuple[float, float]:
-        """D(S) over all pairs and the RMS of every position's largest minus smallest logit change."""
+    def _reference(self, before: Tensor) -> tuple[float, float]:
+        """Return D(S) over all pairs, and the RMS over positions of the largest minus the smallest logit change."""
         group: dict[str, Any] = self.probe.source.group
         weight = self.model.lm_head.weight.double()
         S = weight - (1 - group["lr"] * group["weight_decay"]) * before
         ids = torch.cat(
             [batch.flatten()[at] for batch, at in zip(self.panel.batches, self.panel.positions, strict=True)]
         )
-        rows = ids.view(-1, self.config.context)
-        change = self.model.hidden(rows).flatten(0, 1).double() @ S.T
-        spread = change.amax(1) - change.amin(1)
+        rows = ids.view(-1, self.sizes.context)
+        logits = self.model.hidden(rows).flatten(0, 1).double() @ S.T
+        spread = logits.amax(1) - logits.amin(1)
         longest = max(float(torch.cdist(part, S).max()) for part in S.split(512))
         return longest, float(spread.square().mean().sqrt())

@@ -1,1 +1,1 @@
-"""What ``hilbert-monitor doctor`` checks: a claim a file, each on the machine at hand, with what says otherwise."""
+"""The checks of ``hilbert-monitor doctor``: one claim of the package per file, each tested on this machine."""

@@ -1,4 +1,4 @@
-"""A small decoder and a text, for the checks that train."""
+"""A tiny decoder for the checks that train. Its products give the same bits on every call, unlike fused attention."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 
-class Block(nn.Module):
-    """Attention of one head in plain products, which are the same to the bit on every call, and a network."""
+class TinyBlock(nn.Module):
+    """Attention with one head, written as plain products, then a two-layer network."""
 
     def __init__(self, d: int, dropout: float) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the block makes of the states (B, T, d)."""
+        """Return the states (B, T, d) plus what attention and network add to them."""
         h = self.norms[0](x)
         scores = self.query(h) @ self.key(h).transpose(1, 2) / x.shape[2] ** 0.5  # (B, T, T)
         future = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
@@ -27,20 +27,20 @@ class Block(nn.Module):
         return x + added
 
 
-class Decoder(nn.Module):
-    """Embedding, blocks, a norm and a head of its own; weights are a function of the sizes alone."""
+class TinyDecoder(nn.Module):
+    """Embedding, blocks, a norm and an untied head; the weights depend on the sizes alone."""
 
     def __init__(self, V: int, d: int, *, blocks: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             self.embed = nn.Embedding(V, d)
-            self.blocks = nn.ModuleList(Block(d, dropout) for _ in range(blocks))
+            self.blocks = nn.ModuleList(TinyBlock(d, dropout) for _ in range(blocks))
             self.norm = nn.LayerNorm(d, bias=False)
             self.lm_head = nn.Linear(d, V, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) of the tokens (B, T)."""
+        """Return the logits (B, T, V) of tokens (B, T)."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -49,11 +49,5 @@ class Decoder(nn.Module):
 
 
 def loss_of(model: nn.Module, text: Tensor) -> Tensor:
-    """Cross entropy of the next token."""
+    """Return the cross entropy of the next tokens of a text (B, T + 1)."""
     return cross_entropy(model(text[:, :-1]).float().flatten(0, 1), text[:, 1:].flatten())
-
-
-def some_text(V: int, rows: int, length: int, *, seed: int = 0) -> Tensor:
-    """Token ids (rows, length) in which small ones are frequent, as words are."""
-    draw = torch.Generator().manual_seed(seed)
-    return (V * torch.rand(rows, length, generator=draw) ** 3).long()

@@ -1,4 +1,4 @@
-"""The device to check, what it is called, and how much work it is given."""
+"""The device to check, its name, and the sizes of the checks on it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from hilbert_monitor.bench.measure import machine
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """How large the checks are."""
+class CheckSizes:
+    """Sizes of the checks."""
 
     cloud: tuple[int, int, int]
     """Rows, width and panel positions of the exactness checks."""
     updates: int
-    """Of every training run."""
+    """Updates of every training run."""
     head: tuple[int, int]
     """Rows and width of the head whose overhead is measured."""
     turns: int
-    """Steps with the monitor and without it, in turns."""
+    """Pairs of timed steps, one with the monitor and one without it."""
     patience: float
-    """Seconds until a process that does not answer counts as one that hangs."""
+    """Seconds after which a process that does not answer counts as hanging."""
 
     @classmethod
-    def of(cls, device: torch.device, *, quick: bool) -> Sizes:
-        """Return what suits the device."""
+    def of(cls, device: torch.device, *, quick: bool) -> CheckSizes:
+        """Return the sizes for a device."""
         if quick:
             return cls(cloud=(2048, 32, 512), updates=6, head=(8192, 128), turns=2, patience=60)
         if device.type == "cpu":
@@ -35,10 +35,10 @@ class Sizes:
 
 
 def choose(name: str | None) -> torch.device:
-    """Return the device of that name, or the best that torch sees.
+    """Return the device of that name; without a name, CUDA if torch sees it, else the CPU.
 
     Raises:
-        ValueError: if there is no such device, with what to do about it.
+        ValueError: if there is no such device; the message says what to do.
     """
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name is None:
@@ -63,7 +63,7 @@ def choose(name: str | None) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a reader calls the device."""
+    """Return the name of a device as its maker gives it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{machine()['processor']} ({device.type})"

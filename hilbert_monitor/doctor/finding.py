@@ -1,4 +1,4 @@
-"""A check, what it measured, and the row that is made of it. What raises is a finding too."""
+"""A check, its outcome, and its row in the report. A check that raises has failed."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Any, Literal
 Verdict = Literal["ok", "FAILED", "skipped"]
 
 CLAIMS = {
-    "exactness": "D(S), its bracket and the perturbation are those of fp64, whatever the rows and settings",
-    "increment": "S is what the step did to the weights, whatever the optimizer",
-    "non-interference": "a run with the monitor is the run without it, to the bit",
-    "DDP": "several processes measure what one does, and their weights stay equal",
-    "overhead": "at the paper's cadence measuring takes at most 2 % of a training step",
+    "exactness": "D(S), its bounds and the perturbation agree with fp64, for all kinds of rows and settings",
+    "increment": "S is the change that the step made to the weights, for every optimizer",
+    "non-interference": "a run with the monitor equals the run without it, to the bit",
+    "DDP": "several processes measure the same as one, and their weights stay equal",
+    "overhead": "the monitor takes at most 2 % of a training step, measuring as often as in the paper",
 }
 """The claims, in the order in which they are checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a check measured."""
+    """The verdict of a check, and the figure that it rests on."""
 
     verdict: Verdict
     measured: str
-    """The figure beside its opponent and its limit, or why there is none."""
+    """The figure beside its reference and its limit, or why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One case of a claim; nothing is computed before it is called."""
+    """One case of a claim. It computes nothing before it is called."""
 
     claim: str
     case: str
@@ -55,30 +55,30 @@ class Finding:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def judged(good: bool, measured: str) -> Outcome:
-    """Return the outcome of a measurement that a claim allows, or does not."""
+def outcome_of(good: bool, measured: str) -> Outcome:
+    """Return the outcome of a measurement: ok if it is good, else failed."""
     return Outcome("ok" if good else "FAILED", measured)
 
 
 def examine(check: Check) -> Finding:
-    """Run a check. It never raises: a check that does has failed, by its exception's class and first line."""
+    """Run a check. If it raises, it has failed, and the finding names the exception."""
     start = time.perf_counter()
     try:
         with _quiet():
             outcome = check.call()
     except Exception as error:
-        outcome = Outcome("FAILED", described(error))
+        outcome = Outcome("FAILED", describe(error))
     return Finding(check.claim, check.case, outcome.verdict, outcome.measured, time.perf_counter() - start)
 
 
-def described(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Return an exception's class and first line."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['without a message'])[0]}"
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep a Trainer's greetings, and warnings that are not of the claims, from between the rows."""
+    """Silence warnings and Lightning's greetings, which would stand between the rows."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     try:

@@ -1,4 +1,4 @@
-"""Claim: weights, optimizer state and random numbers of a Lightning run are the same with and without the monitor."""
+"""Claim: a Lightning run has the same weights, optimizer state and random numbers with the monitor and without it."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hilbert_monitor.bench.synthetic import synthetic_text
 from hilbert_monitor.monitor.callback import HilbertMonitor
-from hilbert_monitor.monitor.panel import random_state_kept
+from hilbert_monitor.monitor.random_state import preserve_random_state
 from hilbert_monitor.optim import pretraining_optimizer
+from hilbert_monitor.pretrain.recipes import HEADS, Head
 from hilbert_monitor.runs.record import StepRecord
 
-from .decoder import Decoder, loss_of, some_text
-from .device import Sizes
-from .finding import Check, Outcome, judged
+from .decoder import TinyDecoder, loss_of
+from .device import CheckSizes
+from .finding import Check, Outcome, outcome_of
 
 V, WIDTH, PANEL = 307, 32, 100
-Head = Literal["adamw", "rownorm"]
 Precision = Literal["32-true", "bf16-mixed"]
 State = dict[str, list[Tensor]]
-"""What a run leaves behind, by what a reader calls it."""
+"""Tensors that a run leaves behind, by the name that the report gives them."""
 Run = Callable[[bool], tuple[State, list[StepRecord]]]
-"""Trains, with the monitor or without; returns what is left, and the monitor's records."""
+"""Trains with the monitor (True) or without; returns the state afterwards, and the monitor's records."""
 
 
 class LanguageModel(lightning.LightningModule):
-    """A decoder with dropout, so that random numbers are drawn on the device, under the paper's recipe."""
+    """A decoder trained by the paper's recipe, with dropout so that the device draws random numbers too."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()
-        self.model, self.head = Decoder(V, WIDTH, dropout=0.1), head
+        self.model, self.head = TinyDecoder(V, WIDTH, dropout=0.1), head
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         logits: Tensor = self.model(tokens)
         return logits
 
     def training_step(self, text: Tensor, _: int) -> Tensor:
-        """Loss of a batch."""
+        """Return the loss of a batch."""
         return loss_of(self, text)
 
     def validation_step(self, text: Tensor, _: int) -> None:
@@ -59,23 +60,22 @@ class LanguageModel(lightning.LightningModule):
         return pretraining_optimizer(self, self.head)
 
 
-class Kept:
-    """A sink that keeps its records."""
+class RecordList:
+    """A sink that collects records in a list."""
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
 
     def write(self, record: StepRecord) -> None:
-        """Keep it."""
+        """Append the record."""
         self.records.append(record)
 
 
-def checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
-    """Yield both heads in full and in mixed precision."""
-    heads: tuple[Head, ...] = ("adamw", "rownorm")
+def checks(device: torch.device, sizes: CheckSizes) -> Iterator[Check]:
+    """Yield checks with both heads, in full and in mixed precision."""
     precisions: tuple[Precision, ...] = ("32-true", "bf16-mixed")
     for precision in precisions:
-        for head in heads:
+        for head in HEADS:
             run = partial(train, head, precision, device, sizes.updates)
             case = f"{sizes.updates} updates, {head} head, {precision}"
             yield Check("non-interference", case, partial(_check, run, precision, device))
@@ -84,15 +84,15 @@ def checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
 def _check(run: Run, precision: Precision, device: torch.device) -> Outcome:
     if precision == "bf16-mixed" and not _has_bf16(device):
         return Outcome("skipped", "no bf16 autocast on this device")
-    outcome = unchanged(run)
+    outcome = compare_runs(run)
     if outcome is None:
         with _deterministic():
-            outcome = unchanged(run, "with deterministic algorithms, ")
+            outcome = compare_runs(run, "with deterministic algorithms, ")
     return outcome or Outcome("skipped", "training itself is not reproducible on this device: two runs differ")
 
 
-def unchanged(run: Run, how: str = "") -> Outcome | None:
-    """Compare a monitored run with one before and one after it; None where those two differ."""
+def compare_runs(run: Run, prefix: str = "") -> Outcome | None:
+    """Compare a monitored run with one before and one after it. Return None if those two differ."""
     before, (watched, records), after = run(False)[0], run(True), run(False)[0]
     if differing(before, after):
         return None
@@ -100,16 +100,16 @@ def unchanged(run: Run, how: str = "") -> Outcome | None:
     if changed and differing(before, run(False)[0]):
         return None  # two runs had been equal by chance
     exact, panels = (sum(getattr(r, name) is not None for r in records) for name in ("diameter", "perturbation_rms"))
-    return judged(
+    return outcome_of(
         not changed and bool(exact and panels),
-        f"{how}{', '.join(changed)}: DIFFERENT"
+        f"{prefix}{', '.join(changed)}: DIFFERENT"
         if changed
-        else f"{how}{', '.join(before)}: equal to the bit; {exact} diameters, {panels} panels",
+        else f"{prefix}{', '.join(before)}: equal to the bit; {exact} diameters, {panels} panels",
     )
 
 
 def differing(a: State, b: State) -> list[str]:
-    """Names of what differs in a bit."""
+    """Return the names of the parts that differ in a bit."""
     return [name for name in a if len(a[name]) != len(b[name]) or not all(map(_same_bits, a[name], b[name]))]
 
 
@@ -118,8 +118,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return same and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
-def monitor(sink: Kept) -> HilbertMonitor:
-    """Return a monitor that measures often, and raises what fails."""
+def monitor(sink: RecordList) -> HilbertMonitor:
+    """Return a monitor that measures often and raises errors."""
     return HilbertMonitor(panel_size=PANEL, diameter_every=2, perturbation_every=3, sinks=[sink], strict=True)
 
 
@@ -127,13 +127,13 @@ def train(
     head: Head, precision: Precision, device: torch.device, updates: int, watched: bool
 ) -> tuple[State, list[StepRecord]]:
     """Train a decoder under a real Trainer, from the same start every time."""
-    kept = Kept()
-    trainer = _trainer(precision, device, updates, [monitor(kept)] if watched else [])
-    model, text = LanguageModel(head), some_text(V, 64, 17)
-    with random_state_kept(seed=1):
+    sink = RecordList()
+    trainer = _trainer(precision, device, updates, [monitor(sink)] if watched else [])
+    model, text = LanguageModel(head), synthetic_text(V, 64, 17)
+    with preserve_random_state(seed=1):
         torch.manual_seed(1)  # on the device too
         trainer.fit(model, _loader(text, shuffle=True), _loader(text[:8]))
-        return _left(model, trainer.optimizers[0], device), kept.records
+        return _state(model, trainer.optimizers[0], device), sink.records
 
 
 def _loader(text: Tensor, *, shuffle: bool = False) -> DataLoader[Tensor]:
@@ -152,7 +152,7 @@ def _trainer(precision: Precision, device: torch.device, updates: int, callbacks
         gradient_clip_val=1.0,
         val_check_interval=4,
         callbacks=callbacks,
-        plugins=[LightningEnvironment()],  # whatever cluster the doctor is called on
+        plugins=[LightningEnvironment()],  # also where the doctor runs on a cluster
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -160,7 +160,7 @@ def _trainer(precision: Precision, device: torch.device, updates: int, callbacks
     )
 
 
-def _left(model: LanguageModel, optimizer: torch.optim.Optimizer, device: torch.device) -> State:
+def _state(model: LanguageModel, optimizer: torch.optim.Optimizer, device: torch.device) -> State:
     moments = [v for state in optimizer.state_dict()["state"].values() for v in state.values()]
     state = {
         "weights": list(model.state_dict().values()),
@@ -182,7 +182,7 @@ def _has_bf16(device: torch.device) -> bool:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Ask torch for algorithms that give the same bits every time, where it has them."""
+    """Ask torch for algorithms that give the same bits every time, where it has some."""
     on, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -1,4 +1,4 @@
-"""Run a function in processes that talk to each other; one that hangs is ended, and so are the others."""
+"""Runs a function in several processes of torch.distributed, and ends all of them if one fails or hangs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from .finding import described
+from .finding import describe
 
 
 def in_ranks(work: Callable[..., Any], *args: Any, world: int, backend: str, patience: float) -> list[Any]:
     """Call ``work(rank, world, *args)`` in new processes; return their results in the order of the ranks.
 
     Args:
-        work: a function of a module, so that a new process finds it.
-        args: the rest of its arguments.
+        work: a function at the top of a module, so that a new process can import it.
+        args: its further arguments.
         world: number of processes.
-        backend: of torch.distributed. With nccl each process has the GPU of its rank.
-        patience: seconds until all of them must have ended.
+        backend: backend of torch.distributed. With nccl each process uses the GPU of its rank.
+        patience: seconds within which all must end.
 
     Raises:
-        TimeoutError: if they have not. All are killed.
-        RuntimeError: if one fails, with what it raised. The others are killed.
+        TimeoutError: if they do not end in time. All are killed.
+        RuntimeError: if one fails; the message has its error. The others are killed.
     """
     start = mp.get_context("spawn")
     with TemporaryDirectory() as name:
@@ -57,10 +57,10 @@ def in_ranks(work: Callable[..., Any], *args: Any, world: int, backend: str, pat
 def _wait(children: Sequence[Any], folder: Path, patience: float) -> None:
     deadline = time.monotonic() + patience
     while True:
-        codes = [child.exitcode for child in children]  # looked at once: one that ends meanwhile is for the next turn
+        codes = [child.exitcode for child in children]  # read once: a child that ends meanwhile is for the next turn
         for rank, code in enumerate(codes):
             if code:
-                raise RuntimeError(f"rank {rank}: {_last_words(folder, rank, code)}")
+                raise RuntimeError(f"rank {rank}: {_last_line(folder, rank, code)}")
         running = [child for child, code in zip(children, codes, strict=True) if code is None]
         left = deadline - time.monotonic()
         if not running:
@@ -70,7 +70,7 @@ def _wait(children: Sequence[Any], folder: Path, patience: float) -> None:
         wait([child.sentinel for child in running], timeout=left)
 
 
-def _last_words(folder: Path, rank: int, code: int) -> str:
+def _last_line(folder: Path, rank: int, code: int) -> str:
     for suffix in ("error", "output"):
         path = folder / f"{rank}.{suffix}"
         lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
@@ -97,13 +97,13 @@ def _child(
         )
         torch.save(work(rank, world, *args), f"{folder}/{rank}.pt")
     except Exception as error:
-        Path(f"{folder}/{rank}.error").write_text(described(error))
-        os._exit(1)  # at once: to part from the others in order would be to wait for them
+        Path(f"{folder}/{rank}.error").write_text(describe(error))
+        os._exit(1)  # at once: an orderly exit would wait for the other ranks
     dist.destroy_process_group()
 
 
 def _end_with_parent() -> None:
-    """Leave no process behind where the doctor itself is ended."""
+    """End this process when the doctor ends, so that none is left behind."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -111,7 +111,7 @@ def _end_with_parent() -> None:
 
 
 def _redirect(path: str) -> None:
-    """Send what the process prints, and what libraries print past Python, to a file."""
+    """Send all output to a file, also that of libraries which do not print through Python."""
     out = os.open(path, os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(out, stream)

@@ -1,8 +1,7 @@
-"""The checks in their order, run behind a progress bar; the table, the last sentence, and the JSON."""
+"""Runs all checks in their order, and prints and writes the findings."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,31 +9,29 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hilbert_monitor.bench.measure import machine
+from hilbert_monitor.bench.output import progress_bar, show_machine, write_document
 
 from . import ddp, exactness, increment, interference, overhead
-from .device import Sizes, device_name
+from .device import CheckSizes, device_name
 from .finding import CLAIMS, Check, Finding, examine
 
 ROOMS = (exactness, increment, interference, ddp, overhead)
 COLOURS = {"ok": "green", "FAILED": "bold red", "skipped": "yellow"}
 
 
-def all_checks(device: torch.device, sizes: Sizes) -> list[Check]:
+def all_checks(device: torch.device, sizes: CheckSizes) -> list[Check]:
     """Return every check of every claim."""
-    if device.type == "cuda":  # read when CUDA starts: without it cuBLAS may not give the same bits twice
+    if device.type == "cuda":  # CUDA reads it at its start: without it cuBLAS may not give the same bits twice
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return [check for room in ROOMS for check in room.checks(device, sizes)]
 
 
 def run(checks: Sequence[Check], console: Console) -> list[Finding]:
-    """Run the checks behind a progress bar; none of them ends the others."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    """Run the checks behind a progress bar; if one fails, the others still run."""
     findings = []
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("", total=len(checks))
         for check in checks:
             progress.update(task, description=escape(f"{check.claim}: {check.case}"))
@@ -44,13 +41,13 @@ def run(checks: Sequence[Check], console: Console) -> list[Finding]:
 
 
 def failed(findings: Iterable[Finding]) -> list[str]:
-    """Return the claims that do not hold."""
+    """Return the claims that failed."""
     return list(dict.fromkeys(f.claim for f in findings if f.verdict == "FAILED"))
 
 
 def show(findings: Sequence[Finding], device: torch.device, console: Console) -> None:
-    """Print the machine, the findings by claim, and what they come to."""
-    console.print(" | ".join(f"{name} {value}" for name, value in machine().items()), style="dim")
+    """Print the machine, the findings by claim, and a conclusion."""
+    show_machine(console)
     table = Table(title=f"Checked on {device_name(device)}", title_justify="left", show_lines=False)
     table.add_column("claim", ratio=2)
     table.add_column("measured", ratio=3)
@@ -60,14 +57,14 @@ def show(findings: Sequence[Finding], device: torch.device, console: Console) ->
         table.add_section()
         table.add_row(f"[bold]{claim}[/]\n[dim]{CLAIMS.get(claim, '')}")
         for f in (f for f in findings if f.claim == claim):
-            verdict = f"[{COLOURS[f.verdict]}]{f.verdict}"
-            table.add_row(escape(f.case), escape(f.measured), verdict, f"{f.seconds:.1f}")
+            colour = COLOURS[f.verdict]
+            table.add_row(escape(f.case), escape(f.measured), f"[{colour}]{f.verdict}", f"{f.seconds:.1f}")
     console.print(table)
     console.print(escape(conclusion(findings, device)))
 
 
 def conclusion(findings: Sequence[Finding], device: torch.device) -> str:
-    """Return the one sentence that a reader in a hurry reads."""
+    """Return the findings in one sentence."""
     wrong = failed(findings)
     if wrong:
         claims = "1 claim" if len(wrong) == 1 else f"{len(wrong)} claims"
@@ -78,10 +75,9 @@ def conclusion(findings: Sequence[Finding], device: torch.device) -> str:
 
 def write_json(findings: Sequence[Finding], device: torch.device, path: Path) -> None:
     """Write the machine, the device and the findings as one JSON document."""
-    document = {
-        "machine": machine(),
-        "device": {"name": device_name(device), "type": str(device), "gpus": torch.cuda.device_count()},
-        "failed": failed(findings),
-        "findings": [f.as_dict() for f in findings],
-    }
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    write_document(
+        path,
+        device={"name": device_name(device), "type": str(device), "gpus": torch.cuda.device_count()},
+        failed=failed(findings),
+        findings=[f.as_dict() for f in findings],
+    )

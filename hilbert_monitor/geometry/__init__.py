@@ -4,8 +4,10 @@ Every function takes fp64, fp32, bf16 or fp16 on any device, computes in fp32 or
 set for its matrix products, builds no graph, and leaves its input as it was.
 """
 
+from .arithmetic import compute_dtype, full_precision
 from .backward import BackwardBound, backward_bound, fixed_cotangent_bound, uniform_backward_bound
 from .diameter import DiameterBracket, RowDiameter, row_diameter, row_diameter_bracket
+from .efficiency import Interval, gauge_waste, spectral_norm, step_efficiency
 from .oracle import OracleSolution, diameter_oracle, first_order_decrease, jung_ratio
 from .perturbation import HilbertPerturbation, hilbert_perturbation
 from .rows import center_rows, projected_row_norm, row_norm
@@ -16,16 +18,20 @@ __all__ = [
     "BackwardBound",
     "DiameterBracket",
     "HilbertPerturbation",
+    "Interval",
     "OracleSolution",
     "RowDiameter",
     "TensionBracket",
     "TensionFlow",
     "backward_bound",
     "center_rows",
+    "compute_dtype",
     "cross_entropy_change_bound",
     "diameter_oracle",
     "first_order_decrease",
     "fixed_cotangent_bound",
+    "full_precision",
+    "gauge_waste",
     "hilbert_distance",
     "hilbert_perturbation",
     "jung_ratio",
@@ -33,6 +39,8 @@ __all__ = [
     "row_diameter",
     "row_diameter_bracket",
     "row_norm",
+    "spectral_norm",
+    "step_efficiency",
     "tension_bracket",
     "tv_bound",
     "uniform_backward_bound",

@@ -1,8 +1,13 @@
-"""How every function of this package computes: in full precision, without a graph, in bounded memory."""
+"""Arithmetic that all functions of `hilbert_monitor.geometry` share: precision, checks of inputs, chunks of rows.
+
+Two names are for other packages too, and `hilbert_monitor.geometry` exports them: `compute_dtype`, the precision that
+results have, and `full_precision`, a decorator for a function that must compute in it. The rest is for this package.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
@@ -19,7 +24,7 @@ MAX_BYTES = 256 * 2**20
 
 @contextmanager
 def _ieee_matmul() -> Iterator[None]:
-    """Matrix products in true fp32, whatever the process has chosen for its training."""
+    """Run fp32 matrix products in true fp32, whatever precision the process has set for its training."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     reduced = [(b, b.fp32_precision) for b in backends if b.fp32_precision not in ("none", "ieee")]
     inherited = torch.backends.fp32_precision  # type: ignore[attr-defined]  # what a backend without its own reads as
@@ -33,7 +38,10 @@ def _ieee_matmul() -> Iterator[None]:
 
 
 def full_precision(function: Callable[P, T]) -> Callable[P, T]:
-    """Run `function` without a graph, outside autocast, and with no TF32 or bf16 inside its fp32 products."""
+    """Make a function compute in full precision: no graph, no autocast, no TF32 or bf16 inside fp32 matrix products.
+
+    The device whose autocast is switched off is that of the first tensor among the arguments.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -51,7 +59,7 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def check_real(name: str, A: Tensor) -> None:
-    """Refuse what is not a dense real floating-point tensor."""
+    """Raise TypeError unless A is a dense real floating-point tensor."""
     if not isinstance(A, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(A).__name__}: convert it with torch.as_tensor")
     if A.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -61,21 +69,21 @@ def check_real(name: str, A: Tensor) -> None:
 
 
 def check_vectors(name: str, x: Tensor) -> None:
-    """Refuse what has no entries in its last dimension."""
+    """Raise unless x is a real tensor with entries in its last dimension."""
     check_real(name, x)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{name} must have at least one entry in its last dimension, got shape {tuple(x.shape)}")
 
 
 def check_nonnegative(name: str, x: float | Tensor) -> None:
-    """Refuse a negative number; a nan passes, and is for the result to show."""
+    """Raise ValueError for a negative number. A nan passes: the result will be nan too."""
     smallest = float(torch.as_tensor(x).amin()) if not isinstance(x, Tensor) or x.numel() else 0.0
     if smallest < 0:
         raise ValueError(f"{name} must be zero or positive, got {smallest:g}")
 
 
 def check_rows(name: str, A: Tensor) -> None:
-    """Refuse what is not a non-empty (V, d) matrix of token rows."""
+    """Raise unless A is a non-empty (V, d) matrix of token rows."""
     check_real(name, A)
     if A.ndim != 2:
         raise ValueError(f"{name} must be a (V, d) matrix with one row a token, got shape {tuple(A.shape)}")
@@ -84,7 +92,14 @@ def check_rows(name: str, A: Tensor) -> None:
 
 
 def chunk_length(row_bytes: int, max_bytes: int, *, share: int = 1, longest: int = 4096) -> int:
-    """Rows to take at a time so that they fit one part in `share` of `max_bytes`, and stay in a processor's cache."""
+    """Return how many rows to take at a time.
+
+    Args:
+        row_bytes: scratch that one row needs.
+        max_bytes: bound on scratch memory; ValueError if it is too small for one row.
+        share: the chunk may use one part in `share` of max_bytes.
+        longest: most rows in a chunk, so that it stays in a processor's cache.
+    """
     need = share * row_bytes
     if max_bytes < need:
         raise ValueError(f"max_bytes={max_bytes} is less than the {need} bytes this input needs: raise max_bytes")
@@ -92,9 +107,13 @@ def chunk_length(row_bytes: int, max_bytes: int, *, share: int = 1, longest: int
 
 
 def row_chunks(A: Tensor, dtype: torch.dtype, max_bytes: int, *, copies: int = 2) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows of `A` in `dtype`, a cache-sized chunk at a time, with where each chunk stands.
+    """Yield the rows of `A` in `dtype`, a cache-sized chunk at a time, each with its slice.
 
-    `copies` is how many chunks are held at once, this one and those the caller makes of it.
+    Args:
+        A: (V, d).
+        dtype: of the chunks.
+        max_bytes: bound on scratch memory.
+        copies: how many chunks are in memory at once, this one and those that the caller makes of it.
     """
     length = chunk_length(copies * A.shape[1] * dtype.itemsize, max_bytes)
     for start in range(0, A.shape[0], length):
@@ -102,8 +121,13 @@ def row_chunks(A: Tensor, dtype: torch.dtype, max_bytes: int, *, copies: int = 2
         yield at, A[at].to(dtype)
 
 
+def power_of_two_scale(x: float) -> float:
+    """Return a power of two that brings x near one when multiplied, as far as fp64 holds it."""
+    return 2.0 ** max(-1000, min(1000, -math.frexp(x)[1]))
+
+
 def row_mean(A: Tensor, max_bytes: int = MAX_BYTES) -> Tensor:
-    """Mean of the rows (d,), in fp32 or better, summed in fp64."""
+    """Return the mean of the rows (d,), in fp32 or better, summed in fp64."""
     total = torch.zeros(A.shape[1], dtype=torch.float64, device=A.device)
     for _, chunk in row_chunks(A, torch.float64, max_bytes):
         total += chunk.sum(0)

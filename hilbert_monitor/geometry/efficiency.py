@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arithmetic import check_real, compute_dtype
+from .arithmetic import check_real, compute_dtype, full_precision
 
 
 class Interval(NamedTuple):
@@ -38,7 +38,7 @@ def step_efficiency(decrease: float, *, diameter: Interval, tension: Interval) -
     return Interval(min(ends), max(ends))
 
 
-@torch.no_grad()
+@full_precision
 def gauge_waste(S: Tensor) -> float:
     """Return V |mean row|^2 / |S|^2, the share of S that is a common row shift; nan for S = 0. S: (V, d)."""
     check_real("S", S)
@@ -47,7 +47,7 @@ def gauge_waste(S: Tensor) -> float:
     return len(S) * float(shift) ** 2
 
 
-@torch.no_grad()
+@full_precision
 def spectral_norm(S: Tensor, *, vectors: int = 4, iterations: int = 16) -> float:
     """Return the largest singular value of S, from below, by power iteration on a few vectors.
 

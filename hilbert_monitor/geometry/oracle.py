@@ -1,8 +1,8 @@
-"""Steepest descent under the row diameter: how good the best step is, exactly, for a vocabulary of a few hundred.
+"""Steepest descent under the row diameter, solved exactly for a vocabulary of a few hundred tokens.
 
-Among all S with D(S) <= eta the largest first-order decrease -<G, S> is eta T(G), where the minimum total tension T(G)
-is the length sum |y_ij| of the shortest flow that balances G: sum_j y_ij = g_i. A potential, the step, proves T(G)
-from below, a flow from above. `tension.py` brackets T(G) where there are too many rows for this.
+Among all S with D(S) <= eta the largest first-order decrease -<G, S> is eta T(G). The minimum total tension T(G) is the
+length sum |y_ij| of the shortest flow that balances G: sum_j y_ij = g_i. The step itself proves T(G) from below, a
+balanced flow from above. `tension.py` brackets T(G) for any number of rows.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._gradient_rows import Centred, blocks
-from ._tension_program import Cables, Loads, solve
+from ._gradient_rows import CentredGradient, blocks
+from ._tension_program import EdgeFlow, GroupLoads, solve
 from .arithmetic import check_nonnegative, check_rows, full_precision
 
 _MOST_ROWS = 2048  # (V, V) tables in fp64
@@ -22,11 +22,11 @@ _TOLERANCE = 6e-7
 
 
 def jung_ratio(k: int) -> float:
-    """Least share sqrt((k + 1) / (2 k)) of the best first-order decrease that projected RowNorm attains.
+    """Return the share sqrt((k + 1) / (2 k)) of the best first-order decrease that projected RowNorm guarantees.
 
-    -eta/2 PRN(G) decreases the loss by eta/2 sum |g_i|, and by Jung's theorem no step of diameter eta does better than
-    eta sqrt(k / (2 (k + 1))) sum |g_i|, k the rank of G. The gradient whose rows are the vertices of a regular simplex,
-    with or without zero rows beside them, attains the ratio.
+    -eta/2 PRN(G) decreases the loss by eta/2 sum |g_i|. With k the rank of G, by Jung's theorem no step of diameter eta
+    decreases it by more than eta sqrt(k / (2 (k + 1))) sum |g_i|. A gradient whose rows are the vertices of a regular
+    simplex, with or without zero rows, attains the ratio.
 
     Args:
         k: rank of G, or any upper bound on it, such as min(d, V - 1).
@@ -38,7 +38,7 @@ def jung_ratio(k: int) -> float:
 
 @full_precision
 def first_order_decrease(G: Tensor, S: Tensor) -> float:
-    """Decrease -<G, S> of the linearised loss by the step S, summed in fp64.
+    """Return the decrease -<G, S> of the linearised loss by the step S, summed in fp64.
 
     Args:
         G: (V, d) gradient or moment. If its rows do not sum to zero, a common shift of the rows of S counts too.
@@ -58,23 +58,23 @@ class OracleSolution:
     S: Tensor
     """(V, d) fp64: centred, with D(S) <= eta."""
     i: Tensor
-    """(E,) where an edge of the flow starts; the edges that are not listed carry nothing."""
+    """(E,) row where an edge of the flow starts; pairs that are not listed carry nothing."""
     j: Tensor
-    """(E,) where it ends, j > i."""
+    """(E,) row where it ends, j > i."""
     flow: Tensor
     """(E, d) fp64: y_ij. Edges with a flow are tight: s_i - s_j = -eta y_ij / |y_ij|, to the accuracy of the gap."""
     value: float
-    """-<G, S>, which is eta T(G) but for the gap."""
+    """-<G, S>, which is eta T(G) to the accuracy of the gap."""
     lower: float
-    """A bound from below on eta T(G): `value` less its rounding."""
+    """Lower bound of eta T(G): `value` less its rounding."""
     upper: float
-    """A bound from above: eta times the flow's length, plus its rounding."""
+    """Upper bound of eta T(G): eta times the flow's length, plus its rounding."""
     shifted: bool
-    """Whether the rows of G did not sum to zero, so that P G stands in its place."""
+    """Whether the rows of G did not sum to zero, so that this is the solution for P G."""
 
     @property
     def gap(self) -> float:
-        """Return upper / lower, one for a perfect proof."""
+        """Return upper / lower, which is one for a perfect proof."""
         return self.upper / self.lower if self.lower > 0 else (1.0 if self.upper == 0 else math.inf)
 
 
@@ -91,7 +91,7 @@ def diameter_oracle(G: Tensor, eta: float = 1.0) -> OracleSolution:
     Returns:
         the step, the flow, and the interval that they prove for eta T(G).
     """
-    rows = Centred.of(G)
+    rows = CentredGradient.of(G)
     check_nonnegative("eta", eta)
     if not math.isfinite(eta):
         raise ValueError(f"eta must be finite, got {eta}")
@@ -99,34 +99,34 @@ def diameter_oracle(G: Tensor, eta: float = 1.0) -> OracleSolution:
     if V > _MOST_ROWS:
         raise ValueError(f"the oracle takes at most {_MOST_ROWS} rows, got {V}: bracket T(G) with tension_bracket")
     g = torch.cat([chunk for _, chunk in rows.chunks()])
-    pulled = (rows.norms > 0).nonzero().squeeze(1)
+    nonzero = (rows.norms > 0).nonzero().squeeze(1)
     none = torch.zeros(0, dtype=torch.long, device=G.device)
-    if len(pulled) < 2 or eta == 0:
+    if len(nonzero) < 2 or eta == 0:
         i, j, flow, S = none, none, g.new_zeros(0, d), torch.zeros_like(g)
-        if eta == 0 and len(pulled) > 1:
-            i, j, flow = _star(g, pulled)
-        return OracleSolution(S, i, j, rows.raw(flow), 0.0, 0.0, 0.0, rows.shifted)
-    weight = rows.norms[pulled]
-    found = solve(Loads(g[pulled], torch.zeros_like(weight), weight), tol=_TOLERANCE, deadline=math.inf)
-    assert found is not None
-    cables, points = found
-    i, j, flow = _balanced(g[pulled], cables)
+        if eta == 0 and len(nonzero) > 1:
+            i, j, flow = _star(g, nonzero)
+        return OracleSolution(S, i, j, rows.unscaled(flow), 0.0, 0.0, 0.0, rows.shifted)
+    weight = rows.norms[nonzero]
+    solution = solve(GroupLoads(g[nonzero], torch.zeros_like(weight), weight), tol=_TOLERANCE, deadline=math.inf)
+    assert solution is not None
+    edges, points = solution
+    i, j, flow = _balanced(g[nonzero], edges)
     S = torch.zeros_like(g)
-    S[pulled] = -points  # rows without a load are at the centre, which is within reach of all
+    S[nonzero] = -points  # a zero row goes to the centre, within eta of all others
     S[rows.norms == 0] = -points.mean(0)
     S -= S.mean(0)
     S *= eta / (float(torch.pdist(S).max()) * (1 + 2.0**-40))
-    value = rows.raw(-float((g * S).sum()))
+    value = rows.unscaled(-float((g * S).sum()))
     length = float(torch.linalg.vector_norm(flow, dim=1).sum()) * (1 + 2.0**-40)
-    lower = max(0.0, value - eta * rows.raw(rows.rounding))
-    upper = eta * rows.raw(length + rows.rounding)
-    return OracleSolution(S, pulled[i], pulled[j], rows.raw(flow), value, lower, upper, rows.shifted)
+    lower = max(0.0, value - eta * rows.unscaled(rows.rounding))
+    upper = eta * rows.unscaled(length + rows.rounding)
+    return OracleSolution(S, nonzero[i], nonzero[j], rows.unscaled(flow), value, lower, upper, rows.shifted)
 
 
-def _balanced(g: Tensor, cables: Cables) -> tuple[Tensor, Tensor, Tensor]:
-    """Edges and flows (E, d) of the cables, mended where they miss a load, along the cables where they connect."""
+def _balanced(g: Tensor, edges: EdgeFlow) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a flow that balances G: the solver's, with its remainder sent along the same edges where they connect."""
     K = len(g)
-    i, j, flow = cables.i, cables.j, cables.pulls()
+    i, j, flow = edges.i, edges.j, edges.vectors()
     rest = _rest(g, i, j, flow)
     graph = g.new_zeros(K, K)
     graph[i, j] = graph[j, i] = -1.0
@@ -134,18 +134,19 @@ def _balanced(g: Tensor, cables: Cables) -> tuple[Tensor, Tensor, Tensor]:
     height = torch.linalg.pinv(graph, hermitian=True) @ rest
     flow = flow + height[i] - height[j]
     rest = _rest(g, i, j, flow)
-    loose = (torch.linalg.vector_norm(rest, dim=1) > 2.0**-45 * torch.linalg.vector_norm(g, dim=1).sum()).nonzero()
-    if len(loose):  # parts that no cable connects
-        a, b, more = _star(rest, loose.squeeze(1))
+    unbalanced = (torch.linalg.vector_norm(rest, dim=1) > 2.0**-45 * torch.linalg.vector_norm(g, dim=1).sum()).nonzero()
+    if len(unbalanced):  # the edges do not connect all rows
+        a, b, more = _star(rest, unbalanced.squeeze(1))
         i, j, flow = torch.cat([i, a]), torch.cat([j, b]), torch.cat([flow, more])
     return i, j, flow
 
 
 def _rest(g: Tensor, i: Tensor, j: Tensor, flow: Tensor) -> Tensor:
+    """Return the part of the rows (V, d) that a flow leaves unbalanced."""
     return g.index_add(0, i, flow, alpha=-1).index_add_(0, j, flow)
 
 
 def _star(g: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Balance the loads of some rows through the first of them."""
+    """Return a flow that balances some rows through the first of them."""
     hub, others = rows[0].expand(len(rows) - 1), rows[1:]
     return hub, others, -g[others]

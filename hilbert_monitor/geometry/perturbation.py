@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._cloud import SAMPLE, Cloud, leading_directions
+from ._cloud import SAMPLE, PointCloud, column_extremes, leading_directions
 from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, nonfinite
 
 _RANK = 32
@@ -74,14 +74,14 @@ def hilbert_perturbation(S: Tensor, H: Tensor, *, max_bytes: int = MAX_BYTES) ->
         raise ValueError(f"S and H must have one width, got rows of {S.shape[1]} and states of {H.shape[1]}")
     if S.device != H.device:
         raise ValueError(f"S and H must be on one device, got {S.device} and {H.device}: move H with .to(S.device)")
-    low, high = S.amin(0), S.amax(0)
+    low, high = column_extremes(S)
     dtype = compute_dtype(S, H)
     largest_entry = torch.maximum(H.amax(1), -H.amin(1)).to(dtype)  # (N,), a nan where there is one
     bad_positions = ~largest_entry.isfinite()
     bad_row = bad_rows = products = 0
     panel = None
     if bool((low.isfinite() & high.isfinite()).all()):
-        panel = _Panel(Cloud.of(S, low, high, max_bytes, dtype), H, largest_entry)
+        panel = _Panel(PointCloud.in_range(S, low, high, max_bytes, dtype), H, largest_entry)
         panel.run()
         delta, products = panel.delta(), panel.products
     else:
@@ -108,7 +108,7 @@ def hilbert_perturbation(S: Tensor, H: Tensor, *, max_bytes: int = MAX_BYTES) ->
 class _Panel:
     """Running extremes of x_i.h_l over the rows, for every position."""
 
-    def __init__(self, cloud: Cloud, H: Tensor, largest_entry: Tensor) -> None:
+    def __init__(self, cloud: PointCloud, H: Tensor, largest_entry: Tensor) -> None:
         self.cloud = cloud
         self.H = H
         self.high = torch.full((len(H),), -torch.inf, dtype=cloud.dtype, device=H.device)
@@ -128,7 +128,7 @@ class _Panel:
 
     def delta(self) -> Tensor:
         """Return high - low in the units of S and H."""
-        delta = (self.high - self.low) / self.cloud.post / self.cloud.pre
+        delta = (self.high - self.low) / self.cloud.post_scale / self.cloud.pre_scale
         return delta if self.exponents is None else torch.ldexp(delta, self.exponents)
 
     def extreme_tokens(self, position: int) -> tuple[int, int]:

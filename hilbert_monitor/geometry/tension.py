@@ -1,24 +1,24 @@
 """A certified bracket of the minimum total tension T(G) for a vocabulary of any size.
 
-From below: a potential Phi with D(Phi) <= 1 gives <G, Phi> <= T(G). Tried are projected RowNorm stretched to its exact
-diameter, and the best body of constant width that is round about an axis (`_width.py`), whose axis is then turned
-uphill while there is time.
+From below: a potential Phi with D(Phi) <= 1 proves T(G) >= <G, Phi>. There are two candidates: projected RowNorm,
+scaled to diameter one; and the best constant-width body that is round about an axis (`_constant_width_body.py`). The
+axis is improved while there is time.
 
-From above: a balanced flow gives sum |y_ij| >= T(G). Rows are put into groups, heavy rows each alone and the rest by
-direction, and the program of `_cables.py` is solved for the groups. With alpha_i = |g_i| / W_A the share of row i in
-the weight W_A of its group A, and r_i = g_i - alpha_i g_A what it differs by, a flow Y among groups becomes one among
-rows:
+From above: a balanced flow proves T(G) <= sum |y_ij|. Rows are put into groups, heavy rows each alone and the rest by
+direction, and `_tension_program.py` solves the program for the groups. Row i has the share alpha_i = |g_i| / W_A of the
+weight W_A of its group A, and differs from its share of the load by r_i = g_i - alpha_i g_A. A flow Y among groups
+becomes a flow among rows:
 
     y_ij = alpha_i alpha_j Y_AB + tau_AB alpha_j r_i - tau_BA alpha_i r_j        i in A, j in B,
     y_ij = tau_AA (alpha_j r_i - alpha_i r_j)                                    i, j in A,
 
 with sum_B tau_AB = 1. It balances G because the alpha of a group sum to one and its r to zero. By Cauchy and Schwarz,
-with sum_i |r_i|^2 / alpha_i = W_A^2 - |g_A|^2 = s_A^2, the pairs between A and B are no longer than
-|(Y_AB, tau_AB s_A, tau_BA s_B)|, and those in A than tau_AA s_A / sqrt(2). So no pair of rows is ever looked at.
-More groups make a tighter bound; one group gives sum |g_i| / sqrt(2), nearly Jung's.
+with sum_i |r_i|^2 / alpha_i = W_A^2 - |g_A|^2 = s_A^2, the flow between the rows of A and B has a total length of at
+most |(Y_AB, tau_AB s_A, tau_BA s_B)|, and the flow inside A of at most tau_AA s_A / sqrt(2). So the bound needs no
+pair of rows. More groups make it tighter; one group gives sum |g_i| / sqrt(2), nearly Jung's bound.
 
-Tried and dropped: spreading the groups' points to rows and shrinking those that are too far apart, heaviest rows first,
-which ended below projected RowNorm on real increments.
+Tried and dropped: a potential from the groups' points, copied to their rows and moved together where rows are too far
+apart, heaviest rows first. It proved less than projected RowNorm on real increments.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from ._cloud import leading_directions
-from ._constant_width import best_profile
-from ._gradient_rows import Centred, blocks
-from ._tension_program import Loads, flow_length, solve
+from ._constant_width_body import best_body
+from ._gradient_rows import CentredGradient, blocks
+from ._tension_program import GroupLoads, flow_length, solve
 from .arithmetic import MAX_BYTES, compute_dtype, full_precision
 from .diameter import row_diameter, row_diameter_bracket
 from .oracle import jung_ratio
@@ -44,76 +44,80 @@ _ALONE = 0.75  # share of the groups that are one heavy row each, up to 128 grou
 _STALL = 2e-3
 _POWER_STEPS = 8
 _SAMPLE = 2048
-_BODY_ROUNDING = 1e-9  # of the diameter of a body's points in fp64; what their dtype rounds comes on top
+_BODY_ROUNDING = 1e-9  # of the diameter of a body's points in fp64; rounding to their dtype comes on top
 _UPPER_SHARE = 0.75  # of the time
 
 
 @dataclass(frozen=True, slots=True)
 class TensionFlow:
-    """A balanced flow among groups of rows; `tension.py` says how it spreads to the rows."""
+    """A balanced flow among groups of rows; the docstring of `tension.py` says how it becomes one among rows."""
 
     group: Tensor
     """(V,) group of each row; -1 for a row of P G that is zero."""
     points: Tensor
-    """(K, d) fp64: where the groups' cables end."""
+    """(K, d) fp64: the groups' points, between which the edges run."""
     i: Tensor
-    """(E,) group where a cable starts."""
+    """(E,) group where an edge starts."""
     j: Tensor
-    """(E,) group where it ends; i itself for a group's own rows."""
+    """(E,) group where it ends; i itself for flow among a group's own rows."""
     tension: Tensor
-    """(E,) fp64: cable AB carries tension * (point_A - point_B), and the share tension / (sum over A's cables) of what
-    A's rows differ by. What the cables miss of the groups' loads goes from all groups to all, as in `_cables.py`."""
+    """(E,) fp64: edge AB carries tension * (point_A - point_B), and tau_AB = tension / (sum over A's edges). The
+    remainder of the groups' loads flows between all pairs of groups, as `flow_length` describes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensionBracket:
-    """lower <= T(G) <= upper, with what proves either side."""
+    """Certified bounds lower <= T(G) <= upper, each with its certificate."""
 
     lower: float
     upper: float
     potential: Tensor
-    """(V, d) with D <= 1 but for the rounding of its dtype: <P G, potential> / D(potential) >= lower."""
+    """Certificate of `lower`: (V, d), with <P G, potential> / D(potential) >= lower. D is at most one, but for rounding
+    to its dtype."""
     flow: TensionFlow | None
-    """A balanced flow no longer than upper; None where upper is Jung's sum |g_i| sqrt(k / (2 (k + 1)))."""
+    """Certificate of `upper`: a balanced flow no longer than it; None where `upper` is Jung's bound
+    sum |g_i| sqrt(k / (2 (k + 1)))."""
     shifted: bool
-    """Whether the rows of G did not sum to zero, so that P G stands in its place."""
+    """Whether the rows of G did not sum to zero, so that the bounds are those of P G."""
     seconds: float
-    """How long it took."""
+    """Time spent."""
 
     @property
     def gap(self) -> float:
-        """Return upper / lower; one where both are zero."""
+        """Return upper / lower, or one if both are zero."""
         return self.upper / self.lower if self.lower > 0 else (1.0 if self.upper == 0 else math.inf)
 
 
 @full_precision
 def tension_bracket(G: Tensor, *, budget_seconds: float = 5.0, max_bytes: int = MAX_BYTES) -> TensionBracket:
-    """Bracket T(G), the largest first-order decrease of a step of diameter one.
+    """Bracket the minimum total tension T(G), the largest first-order decrease of a step of diameter one.
 
     Args:
         G: (V, d) gradient or moment, any real floating-point dtype, on any device. Its rows should sum to zero.
-        budget_seconds: time in which both sides go on improving. Zero does what takes a few passes over G.
+        budget_seconds: time in which both bounds improve. With zero it takes a few passes over G.
         max_bytes: bound on scratch memory beyond three matrices of G's size and the tables of at most 1,024 groups.
 
     Returns:
-        both bounds, sound in floating point, and a certificate of each.
+        both bounds, with slack for rounding, and a certificate of each.
     """
     began = time.monotonic()
     if not budget_seconds >= 0:
         raise ValueError(f"budget_seconds must be zero or positive, got {budget_seconds}")
-    rows = Centred.of(G, max_bytes)
+    rows = CentredGradient.of(G, max_bytes)
     if int((rows.norms > 0).sum()) < 2:
         zero = torch.zeros_like(G, dtype=compute_dtype(G))
         return TensionBracket(0.0, 0.0, zero, None, rows.shifted, time.monotonic() - began)
     unit = _unit_rows(rows)
     lower, potential = _potential(rows, unit, began + (1 - _UPPER_SHARE) * budget_seconds)
     upper, flow, points = _flow(rows, unit, began + budget_seconds)
-    if points is not None and (alone := _certified(rows, points, row_diameter(points).upper))[0] > lower:
-        lower, potential = alone
-    return TensionBracket(rows.raw(lower), rows.raw(upper), potential, flow, rows.shifted, time.monotonic() - began)
+    if points is not None and (candidate := _certified(rows, points, row_diameter(points).upper))[0] > lower:
+        lower, potential = candidate
+    return TensionBracket(
+        rows.unscaled(lower), rows.unscaled(upper), potential, flow, rows.shifted, time.monotonic() - began
+    )
 
 
-def _unit_rows(rows: Centred) -> Tensor:
+def _unit_rows(rows: CentredGradient) -> Tensor:
     """Directions of the rows (V, d), in fp32 or better."""
     unit = torch.empty_like(rows.G, dtype=compute_dtype(rows.G), memory_format=torch.contiguous_format)
     norms = rows.norms.where(rows.norms > 0, torch.inf)
@@ -125,36 +129,36 @@ def _unit_rows(rows: Centred) -> Tensor:
 # From below
 
 
-def _potential(rows: Centred, unit: Tensor, deadline: float) -> tuple[float, Tensor]:
-    """Return the largest certified lower bound, of the scaled rows, and its potential."""
+def _potential(rows: CentredGradient, unit: Tensor, deadline: float) -> tuple[float, Tensor]:
+    """Return the largest certified lower bound, in units of the scaled rows, and its potential."""
     if rows.G.shape[1] == 1:
-        return _stretched(rows, unit)
+        return _row_norm_potential(rows, unit)
     heavy = rows.norms.topk(min(_SAMPLE, len(unit))).indices
     sample = unit[heavy] * rows.norms[heavy].sqrt().to(unit.dtype)[:, None]
-    axis = _turned(unit, rows.norms, leading_directions(sample, 1)[:, 0], deadline)
-    found = _certified(rows, _round_body(unit, rows.norms, axis), 1 + _BODY_ROUNDING)
-    if rows.total / row_diameter_bracket(unit, max_bytes=rows.max_bytes).lower > found[0]:
-        found = max(found, _stretched(rows, unit), key=lambda each: each[0])
-    return found
+    axis = _improved_axis(unit, rows.norms, leading_directions(sample, 1)[:, 0], deadline)
+    best = _certified(rows, _body_points(unit, rows.norms, axis), 1 + _BODY_ROUNDING)
+    if rows.total / row_diameter_bracket(unit, max_bytes=rows.max_bytes).lower > best[0]:
+        best = max(best, _row_norm_potential(rows, unit), key=lambda candidate: candidate[0])
+    return best
 
 
-def _stretched(rows: Centred, unit: Tensor) -> tuple[float, Tensor]:
-    """Return the bound of projected RowNorm, stretched to diameter one."""
+def _row_norm_potential(rows: CentredGradient, unit: Tensor) -> tuple[float, Tensor]:
+    """Return the lower bound of projected RowNorm, scaled to diameter one, and its potential."""
     return _certified(rows, unit, row_diameter(unit, max_bytes=rows.max_bytes).upper)
 
 
-def _certified(rows: Centred, points: Tensor, diameter: float) -> tuple[float, Tensor]:
-    """Divide points by a bound on their diameter, and return <g, points> rounded down, and the points."""
+def _certified(rows: CentredGradient, points: Tensor, diameter: float) -> tuple[float, Tensor]:
+    """Divide points by a bound on their diameter; return <g, potential>, rounded down, and this potential."""
     eps = torch.finfo(rows.G.dtype if rows.G.dtype == torch.float64 else torch.float32).eps
     potential = torch.empty_like(points, dtype=compute_dtype(rows.G))
-    gained = size = 0.0
+    pairing = size = 0.0
     for at, chunk in rows.chunks():
         potential[at] = points[at] / diameter
-        kept = potential[at].double()
-        gained += float((chunk * kept).sum())
-        size = max(size, float(torch.linalg.vector_norm(kept, dim=1).max()))
+        part = potential[at].double()
+        pairing += float((chunk * part).sum())
+        size = max(size, float(torch.linalg.vector_norm(part, dim=1).max()))
     reach = 1 + 4 * eps * size  # the cast, the division and the next cast round every row
-    return max(0.0, (gained - rows.rounding * max(size, 1.0)) / reach * (1 - 2.0**-45)), potential
+    return max(0.0, (pairing - rows.rounding * max(size, 1.0)) / reach * (1 - 2.0**-45)), potential
 
 
 def _angles(unit: Tensor, axis: Tensor) -> Tensor:
@@ -166,8 +170,8 @@ def _angles(unit: Tensor, axis: Tensor) -> Tensor:
     return torch.atan2(across, along).double()
 
 
-def _turned(unit: Tensor, norms: Tensor, heavy_axis: Tensor, deadline: float) -> Tensor:
-    """Turn an axis uphill until that gains nothing, or until the deadline.
+def _improved_axis(unit: Tensor, norms: Tensor, heavy_axis: Tensor, deadline: float) -> Tensor:
+    """Return an axis whose best body proves more: gradient ascent on the sphere, until it stalls or the deadline.
 
     The start is the better of the leading direction of the heaviest rows and that of all of them.
     """
@@ -175,15 +179,15 @@ def _turned(unit: Tensor, norms: Tensor, heavy_axis: Tensor, deadline: float) ->
     for _ in range(_POWER_STEPS):
         axis = torch.nn.functional.normalize((weight * (unit @ axis)) @ unit, dim=0)
     starts = [(*_gain(unit, norms, start), start) for start in (heavy_axis, axis)]
-    gain, angle, slope, axis = max(starts, key=lambda found: found[0])
+    gain, angle, slope, axis = max(starts, key=lambda start: start[0])
     step = 0.2
     while step > 1e-3 and time.monotonic() < deadline:
-        way = -((slope * norms / angle.sin().clamp_min(1e-3)).to(unit.dtype) @ unit)
-        way -= (way @ axis) * axis
-        turned = torch.nn.functional.normalize(axis + step * torch.nn.functional.normalize(way, dim=0), dim=0)
-        new = _gain(unit, norms, turned)
+        uphill = -((slope * norms / angle.sin().clamp_min(1e-3)).to(unit.dtype) @ unit)
+        uphill -= (uphill @ axis) * axis
+        new_axis = torch.nn.functional.normalize(axis + step * torch.nn.functional.normalize(uphill, dim=0), dim=0)
+        new = _gain(unit, norms, new_axis)
         if new[0] > gain:
-            axis, step = turned, 1.5 * step
+            axis, step = new_axis, 1.5 * step
             gain, angle, slope = new
         else:
             step /= 3
@@ -191,21 +195,22 @@ def _turned(unit: Tensor, norms: Tensor, heavy_axis: Tensor, deadline: float) ->
 
 
 def _gain(unit: Tensor, norms: Tensor, axis: Tensor) -> tuple[float, Tensor, Tensor]:
-    """Return what the best body about an axis gains, with the rows' angles to it and the slopes of its support."""
+    """Return sum |g_i| h(u_i) of the best body about an axis, the rows' angles to it, and the slopes h' there."""
     angle = _angles(unit, axis)
-    h, slope = best_profile(angle, norms).support(angle)
+    h, slope = best_body(angle, norms).support(angle)
     return float((norms * h).sum()), angle, slope
 
 
-def _round_body(unit: Tensor, norms: Tensor, axis: Tensor) -> Tensor:
-    """Points (V, d) of the best body about the axis, farthest along the rows, to within the rounding of their dtype.
+def _body_points(unit: Tensor, norms: Tensor, axis: Tensor) -> Tensor:
+    """Return for each row the point of the best body about the axis that is farthest along it: (V, d).
 
-    Row and point are in one plane with the axis, and have their parts along and across it. In fp64, so that a point is
-    on the body, whatever became of its angle, and the diameter is one by construction: to measure it would take a
-    search of all pairs, because as many as there can be are at distance one.
+    A row and its point lie in one plane with the axis. The part of the point along the axis is h cos t - h' sin t, the
+    part across it h sin t + h' cos t. In fp64, so that the point is on the body even where the angle is inexact. The
+    diameter is then one by construction. To measure it would take an all-pairs search: opposite points of a
+    constant-width body are all at distance one.
     """
     angle = _angles(unit, axis)
-    h, slope = best_profile(angle, norms).support(angle)
+    h, slope = best_body(angle, norms).support(angle)
     axis = axis.double() / torch.linalg.vector_norm(axis.double())
     points = torch.empty_like(unit)
     for at in blocks(len(unit)):
@@ -215,22 +220,23 @@ def _round_body(unit: Tensor, norms: Tensor, axis: Tensor) -> Tensor:
         across /= torch.linalg.vector_norm(across, dim=1, keepdim=True).clamp_min(2.0**-40)
         out = torch.outer(h[at] * t.cos() - slope[at] * t.sin(), axis)
         points[at] = out.addcmul_((h[at] * t.sin() + slope[at] * t.cos())[:, None], across)
-    points[norms == 0] = 0  # the pole's own direction: inside
+    points[norms == 0] = 0  # inside the body
     return points
 
 
 # From above
 
 
-def _flow(rows: Centred, unit: Tensor, deadline: float) -> tuple[float, TensionFlow | None, Tensor | None]:
-    """Return the smallest certified upper bound, of the scaled rows, and its flow.
+def _flow(rows: CentredGradient, unit: Tensor, deadline: float) -> tuple[float, TensionFlow | None, Tensor | None]:
+    """Return the smallest certified upper bound, in units of the scaled rows, and its flow.
 
-    Where all rows are alone, which makes the program exact, their points come too: they are a potential.
+    Where every row is its own group the program is exact. Then its points (V, d) are returned too: they are a
+    potential.
     """
     V, d = unit.shape
-    pulled = rows.norms > 0
-    count = int(pulled.sum())
-    best, flow, points = _up(rows, rows.total / (2 * jung_ratio(min(d, V - 1))), 0), None, None
+    nonzero = rows.norms > 0
+    count = int(nonzero.sum())
+    best, flow, points = _rounded_up(rows, rows.total / (2 * jung_ratio(min(d, V - 1))), 0), None, None
     for number in _stages(count):
         first = number <= _GROUPS[0]
         if not first and time.monotonic() > deadline:
@@ -238,37 +244,38 @@ def _flow(rows: Centred, unit: Tensor, deadline: float) -> tuple[float, TensionF
         group = _groups(unit, rows.norms, number)
         loads = _loads(rows, group)
         stall = _STALL if number < count else 0.0
-        found = solve(loads, tol=_STALL, stall=stall, deadline=math.inf if first else deadline)
-        if not found:
+        solution = solve(loads, tol=_STALL, stall=stall, deadline=math.inf if first else deadline)
+        if not solution:
             break
-        cables, widest = found
+        edges, group_points = solution
         if number == count:
-            points = widest.mean(0).expand(V, d).clone()  # a row of zero is as good anywhere in reach of all
-            points[pulled] = widest[group[pulled]]
-        length = _up(rows, flow_length(loads, cables), len(cables.i))
+            points = group_points.mean(0).expand(V, d).clone()  # a zero row may be anywhere within one of all others
+            points[nonzero] = group_points[group[nonzero]]
+        length = _rounded_up(rows, flow_length(loads, edges), len(edges.i))
         if length < best:
-            best, flow = length, TensionFlow(group, cables.point, cables.i, cables.j, rows.raw(cables.tension))
+            best, flow = length, TensionFlow(group, edges.point, edges.i, edges.j, rows.unscaled(edges.tension))
     return best, flow, points
 
 
 def _stages(rows: int) -> Iterator[int]:
+    """Yield numbers of groups to try in turn, up to one for each row."""
     for number in _GROUPS:
         yield min(number, rows)
         if number >= rows:
             return
 
 
-def _up(rows: Centred, length: float, cables: int) -> float:
-    """Round a length up by what fp64 can have lost in it."""
-    return length * (1 + (cables + 64) * 2.0**-50) + rows.rounding
+def _rounded_up(rows: CentredGradient, length: float, edges: int) -> float:
+    """Round a length up by what fp64 may have lost in its sums."""
+    return length * (1 + (edges + 64) * 2.0**-50) + rows.rounding
 
 
 def _groups(unit: Tensor, norms: Tensor, number: int) -> Tensor:
-    """Group (V,) of each row: the heaviest rows alone, the others by direction; -1 for a row of zero."""
-    pulled = int((norms > 0).sum())
-    order = norms.argsort(descending=True, stable=True)[:pulled]
+    """Return the group (V,) of each row: the heaviest rows alone, the others by direction; -1 for a zero row."""
+    nonzero = int((norms > 0).sum())
+    order = norms.argsort(descending=True, stable=True)[:nonzero]
     group = order.new_full((len(norms),), -1)
-    alone = pulled if number >= pulled else int(number * (_ALONE if number <= 128 else 0.5))
+    alone = nonzero if number >= nonzero else int(number * (_ALONE if number <= 128 else 0.5))
     group[order[:alone]] = torch.arange(alone, device=unit.device)
     rest = order[alone:]
     if len(rest):
@@ -286,8 +293,8 @@ def _groups(unit: Tensor, norms: Tensor, number: int) -> Tensor:
     return group
 
 
-def _loads(rows: Centred, group: Tensor) -> Loads:
-    """Sum the rows of each group."""
+def _loads(rows: CentredGradient, group: Tensor) -> GroupLoads:
+    """Return load, spread and weight of each group."""
     K = int(group.max()) + 1
     load = torch.zeros(K, rows.G.shape[1], dtype=torch.float64, device=group.device)
     for at, chunk in rows.chunks():
@@ -296,7 +303,7 @@ def _loads(rows: Centred, group: Tensor) -> Loads:
     inside = group >= 0
     weight = load.new_zeros(K).index_add_(0, group[inside], rows.norms[inside])
     members = torch.bincount(group[inside], minlength=K)
-    lost = (members + rows.G.shape[1]) * 2.0**-50  # where rows are nearly parallel the difference is all rounding
+    lost = (members + rows.G.shape[1]) * 2.0**-50  # for nearly parallel rows the difference is all rounding
     spread = (weight.square() * (1 + lost) - load.square().sum(1)).clamp_min_(0).sqrt_()
     spread[members == 1] = 0
-    return Loads(load, spread, weight)
+    return GroupLoads(load, spread, weight)

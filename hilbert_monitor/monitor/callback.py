@@ -1,37 +1,41 @@
-"""HilbertMonitor: Lightning's hooks, wired to a probe. Nothing is measured here."""
+"""HilbertMonitor: Lightning's hooks, wired to a session. Nothing is measured here."""
 
 from __future__ import annotations
 
 import os
-import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import lightning
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from hilbert_monitor import __version__
-from hilbert_monitor.runs.alerts import Judge, Rules
+from hilbert_monitor.runs.alerts import Rules
 from hilbert_monitor.runs.metrics import values
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
-from .guard import Guard, tell
+from .batches import Batch, token_ids
+from .exporter import Prometheus
+from .hidden import AutocastFactory
 from .increment import Decay
-from .outputs import Outputs, Scraping
-from .panel import Batch, Panel, positions_of, token_ids, with_tensors
-from .probe import Probe, find_head_module
 from .ranks import Ranks
-from .responses import Responses
+from .session import MonitorOptions, MonitorSession
+
+VALIDATION_LOSSES = ("val_loss", "validation_loss", "val/loss", "valid_loss")
+"""Names under which a validation loss is usually logged."""
+MOVED = ("prometheus_address", "prometheus_tls", "prometheus_registry", "prometheus_stalled_after", "prometheus_linger")
+"""Arguments that an earlier version had, now of `Prometheus`."""
 
 
 class HilbertMonitor(Callback):
     """Measures the step geometry of a language model's head while it trains, and changes nothing.
 
-    ``Trainer(callbacks=[HilbertMonitor()])``
+    Example:
+        ``Trainer(callbacks=[HilbertMonitor()])`` writes a run log and feeds the trainer's loggers. With metrics for
+        Prometheus, and training stopped by a blow-up:
+        ``HilbertMonitor(prometheus=Prometheus(port=9464, address="0.0.0.0"), on_blowup=["warn", "stop"])``
 
     Args:
         head: the LM head or its name; by default it is looked for.
@@ -52,18 +56,12 @@ class HilbertMonitor(Callback):
         efficiency: also measure, where the panel is, how much of what its diameter allows a step turns into descent: a
             second or two each time.
         rules: what counts as a blow-up.
-        on_blowup: what to do about one, besides logging it. Any of "warn", "checkpoint" (save one beside the run log),
+        on_blowup: how to respond to one, besides logging it. Any of "warn", "checkpoint" (save one beside the run log),
             "stop" (end training after this step, on all ranks), the address of a webhook, and a function of the alert,
             or its full name.
         sinks: where records go besides the trainer's loggers. Each has a thread of its own.
-        prometheus_port: serve the run's metrics at /metrics of this port, from rank zero; the next free one if it is
-            taken, 0 for any.
-        prometheus_address: to listen at; "0.0.0.0" for a Prometheus on another machine.
-        prometheus_tls: files of a certificate and its key, for https.
-        prometheus_registry: register the metrics there; without a port, that is all.
-        prometheus_stalled_after: seconds without a step or validation after which the run counts as stalled, unless
-            twenty of its steps take longer.
-        prometheus_linger: seconds that the metrics stay, at most, after the end, for a Prometheus that has been there.
+        prometheus_port: short for ``prometheus=Prometheus(port=...)``.
+        prometheus: how the run's metrics are exported, see `Prometheus`; by default they are not.
         progress_bar: show the diameter in the progress bar.
         strict: raise what fails, in place of counting it and warning once.
     """
@@ -90,318 +88,229 @@ class HilbertMonitor(Callback):
         on_blowup: str | list[Any] | Callable[[Alert], Any] = "warn",
         sinks: Iterable[Any] = (),
         prometheus_port: int | None = None,
-        prometheus_address: str = "127.0.0.1",
-        prometheus_tls: tuple[str, str] | None = None,
-        prometheus_registry: Any = None,
-        prometheus_stalled_after: float = 300.0,
-        prometheus_linger: float = 30.0,
+        prometheus: Prometheus | None = None,
         progress_bar: bool = True,
         strict: bool = False,
+        **moved: Any,
     ) -> None:
+        _refuse(moved)
         super().__init__()
-        self.head, self.panel_size, self.panel = head, panel_size, panel
-        self.diameter_every, self.perturbation_every, self.bracket = diameter_every, perturbation_every, bracket
-        self.hidden, self.decay, self.decode = hidden, decay, decode
-        self.vocab_size, self.logit_scale = vocab_size, logit_scale
-        self.sinks, self.progress_bar = tuple(sinks), progress_bar
-        self.run_dir, self.run_name, self.config, self.rules = run_dir, run_name, config, rules
-        self.on_blowup, self.efficiency = on_blowup, efficiency
-        self.prometheus_port, self.prometheus_address = prometheus_port, prometheus_address
-        self.prometheus_tls, self.prometheus_registry = prometheus_tls, prometheus_registry
-        self.prometheus_stalled_after, self.prometheus_linger = prometheus_stalled_after, prometheus_linger
-        self.guard = Guard(strict=strict)
-        self.probe: Probe | None = None
-        self.outputs: Outputs | None = None
-        """Where the run is written, on rank zero while it trains."""
-        self._responses: Responses | None = None
-        self._described = (0, False)  # remarks, and whether there is a panel, that the log knows of
-        self._resumed: dict[str, Any] = {}
-        self._tokens = self._updates = 0
-        self._loss: Tensor | None = None
-        self._validation_loss: float | None = None
-        self._panel: Panel | None = None
-        self._kept: list[Any] | None = None
-
-    # Lightning's hooks
+        self.progress_bar = progress_bar
+        self.options = MonitorOptions(
+            head=head,
+            panel_size=panel_size,
+            diameter_every=diameter_every,
+            perturbation_every=perturbation_every,
+            bracket=bracket,
+            panel=panel,
+            hidden=hidden,
+            decay=decay,
+            vocab_size=vocab_size,
+            logit_scale=logit_scale,
+            decode=decode,
+            run_dir=run_dir,
+            run_name=run_name,
+            config=config,
+            efficiency=efficiency,
+            rules=rules,
+            on_blowup=on_blowup,
+            sinks=tuple(sinks),
+            prometheus=_prometheus(prometheus_port, prometheus),
+            strict=strict,
+        )
+        self.session = MonitorSession(self.options)
+        """What watches the run; its `probe` measures, its `guard` counts what failed."""
+        self._updates = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
-        started = False
-        with self.guard("start"):
-            self._start(trainer, pl_module)
-            started = True
-        if not Ranks.of(pl_module.device, trainer.world_size).unanimous(started):
-            self._close()
-            self.probe = None
+        self._updates = trainer.global_step
+        self.session.start(LightningLoop(trainer, pl_module, progress_bar=self.progress_bar))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Make the record of the step, if this batch ended with one, and hand it on."""
-        if self.probe is not None:
-            with self.guard("batch"):
-                self._note(trainer, pl_module, outputs, batch)
-            with self.guard("record"):
-                self._record(trainer, pl_module)
+        session = self.session
+        if session.probe is not None:
+            with session.guard("batch"):
+                self._add_batch(trainer, pl_module, outputs, batch)
+            with session.guard("record"):
+                session.record()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the panel, or begin to keep what the validation delivers."""
-        if trainer.state.fn == "fit" and self._panel is None and self.perturbation_every:
-            with self.guard("panel"):
-                self._take_panel(trainer)
-                self._kept = [] if self._panel is None else None
+        """Take the panel, or begin to collect what the validation delivers."""
+        panels = self.session.panels
+        if trainer.state.fn == "fit" and panels.panel is None and self.options.perturbation_every:
+            with self.session.guard("panel"):
+                panels.take(trainer.val_dataloaders, validates=trainer.enable_validation)
+                panels.collect()
+                self.session.update_panel()
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Keep what the first validation delivers, where the data are a stream or the rule is the paper's."""
-        if self.outputs is not None:
-            self.outputs.alive()
-        if self._kept is not None and dataloader_idx == 0:
-            with self.guard("panel"):
-                if self._still_missing(trainer) > 0:
-                    self._kept.append(with_tensors(batch, lambda x: x.detach().cpu().clone()))
+        """Collect what the first validation delivers, where the data are a stream or the rule is the paper's."""
+        self.session.alive()
+        if dataloader_idx == 0:
+            with self.session.guard("panel"):
+                self.session.panels.offer(batch, world=trainer.world_size)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the validation loss, under whichever usual name it has."""
-        if self._kept:
-            with self.guard("panel"):
-                self._take_kept(trainer)
-        with self.guard("validation loss"):
-            names = ("val_loss", "validation_loss", "val/loss", "valid_loss")
-            found = next((trainer.callback_metrics[n] for n in names if n in trainer.callback_metrics), None)
-            if not trainer.sanity_checking and found is not None:
-                self._validated(trainer, float(found))
+        """Make the panel of what was collected, and note the validation loss."""
+        with self.session.guard("panel"):
+            rank, world = trainer.global_rank, trainer.world_size
+            self.session.panels.finish(rank=rank, world=world, more_to_come=trainer.sanity_checking)
+            self.session.update_panel()
+        with self.session.guard("validation loss"):
+            metrics = trainer.callback_metrics
+            loss = next((metrics[name] for name in VALIDATION_LOSSES if name in metrics), None)
+            if not trainer.sanity_checking and loss is not None:
+                self.session.validated(float(loss))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the last update, whenever training turned out to end."""
-        if self.probe is not None:
-            with self.guard("record"):
-                self._record(trainer, pl_module, final=True)
+        with self.session.guard("record"):
+            self.session.record(final=True)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the optimizer and close the sinks."""
-        self._close()
+        """Let go of the optimizer and close the outputs."""
+        self.session.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go of the optimizer and close the sinks, and say what ended the run."""
-        self._close(exception)
+        """Let go of the optimizer and close the outputs, and say what ended the run."""
+        self.session.close(exception)
 
     def state_dict(self) -> dict[str, Any]:
         """Steps and tokens so far, the name of the log and the history of the rules, of plain types."""
-        if self.probe is None or self.probe.judge is None:
-            return dict(self._resumed)
-        return {
-            "step": self.probe.step,
-            "tokens": self._tokens,
-            "run": self.outputs.id if self.outputs is not None else self._resumed.get("run", ""),
-            "name": self.run_name or "",
-            "history": self.probe.judge.state(),
-        }
+        return self.session.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting where the run was saved."""
+        self.session.load_state_dict(state_dict)
 
     @property
     def state_key(self) -> str:
         """Two monitors of one trainer, on two heads, have two states."""
-        return self._generate_state_key(head=self.head) if isinstance(self.head, str) else type(self).__qualname__
+        head = self.options.head
+        return self._generate_state_key(head=head) if isinstance(head, str) else type(self).__qualname__
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting where the run was saved."""
-        self._resumed = dict(state_dict)
-
-    # What they do
-
-    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step == 0:
-            self._resumed = {}
-        self._responses = Responses(self.on_blowup, self.guard, lambda: self.outputs.id if self.outputs else "")
-        name, head = find_head_module(pl_module, self.head)
-        with self.guard("panel"):
-            if self._panel is None and self.perturbation_every:
-                self._take_panel(trainer)
-        self.probe = Probe(
-            pl_module,
-            _owner(trainer.optimizers, head.weight, name),
-            head=head,
-            panel=self._panel,
-            diameter_every=self.diameter_every,
-            perturbation_every=self.perturbation_every,
-            bracket=self.bracket,
-            hidden=self.hidden,
-            autocast=trainer.precision_plugin.forward_context,
-            decay=self.decay,
-            vocab_size=self.vocab_size,
-            logit_scale=self.logit_scale,
-            decode=self.decode,
-            judge=Judge(self.rules),
-            efficiency=self.efficiency,
-            world=trainer.world_size,
-            strict=self.guard.strict,
-        )
-        if self._panel is None and not trainer.enable_validation:
-            self.probe.perturbation_every = 0  # on every rank alike
-        self.probe.step = self._resumed.get("step", trainer.global_step)
-        with self.guard("last step"):
-            self.probe.last = self.probe.step + trainer.estimated_stepping_batches - trainer.global_step
-        self._tokens, self._updates = self._resumed.get("tokens", 0), trainer.global_step
-        if self.probe.judge is not None and "history" in self._resumed:
-            with self.guard("history"):  # a learning rate may be another on purpose now
-                self.probe.judge.restore({**self._resumed["history"], "rates": []})
-        if trainer.is_global_zero:
-            with self.guard("outputs"):
-                self._open(trainer, pl_module)
-        self.probe.attach()
-
-    def _open(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to write the run, in threads of their own: where a file system hangs, training does not."""
-        assert self.probe is not None
-        run_dir = None if getattr(trainer, "fast_dev_run", False) else self.run_dir
-        scraping = Scraping(
-            port=self.prometheus_port,
-            address=self.prometheus_address,
-            tls=self.prometheus_tls,
-            registry=self.prometheus_registry,
-            stalled_after=self.prometheus_stalled_after,
-            linger=self.prometheus_linger,
-        )
-        self.outputs = Outputs(self.guard, sinks=self.sinks, run_dir=run_dir, scraping=scraping)
-        self._described = len(self.probe.remarks), self._panel is not None
-        self.outputs.open(self._describe(trainer, pl_module), first_step=self.probe.step)
-
-    def _describe(self, trainer: Trainer, pl_module: LightningModule) -> RunInfo:
-        """What is known of the run now."""
-        assert self.probe is not None
-        seed = os.environ.get("PL_GLOBAL_SEED", "")
-        same = self.run_name in (None, self._resumed.get("name"))  # or it is a branch with a name of its own
-        return RunInfo(
-            id=self._resumed.get("run", "") if same else "",
-            name=self.run_name or "",
-            head_optimizer=type(self.probe.source.optimizer).__name__,
-            model=type(pl_module).__name__,
-            seed=int(seed) if seed.lstrip("-").isdigit() else None,
-            config=dict(pl_module.hparams) if self.config is None else self.config,
-            panel_hash="" if self._panel is None else self._panel.hash,
-            panel_size=None if self._panel is None else self._panel.size,
-            remarks=tuple(self.probe.remarks),
-            versions={
-                "hilbert_monitor": __version__,
-                "torch": str(torch.__version__),
-                "lightning": lightning.__version__,
-                "python": platform.python_version(),
-            },
-            world_size=trainer.world_size,
-        )
-
-    def _take_panel(self, trainer: Trainer) -> None:
-        """Take the panel from what is at hand, without iterating anything."""
-        if not isinstance(self.panel, str):
-            self._panel = Panel.of_tokens(self.panel, self.panel_size)
-        elif trainer.val_dataloaders is not None and self.panel == "loader":
-            self._panel = Panel.of_loader(trainer.val_dataloaders, self.panel_size)
-        elif not trainer.enable_validation:
-            tell(
-                "found no validation data and measures the diameter alone: give the Trainer a validation loader, or"
-                " token ids as panel=..."
-            )
-        if self.probe is not None:
-            self.probe.panel = self._panel
-
-    def _still_missing(self, trainer: Trainer) -> int:
-        """Positions that this rank still lacks of its part."""
-        return -(-self.panel_size // trainer.world_size) - sum(len(positions_of(batch)) for batch in self._kept or ())
-
-    def _take_kept(self, trainer: Trainer) -> None:
-        """Make the panel of what was kept; a sanity check that delivered too little is not the last word."""
-        kept, missing = self._kept or [], self._still_missing(trainer)
-        self._kept = None
-        if missing > 0 and trainer.sanity_checking:
-            return
-        rank, world = trainer.global_rank, trainer.world_size
-        self._panel = Panel.of_batches(kept, self.panel_size, rank=rank, world=world)
-        if self.probe is not None:
-            self.probe.panel = self._panel
-
-    def _note(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
-        """Add up the loss of the micro-batches of one update, and the tokens; notice an update that did not happen."""
-        assert self.probe is not None
+    def _add_batch(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
+        """Note the loss and the tokens of a micro-batch; notice an update that did not happen."""
+        probe = self.session.probe
+        assert probe is not None
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if isinstance(loss, Tensor) and loss.numel() == 1:  # Lightning has divided it by the number of micro-batches
-            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        # Lightning has divided the loss by the number of micro-batches.
+        loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
         ids = token_ids(batch)
-        if ids is not None:
-            self._tokens += ids.numel() * trainer.world_size
+        tokens = 0 if ids is None else ids.numel() * trainer.world_size
+        self.session.add_batch(loss=loss, tokens=tokens)
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None and pl_module.automatic_optimization
-        if scaled and trainer.global_step > self._updates and not self.probe.stepped:
-            self.probe.skip("overflow")  # a GradScaler does not call step of an optimizer that is not fused
+        if scaled and trainer.global_step > self._updates and not probe.stepped:
+            probe.skip("overflow")  # a GradScaler does not call step of an optimizer that is not fused
         self._updates = trainer.global_step
 
-    def _record(self, trainer: Trainer, pl_module: LightningModule, *, final: bool = False) -> None:
-        assert self.probe is not None
-        if not final and not self.probe.stepped:
-            return
-        record = self.probe.record(
-            final=final,
-            train_loss=None if self._loss is None else float(self._loss),
-            validation_loss=self._validation_loss,
-            tokens=self._tokens,
+
+class LightningLoop:
+    """A Lightning Trainer and its module, as a session sees them.
+
+    Args:
+        trainer: that fits.
+        module: that is trained.
+        progress_bar: whether the diameter is shown in the progress bar.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, *, progress_bar: bool) -> None:
+        self._trainer, self._module, self._progress_bar = trainer, module, progress_bar
+        self.ranks = Ranks.of(module.device, trainer.world_size)
+
+    @property
+    def model(self) -> Module:
+        """The module."""
+        return self._module
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those of the trainer."""
+        return self._trainer.optimizers
+
+    @property
+    def updates(self) -> int:
+        """The trainer's global step."""
+        return self._trainer.global_step
+
+    @property
+    def last_update(self) -> float:
+        """Global step at the end of training, as the trainer estimates it."""
+        return self._trainer.estimated_stepping_batches
+
+    @property
+    def validation_loaders(self) -> Any:
+        """Those of the trainer, or None before it has made them."""
+        return self._trainer.val_dataloaders
+
+    @property
+    def validates(self) -> bool:
+        """Whether the trainer validates at all."""
+        return self._trainer.enable_validation
+
+    @property
+    def keeps_log(self) -> bool:
+        """Not in a fast_dev_run."""
+        return not getattr(self._trainer, "fast_dev_run", False)
+
+    @property
+    def folder(self) -> str:
+        """The trainer's default folder."""
+        return str(self._trainer.default_root_dir)
+
+    @property
+    def autocast(self) -> AutocastFactory:
+        """Makes the context of the trainer's precision."""
+        return self._trainer.precision_plugin.forward_context
+
+    def describe(self) -> RunInfo:
+        """Name the module's class, its hyperparameters and the seed of `seed_everything`."""
+        seed = os.environ.get("PL_GLOBAL_SEED", "")
+        return RunInfo(
+            model=type(self._module).__name__,
+            seed=int(seed) if seed.lstrip("-").isdigit() else None,
+            config=dict(self._module.hparams),
+            versions={"lightning": lightning.__version__},
         )
-        self._loss = self._validation_loss = None
-        found = [*self.probe.earlier(), *([(record, self.probe.alerts)] if record is not None else [])]
-        if trainer.is_global_zero:
-            for made, alerts in found:
-                self._hand_on(trainer, pl_module, made, alerts, final)
-        self._respond(trainer, [alert for _, alerts in found for alert in alerts], final)
 
-    def _respond(self, trainer: Trainer, alerts: list[Alert], final: bool) -> None:
-        """Do what is to be done about blow-ups; what takes all ranks, only while there is a next step."""
-        assert self.probe is not None
-        assert self._responses is not None
-        self._responses.tell(alerts)
-        if not final:
-            folder = (self.outputs.folder if self.outputs is not None else None) or trainer.default_root_dir
-            self._responses.act(trainer, alerts, self.probe.ranks, str(folder), self.probe.step)
-
-    def _validated(self, trainer: Trainer, loss: float) -> None:
-        """Add the validation loss to the record of the step before it, or keep it for the first."""
-        amended = None if self.probe is None or self.probe.stepped else self.probe.amend(validation_loss=loss)
-        if amended is None:
-            self._validation_loss = loss
-        elif self.outputs is not None:
-            self.outputs.write(amended)
-
-    def _hand_on(
-        self, trainer: Trainer, pl_module: LightningModule, record: StepRecord, alerts: list[Alert], final: bool
-    ) -> None:
-        """Give a record, and what was said of it, to the log, the sinks and the loggers."""
-        assert self.probe is not None
-        known = len(self.probe.remarks), self._panel is not None
-        if self.outputs is not None:
-            with self.guard("run log"):
-                if known != self._described:
-                    self._described = known
-                    self.outputs.describe(self._describe(trainer, pl_module))
-            self.outputs.write(record, alerts)
-        with self.guard("loggers"):
-            self._log(trainer, pl_module, record, final)
-
-    def _log(self, trainer: Trainer, pl_module: LightningModule, record: StepRecord, final: bool) -> None:
+    def log(self, record: StepRecord, *, final: bool) -> None:
+        """Give a record to the trainer's loggers and the progress bar."""
         numbers = {metric.logged: float(value) for metric, value in values(record)}
-        for logger in trainer.loggers:
-            logger.log_metrics(numbers, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-        if self.progress_bar and not final and record.diameter is not None:
-            pl_module.log("D(S)", record.diameter, prog_bar=True, logger=False, rank_zero_only=True)
+        for logger in self._trainer.loggers:
+            logger.log_metrics(numbers, step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)
+        if self._progress_bar and not final and record.diameter is not None:
+            self._module.log("D(S)", record.diameter, prog_bar=True, logger=False, rank_zero_only=True)
 
-    def _close(self, error: BaseException | None = None) -> None:
-        if self.probe is not None:
-            self._resumed = self.state_dict()
-            self.probe.detach()
-        hooks = self._responses.webhooks if self._responses is not None else []
-        (self.outputs or Outputs(self.guard)).close(error, hooks)
-        self.outputs = self._responses = None
-        self._panel = self._kept = self._loss = self._validation_loss = None
+    def make_checkpoint(self) -> Any:
+        """Collect the trainer's checkpoint. Trainer.save_checkpoint would have the ranks wait for rank zero's disk."""
+        return self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+    def save_checkpoint(self, checkpoint: Any, path: str) -> None:
+        """Write a checkpoint, on rank zero."""
+        self._trainer.strategy.save_checkpoint(checkpoint, path)
+
+    def stop(self) -> None:
+        """End training after this step."""
+        self._trainer.should_stop = True
 
 
-def _owner(optimizers: list[Optimizer], weight: Tensor | Module, name: str) -> Optimizer:
-    for optimizer in optimizers:
-        if any(weight is p for group in optimizer.param_groups for p in group["params"]):
-            return optimizer
-    raise ValueError(f"no optimizer of this run moves the head '{name}': is it frozen?")
+def _prometheus(port: int | None, settings: Prometheus | None) -> Prometheus | None:
+    """The settings, given whole or by the port alone."""
+    if port is not None and settings is not None:
+        raise ValueError("prometheus_port is short for prometheus=Prometheus(port=...): give one of the two")
+    return Prometheus(port=port) if port is not None else settings
+
+
+def _refuse(moved: dict[str, Any]) -> None:
+    """Refuse arguments that have moved or never were, as Python itself would."""
+    for name in moved:
+        if name in MOVED:
+            field = name.removeprefix("prometheus_")
+            raise TypeError(f"{name} has moved: give prometheus=Prometheus(port=..., {field}=...)")
+        raise TypeError(f"HilbertMonitor.__init__() got an unexpected keyword argument {name!r}")

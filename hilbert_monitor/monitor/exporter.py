@@ -8,17 +8,61 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from hilbert_monitor.runs.exposition import CollectorRegistry, Exposition, RunSamples, Samples, start_http_server
+from hilbert_monitor.runs.exposition import (
+    STALLED_AFTER,
+    CollectorRegistry,
+    Exposition,
+    RunSamples,
+    Samples,
+    start_http_server,
+)
 
 from .guard import tell
 
 PORTS = 100
 """How many ports are tried."""
 NAMELESS = 10.0
-"""Seconds for which the run's log may take to give the run its name; then it is scraped without."""
+"""Seconds that the run's log has to give the run its name; then it is scraped without one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prometheus:
+    """How Prometheus gets at a run's metrics.
+
+    Example:
+        ``HilbertMonitor(prometheus=Prometheus(port=9464, address="0.0.0.0"))``
+    """
+
+    port: int | None = None
+    """Serve /metrics at this port, from rank zero; at the next free one if it is taken. 0 for any, None for none."""
+    address: str = "127.0.0.1"
+    """To listen at; "0.0.0.0" for a Prometheus on another machine."""
+    tls: tuple[str, str] | None = None
+    """Files of a certificate and its key, for https."""
+    registry: Any = None
+    """Register the metrics with this CollectorRegistry; without a port, that is all."""
+    stalled_after: float = STALLED_AFTER
+    """Seconds without a step or validation after which the run counts as stalled, unless twenty of its steps take
+    longer."""
+    linger: float = 30.0
+    """Seconds that the metrics stay, at most, after the end of the run, for one more scrape. A run that was never
+    scraped waits for nobody."""
+
+    def __post_init__(self) -> None:
+        if self.port is not None and not 0 <= self.port <= 65535:
+            raise ValueError(f"a Prometheus port is between 0, for any that is free, and 65535, got {self.port}")
+        for name in ("stalled_after", "linger"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is a number of seconds, zero or more, got {getattr(self, name)}")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to export to."""
+        return self.port is not None or self.registry is not None
 
 
 class Exporter:
@@ -26,42 +70,27 @@ class Exporter:
 
     Args:
         samples: of the run.
-        port: where; if it is taken, the next that is free. 0 for any, None to serve nothing: the registry is the
-            user's then.
-        address: to listen at.
-        tls: certificate and key files, for https.
-        registry: to register with; by default one of its own.
-        linger: seconds to stay, at most, after the run has ended, for one more scrape. Nobody waits for a Prometheus
-            that never came.
+        settings: where and for how long.
     """
 
-    def __init__(
-        self,
-        samples: RunSamples,
-        *,
-        port: int | None = 0,
-        address: str = "127.0.0.1",
-        tls: tuple[str, str] | None = None,
-        registry: CollectorRegistry | None = None,
-        linger: float = 30.0,
-    ) -> None:
-        self.samples, self.linger, self._born = samples, linger, time.monotonic()
+    def __init__(self, samples: RunSamples, settings: Prometheus) -> None:
+        self.samples, self.settings, self._born = samples, settings, time.monotonic()
         self._scraped = self._ended = False
         self._seen = threading.Event()
-        self._registry = CollectorRegistry() if registry is None else registry
+        self._registry = CollectorRegistry() if settings.registry is None else settings.registry
         self._collector = Exposition(self._samples)
         self._server: Any = None
         self.port: int | None = None
         """Where it listens."""
-        if port is not None:
-            self._server = _start(port, address, tls, self._registry)
+        if settings.port is not None:
+            self._server = _start(settings.port, settings.address, settings.tls, self._registry)
             self.port = self._server.server_port
             _watch_forks()
             _servers.add(self._server)
         self._registry.register(self._collector)
 
     def end(self, status: str) -> None:
-        """Tell how the run ended, wait for a last scrape in a thread of its own, and go."""
+        """Export how the run ended; stop after one more scrape, for which a thread of its own waits."""
         self.samples.end(status)
         self._ended = True
         if not self._scraped:
@@ -70,7 +99,7 @@ class Exporter:
             threading.Thread(target=self._linger, name="hilbert-monitor last scrape").start()
 
     def stop(self) -> None:
-        """Go: the run's series are no more."""
+        """Stop serving, and take the run's series out of the registry."""
         self._seen.set()
         with suppress(KeyError):
             self._registry.unregister(self._collector)
@@ -80,19 +109,19 @@ class Exporter:
             server.server_close()
 
     def _linger(self) -> None:
-        self._seen.wait(self.linger)
+        self._seen.wait(self.settings.linger)
         time.sleep(0.2 if self._server is not None else 0.0)  # for the answer to be sent
         self.stop()
 
     def _samples(self) -> list[Samples]:
-        found = self.samples.samples()
-        nameless = not found.info.id and time.monotonic() - self._born < NAMELESS
+        samples = self.samples.samples()
+        nameless = not samples.info.id and time.monotonic() - self._born < NAMELESS
         if nameless and not self._ended:
             return []
         self._scraped = True
         if self._ended:
             self._seen.set()
-        return [found]
+        return [samples]
 
 
 def _start(port: int, address: str, tls: tuple[str, str] | None, registry: CollectorRegistry) -> Any:
@@ -111,7 +140,7 @@ def _start(port: int, address: str, tls: tuple[str, str] | None, registry: Colle
     raise OSError(errno.EADDRINUSE, f"ports {port} to {port + PORTS - 1} of {address} are taken: give another")
 
 
-# A forked loader worker would keep the port of a killed parent, and answer nobody
+# A forked loader worker would keep the port of a killed parent open, and answer nobody.
 
 
 _servers: weakref.WeakSet[Any] = weakref.WeakSet()

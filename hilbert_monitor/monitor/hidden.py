@@ -1,6 +1,6 @@
-"""What the LM head sees at the positions of a panel, under the weights as they are now.
+"""Hidden states: the inputs of the LM head at the positions of a panel, under the weights as they are now.
 
-The model runs as in validation, up to its head and no further: no logits are made, and nothing of the run is touched.
+The model runs as in validation, up to its head and no further: it computes no logits, and nothing of the run changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn import Embedding, Module
 from torch.nn.parallel import DistributedDataParallel
 
-from .panel import Batch, Panel, input_ids, random_state_kept, with_tensors
+from .batches import Batch, input_ids, with_tensors
+from .panel import Panel
+from .random_state import preserve_random_state
 
 HiddenStates = Callable[[Module, Batch], Tensor]
 """From the model and a batch to the head's inputs, (B, T, d) or (B * T, d)."""
@@ -24,7 +26,7 @@ AutocastFactory = Callable[[], AbstractContextManager[Any]]
 """Makes the context in which a run calls its model."""
 
 NO_FORWARD = ("_forward_unimplemented", "LightningModule.forward")
-"""What a module has that has no forward pass of its own."""
+"""Names of the forward that a module inherits when it defines none."""
 
 
 class HeadNotReached(RuntimeError):
@@ -42,8 +44,8 @@ def hidden_states(
 ) -> Tensor:
     """Return the head's inputs at the positions of a panel.
 
-    Called is the module nearest above the head that has a forward of its own, and the embedding if the model has one:
-    with the ids of a batch, or with those entries of a dict that its forward takes. It is eager, in eval mode, without
+    Calls the innermost module that contains the head, and the embedding if there is one, and defines forward: with the
+    ids of a batch, or with those entries of a dict that its forward takes. It runs eagerly, in eval mode, without
     gradients and without autocast's cache; an exception ends it at the head. Modes, hooks and random numbers are as
     before, whatever happens.
 
@@ -68,8 +70,7 @@ def hidden_states(
     where, rows = torch.device(device), []
     with _undisturbed(module), (autocast or nullcontext)(), _no_autocast_cache():
         for batch, positions in zip(panel.batches, panel.positions, strict=True):
-            there = with_tensors(batch, lambda x: x.to(where))
-            states = read(module, there)
+            states = read(module, with_tensors(batch, lambda x: x.to(where)))
             if not _fit(states, input_ids(batch)):
                 raise HeadNotReached(
                     f"the states of a batch of {tuple(input_ids(batch).shape)} tokens have shape"
@@ -99,41 +100,41 @@ class _AtHead(BaseException):
 
 def _inputs_of(model: Module, head: Module) -> HiddenStates:
     """Return a function that runs the model up to its head and returns what the head is given."""
-    called = _nearest_above(model, head)
-    name = type(called).__name__
+    caller = _innermost_caller(model, head)
+    name = type(caller).__name__
 
     def states(_: Module, batch: Batch) -> Tensor:
-        ids, seen = input_ids(batch), list[Tensor]()
+        ids, inputs = input_ids(batch), list[Tensor]()
 
         def stop(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.extend(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            inputs.extend(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
             raise _AtHead
 
         hook = head.register_forward_pre_hook(stop, with_kwargs=True)
         try:
-            for args, kwargs in _calls(called.forward, batch):
-                seen.clear()
+            for args, kwargs in _calls(caller.forward, batch):
+                inputs.clear()
                 with suppress(_AtHead):
-                    called(*args, **kwargs)
-                if seen and _fit(seen[0], ids):
+                    caller(*args, **kwargs)
+                if inputs and _fit(inputs[0], ids):
                     break
         except Exception as error:
             error.add_note(f"hilbert_monitor called {name} to see what its head is given; hidden= says how else to")
             raise
         finally:
             hook.remove()
-        if not seen:
+        if not inputs:
             raise HeadNotReached(
                 f"the forward pass of {name} does not call its head, a {type(head).__name__}: pass hidden=, a function"
                 " of the module and a batch that returns the head's inputs (B, T, d)"
             )
-        return seen[0]
+        return inputs[0]
 
     return states
 
 
-def _nearest_above(model: Module, head: Module) -> Module:
-    """The module nearest above the head that can be called with tokens."""
+def _innermost_caller(model: Module, head: Module) -> Module:
+    """The innermost module that contains the head and can be called with tokens."""
     paths = [name.split(".") for name, m in model.named_modules(remove_duplicate=False) if m is head and name]
     if not paths:
         raise ValueError(f"the head, a {type(head).__name__}, is no module of {type(model).__name__}: give one that is")
@@ -153,17 +154,16 @@ def _has_forward(module: Module) -> bool:
 
 
 def _calls(forward: Callable[..., Any], batch: Batch) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments to call a forward pass with: without targets, unless it insists; then with them.
+    """Yield arguments to call a forward pass with: first without targets, unless it requires them; then with them.
 
-    Many a model gives its head the last position only when there is no target, and a fused loss, when there is one, no
-    position at all.
+    Without a target some models give their head the last position only. With one, a fused loss may not call it at all.
     """
     takes, ids = inspect.signature(forward).parameters, input_ids(batch)
-    given = dict(batch) if isinstance(batch, Mapping) else {}
+    entries = dict(batch) if isinstance(batch, Mapping) else {}
     anything = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in takes.values())
     by_name = isinstance(batch, Mapping) and ("input_ids" in takes or anything)
     open_ended = by_name and any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    kwargs = {name: value for name, value in given.items() if open_ended or name in takes}
+    kwargs = {name: value for name, value in entries.items() if open_ended or name in takes}
     targets = {name: kwargs.pop(name, ids) for name in ("labels", "targets") if name in {*kwargs, *takes}}
     args = () if by_name else (ids,)
     if "use_cache" in takes:  # keys and values of every block, for nothing
@@ -188,7 +188,7 @@ def _undisturbed(model: Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
-        for context in (torch.inference_mode(False), torch.no_grad(), random_state_kept()):
+        for context in (torch.inference_mode(False), torch.no_grad(), preserve_random_state()):
             stack.enter_context(context)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:

@@ -1,4 +1,4 @@
-"""S_t of one optimizer step on one parameter, decoupled weight decay excluded: U' = (1 - lr decay) U + S.
+"""The increment S of one optimizer step on one parameter, without decoupled weight decay: U' = (1 - lr decay) U + S.
 
 Our own optimizers say what their last step was. For torch's Adam, AdamW and SGD it is formed again from their state, so
 that nothing is copied and nothing lost to cancellation. For every other optimizer it is the difference of the weights,
@@ -20,9 +20,16 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
-from hilbert_monitor.geometry.arithmetic import compute_dtype
-from hilbert_monitor.optim import ChainedOptimizer, Muon
-from hilbert_monitor.optim._matrix_optimizer import Group, LastStep, MatrixOptimizer, cache_chunks, options_of
+from hilbert_monitor.geometry import compute_dtype
+from hilbert_monitor.optim import (
+    ChainedOptimizer,
+    Group,
+    LastStep,
+    MatrixOptimizer,
+    Muon,
+    cache_chunks,
+    options_of,
+)
 
 Decay = Literal["decoupled", "coupled"]
 
@@ -54,12 +61,12 @@ class HeadStep:
 
 @dataclass(frozen=True, slots=True)
 class Increment:
-    """The increment of a step, and how far a difference of weights can be from it."""
+    """The increment of a step, and how far it may be from what the stored weights did."""
 
     S: Tensor  # as the parameter, in fp32 or better
     rounding: float
-    """Bound on the difference of an entry from what U did, by the rounding of U: zero where S was formed from state,
-    unless U is of less than fp32 and cannot hold what the step adds."""
+    """Bound on the difference between an entry of S and the change of the stored weight, which is rounded. Zero where S
+    was formed from state and U has at least fp32."""
 
 
 class IncrementSource:
@@ -90,7 +97,7 @@ class IncrementSource:
 
     @property
     def fleeting(self) -> bool:
-        """Whether the increment is formed from the gradient, and gone with it."""
+        """Whether the increment is formed from the gradient, and lost when that is cleared."""
         last = self.last
         plain = last is not None and self._formula(last.options) is _sgd and not last.options["momentum"]
         return plain or isinstance(self.optimizer, Muon)
@@ -166,7 +173,7 @@ class IncrementSource:
         return end
 
     def forget(self) -> None:
-        """Let go of what was kept of the last step."""
+        """Forget the last step."""
         self._before = self.last = None
 
     @torch.no_grad()
@@ -197,9 +204,9 @@ class IncrementSource:
                 f"the increment of {type(self.optimizer).__name__} is a difference of weights, and none were kept of"
                 " before this step: it was not to be measured"
             )
-        shrinks = self.decoupled and self.last.decay and self.last.lr is not None
-        kept = 1 - self.last.options["lr"] * self.last.decay if shrinks else 1.0
-        S = U.to(dtype) - self._before.to(dtype) * kept
+        decays = self.decoupled and self.last.decay and self.last.lr is not None
+        shrink = 1 - self.last.options["lr"] * self.last.decay if decays else 1.0
+        S = U.to(dtype) - self._before.to(dtype) * shrink
         largest = float(torch.maximum(U.abs().amax(), self._before.abs().amax()))
         return Increment(S, 2 * torch.finfo(U.dtype).eps * largest)
 
@@ -243,7 +250,7 @@ class IncrementSource:
 
 
 def _on_the_stack(frame: FrameType | None, caller: FrameType | None) -> bool:
-    """Whether `frame` is running, and called, by however many others, `caller`."""
+    """Whether `frame` is `caller` or one of the frames that led to it."""
     while frame is not None and caller is not None:
         if caller is frame:
             return True
@@ -270,7 +277,7 @@ def _adam(p: Tensor, state: Group, options: Group, out: Tensor | None) -> Tensor
 
 
 def _count(step: float | Tensor) -> float | Tensor:
-    """Number of steps with fp64 behind it, for 1 - 0.999^t; on an accelerator without waiting for it."""
+    """The optimizer's count of steps in fp64, as 1 - 0.999^t needs it; an accelerator is not waited for."""
     if isinstance(step, Tensor) and step.device.type not in ("cpu", "mps"):
         return step.double()
     return float(step)

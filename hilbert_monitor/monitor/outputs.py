@@ -7,38 +7,20 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hilbert_monitor.runs.exposition import STALLED_AFTER, CollectorRegistry, RunSamples
+from hilbert_monitor.runs.exposition import RunSamples
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
-from .exporter import Exporter
+from .exporter import Exporter, Prometheus
 from .guard import Guard
 from .sinks import Progress, QueuedSink, RunLog
 
 ALIVE = 10.0
 """Seconds between two signs of life while no step is made."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scraping:
-    """How Prometheus gets at the metrics; see Exporter."""
-
-    port: int | None = None
-    address: str = "127.0.0.1"
-    tls: tuple[str, str] | None = None
-    registry: CollectorRegistry | None = None
-    linger: float = 30.0
-    stalled_after: float = STALLED_AFTER
-
-    @property
-    def wanted(self) -> bool:
-        """Whether there is anything to export to."""
-        return self.port is not None or self.registry is not None
 
 
 class Outputs:
@@ -48,13 +30,18 @@ class Outputs:
         guard: for what fails.
         sinks: of the user.
         run_dir: folder of the run logs; None for no log.
-        scraping: of the metrics.
+        prometheus: how the metrics are exported.
     """
 
     def __init__(
-        self, guard: Guard, *, sinks: Iterable[Any] = (), run_dir: str | None = None, scraping: Scraping | None = None
+        self,
+        guard: Guard,
+        *,
+        sinks: Iterable[Any] = (),
+        run_dir: str | None = None,
+        prometheus: Prometheus | None = None,
     ) -> None:
-        self.guard, self.run_dir, self.scraping = guard, run_dir, scraping or Scraping()
+        self.guard, self.run_dir, self.prometheus = guard, run_dir, prometheus or Prometheus()
         self.log: RunLog | None = None
         self._log_queue: QueuedSink[Any] | None = None
         self._queues = [QueuedSink[StepRecord](sink) for sink in sinks]
@@ -72,13 +59,13 @@ class Outputs:
         return self.log.folder if self.log is not None else None
 
     def open(self, info: RunInfo, *, first_step: int) -> None:
-        """Begin with what is known of the run."""
+        """Open the log and the exporter, and write what is known of the run."""
         if self.run_dir is not None:
             self.log = RunLog(self.run_dir, first_step=first_step, strict=self.guard.strict)
         else:
             self._info = info = _own_name(info)
         with self.guard("exporter"):
-            if self.scraping.wanted:
+            if self.prometheus.wanted:
                 info = self._export(info)
         if self.log is not None:
             if self.guard.strict:
@@ -87,14 +74,14 @@ class Outputs:
             self._log_queue.write(info)
 
     def describe(self, info: RunInfo) -> None:
-        """Say what has become known of the run."""
+        """Write what has become known of the run since."""
         if self._exporter is not None:
             info = self._with_place(info, self._exporter)
         if self._log_queue is not None:
             self._log_queue.write(info)
 
     def write(self, record: StepRecord, alerts: Sequence[Alert] = ()) -> None:
-        """Write a step's record, and what was said of it; one for a step that was written before replaces it."""
+        """Write a step's record and its alerts. A later record of the same step replaces it."""
         items: tuple[StepRecord | Alert, ...] = (record, *alerts)
         for item in items:
             if self._exporter is not None:
@@ -114,7 +101,7 @@ class Outputs:
                 self._log_queue.write(Progress())
 
     def close(self, error: BaseException | None = None, also: Sequence[QueuedSink[Any]] = ()) -> None:
-        """Say how the run ended, and give what is waiting to be written a few seconds, that of `also` included."""
+        """Say how the run ended, and give all outputs, and those in `also`, a few seconds to finish writing."""
         log, deadline = self.log, time.monotonic() + 5
         if self._log_queue is not None and log is not None:
             self._log_queue.end(lambda: log.close(error))
@@ -127,35 +114,32 @@ class Outputs:
             sink.close(max(0.1, deadline - time.monotonic()))
 
     def about(self) -> RunInfo:
-        """What is known of the run; its log knows most."""
+        """What is known of the run: what its log has filled in, where there is a log."""
         writer = self.log.writer if self.log is not None else None
         return writer.info if writer is not None else self._info
 
     def failures(self) -> Counter[str]:
         """What failed or was dropped so far, by part or sink."""
-        found = Counter(self.guard.failures)
+        failures = Counter(self.guard.failures)
         for sink in (*([self._log_queue] if self._log_queue else []), *self._queues):
-            found[sink.name] += sink.failures + sink.dropped
-        return found
+            failures[sink.name] += sink.failures + sink.dropped
+        return failures
 
     def _export(self, info: RunInfo) -> RunInfo:
         """Begin to export; return the info with the port in it."""
-        s = self.scraping
-        samples = RunSamples(self.about, failures=self.failures, stalled_after=s.stalled_after)
-        self._exporter = Exporter(
-            samples, port=s.port, address=s.address, tls=s.tls, registry=s.registry, linger=s.linger
-        )
+        samples = RunSamples(self.about, failures=self.failures, stalled_after=self.prometheus.stalled_after)
+        self._exporter = Exporter(samples, self.prometheus)
         return self._with_place(info, self._exporter)
 
     def _with_place(self, info: RunInfo, exporter: Exporter) -> RunInfo:
-        """The info, and where the metrics are."""
+        """The info with the place of the metrics in it."""
         return msgspec.structs.replace(
-            info, port=exporter.port, address=self.scraping.address if exporter.port is not None else ""
+            info, port=exporter.port, address=self.prometheus.address if exporter.port is not None else ""
         )
 
 
 def _own_name(info: RunInfo) -> RunInfo:
-    """The info of a run that has no log to give it a name and a time."""
+    """The info with a name and a time, for a run that has no log to fill them in."""
     host, pid = socket.gethostname(), os.getpid()
     id = info.id or info.name or f"{host}-{pid}"
     return msgspec.structs.replace(info, id=id, host=host, pid=pid, started=time.time())

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other, so that they never part."""
+"""Collectives by which the ranks of a run stay together: all of them do a thing, or none does."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class Ranks:
 
     @classmethod
     def of(cls, device: torch.device, world: int | None = None) -> Ranks:
-        """Those of torch.distributed, unless a process is said to train by itself."""
-        there = dist.is_available() and dist.is_initialized()
-        world = (dist.get_world_size() if there else 1) if world is None else world
+        """Those of torch.distributed, unless a process is flag to train by itself."""
+        started = dist.is_available() and dist.is_initialized()
+        world = (dist.get_world_size() if started else 1) if world is None else world
         return cls(world, dist.get_rank() if world > 1 else 0, device)
 
     def agreed(self, mine: bool) -> bool:
         """What rank zero says."""
         if self.world == 1:
             return mine
-        said = torch.tensor([float(mine)], device=self.device)
-        dist.broadcast(said, src=0)
-        return bool(said.item())
+        flag = torch.tensor([float(mine)], device=self.device)
+        dist.broadcast(flag, src=0)
+        return bool(flag.item())
 
     def unanimous(self, mine: bool) -> bool:
         """Whether every rank says so."""
         if self.world == 1:
             return mine
-        said = torch.tensor([float(mine)], device=self.device)
-        dist.all_reduce(said, op=dist.ReduceOp.MIN)
-        return bool(said.item())
+        flag = torch.tensor([float(mine)], device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag.item())
 
     def gathered(self, mine: Tensor) -> Tensor:
         """Vectors of all ranks as rows, on the CPU."""

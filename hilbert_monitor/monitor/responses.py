@@ -1,11 +1,11 @@
-"""What is done about a blow-up: by rank zero, or by all ranks together."""
+"""Responses to a blow-up: by rank zero, or by all ranks together."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 from hilbert_monitor.runs.record import Alert
 
@@ -15,8 +15,22 @@ from .sinks import QueuedSink, Webhook
 
 Action = str | Callable[[Alert], Any]
 TOGETHER = {"checkpoint", "stop"}
+"""Actions that take all ranks."""
 CHECKPOINTS = 3
-"""Blow-ups of a run that a checkpoint is saved of."""
+"""How many blow-ups of a run get a checkpoint."""
+
+
+class Controls(Protocol):
+    """What a response can make a training loop do, on all ranks together."""
+
+    def make_checkpoint(self) -> Any:
+        """Collect what a checkpoint holds; called on every rank."""
+
+    def save_checkpoint(self, checkpoint: Any, path: str) -> None:
+        """Write a checkpoint; called on every rank, of which rank zero writes."""
+
+    def stop(self) -> None:
+        """End training after this step."""
 
 
 class Responses:
@@ -29,11 +43,11 @@ class Responses:
     """
 
     def __init__(self, actions: Action | list[Any], guard: Guard, run: Callable[[], str] = lambda: "") -> None:
-        chosen: list[Action] = list(actions) if isinstance(actions, list | tuple) else [actions]
+        choices: list[Action] = list(actions) if isinstance(actions, list | tuple) else [actions]
         self.guard, self.run = guard, run
         self.webhooks: list[QueuedSink[Alert]] = []
-        self._together = {action for action in chosen if isinstance(action, str)} & TOGETHER
-        self._alone = [self._response(action) for action in chosen if action not in TOGETHER]
+        self._together = {action for action in choices if isinstance(action, str)} & TOGETHER
+        self._alone = [self._response(action) for action in choices if action not in TOGETHER]
         self._saved = 0
 
     def tell(self, alerts: Sequence[Alert]) -> None:
@@ -43,11 +57,11 @@ class Responses:
                 with self.guard("response to a blow-up"):
                     respond(alert)
 
-    def act(self, trainer: Any, alerts: Sequence[Alert], ranks: Ranks, folder: str, step: int) -> None:
+    def act(self, controls: Controls, alerts: Sequence[Alert], ranks: Ranks, folder: str, step: int) -> None:
         """Do what takes all ranks, on all of them.
 
         Args:
-            trainer: Lightning's.
+            controls: of the training loop.
             alerts: what rank zero knows of.
             ranks: that train together.
             folder: for a checkpoint.
@@ -57,18 +71,18 @@ class Responses:
             return
         if "checkpoint" in self._together and self._saved < CHECKPOINTS:
             self._saved += 1
-            self._save(trainer, ranks, os.path.join(folder, f"blow-up-step-{step}.ckpt"))
+            self._save(controls, ranks, os.path.join(folder, f"blow-up-step-{step}.ckpt"))
         if "stop" in self._together:
-            trainer.should_stop = True
+            controls.stop()
 
-    def _save(self, trainer: Any, ranks: Ranks, path: str) -> None:
-        """Save a checkpoint. Rank zero writes; Trainer.save_checkpoint would have the others wait for it."""
-        made = None
+    def _save(self, controls: Controls, ranks: Ranks, path: str) -> None:
+        """Save a checkpoint, if every rank could make its part: one that fails must not leave the others waiting."""
+        checkpoint = None
         with self.guard("checkpoint of a blow-up"):
-            made = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        if ranks.unanimous(made is not None):
+            checkpoint = controls.make_checkpoint()
+        if ranks.unanimous(checkpoint is not None):
             with self.guard("checkpoint of a blow-up"):
-                trainer.strategy.save_checkpoint(made, path)
+                controls.save_checkpoint(checkpoint, path)
 
     def _response(self, action: Action) -> Callable[[Alert], Any]:
         if callable(action):
@@ -85,5 +99,5 @@ class Responses:
                 'on_blowup takes "warn", "checkpoint", "stop", an http address, or a function of the alert or its full'
                 f" name, got {action!r}"
             )
-        found: Callable[[Alert], Any] = function
-        return found
+        respond: Callable[[Alert], Any] = function
+        return respond

@@ -60,7 +60,7 @@ class QueuedSink(Generic[T]):
                 tell(f"{self.name} has fallen behind, records are dropped")
 
     def close(self, timeout: float = 5.0, *, last: Callable[[], None] | None = None) -> None:
-        """Wait up to `timeout` seconds for what is waiting to be written, and then for `last`, in the same thread."""
+        """Wait up to `timeout` seconds until all records are written and `last` was called, in the sink's thread."""
         deadline = time.monotonic() + timeout
         self.end(last)
         try:
@@ -70,7 +70,7 @@ class QueuedSink(Generic[T]):
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def end(self, last: Callable[[], None] | None = None) -> None:
-        """Take nothing more, and do `last` after what is waiting."""
+        """Take no more records, and call `last` once those that wait are written."""
         self._last = self._last or last
         with suppress(queue.Full):
             self._waiting.put_nowait(None)
@@ -95,7 +95,7 @@ class Progress:
 
 
 class RunLog:
-    """The run's folder on disk. Its first item is the RunInfo; it is opened then, or as soon as that is possible.
+    """The run's folder on disk. The first item is the RunInfo, which opens it, or as soon as the disk allows.
 
     Args:
         root: folder of the runs.
@@ -145,7 +145,7 @@ def _changes(old: RunInfo, new: RunInfo) -> dict[str, Any]:
 
 
 class Webhook:
-    """Posts alerts as JSON with a "text", as Slack and its like take them, and the alert beside it.
+    """Posts alerts as JSON: a "text", as Slack and others take it, and the alert itself.
 
     Args:
         url: where to.
@@ -159,7 +159,7 @@ class Webhook:
         self.url, self.run, self.timeout = url, run, timeout
 
     def write(self, record: Alert) -> None:
-        """Post one alert; raise if nobody takes it."""
+        """Post one alert; raise if the address does not accept it."""
         run = self.run()
         text = f"hilbert-monitor: {f'run {run}, ' if run else ''}step {record.step}: {record.message}"
         body = msgspec.json.encode({"text": text, "run": run, "alert": record})

@@ -1,67 +1,89 @@
-"""What a step is worth, measured as rarely as the panel is, on the rank that writes."""
+"""How good a step is: what part of it reaches the predictions, and how much descent it makes of its diameter.
+
+Measured as rarely as the panel is, on the rank that writes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hilbert_monitor.geometry import (
+    Interval,
     center_rows,
     first_order_decrease,
+    gauge_waste,
     row_diameter_bracket,
+    spectral_norm,
+    step_efficiency,
     tension_bracket,
     uniform_backward_bound,
 )
-from hilbert_monitor.geometry.efficiency import Interval, gauge_waste, spectral_norm, step_efficiency
+
+from .measurement import StepQuality
 
 BUDGET = 1.0
 """Seconds in which the tension of a gradient is bracketed."""
 MOMENTS = ("exp_avg", "momentum_buffer")
-"""Where optimizers keep the average of their gradients."""
+"""Where optimizers keep their moment, the running average of their gradients."""
 
 
-def of_increment(S: Tensor) -> dict[str, float]:
-    """What can be said of the increment by itself. S: (V, d)."""
-    return {"gauge_waste": gauge_waste(S), "spectral_norm": spectral_norm(S)}
+def increment_quality(S: Tensor) -> StepQuality:
+    """Measure what can be said of an increment (V, d) by itself."""
+    return StepQuality(gauge_waste=gauge_waste(S), spectral_norm=spectral_norm(S))
 
 
-def head_diameter(U: Tensor, S: Tensor) -> float:
-    """The smaller of D(U) and D(U - S), from above: U is the head after the step, without its decay before it."""
-    return min(row_diameter_bracket(U).upper, row_diameter_bracket(U - S).upper)
-
-
-def backward(diameter: float, head: float, hidden_norm: float) -> float:
-    """The uniform bound on what the step changes of the gradient at a hidden state."""
-    norm = torch.tensor(hidden_norm, dtype=torch.float64)
-    bound = uniform_backward_bound(norm, diameter_step=diameter, diameter_head=head, diameter_updated=head)
-    return float(bound)
-
-
-def efficiencies(
+def step_quality(
     S: Tensor, gradient: Tensor | None, state: dict[str, Any], diameter: Interval, *, budget: float = BUDGET
-) -> Iterator[tuple[str, float]]:
-    """Bounds of the step's efficiency, for the batch's gradient and for the optimizer's moment, by field of a record.
+) -> StepQuality:
+    """Measure the increment, and bracket its efficiency for the batch's gradient and for the optimizer's moment.
 
-    Both are ratios in which the scale of the gradient cancels, so that no bias of a moment has to be corrected.
+    An efficiency is a ratio in which the scale of the gradient cancels, so a moment needs no bias correction.
 
     Args:
         S: (V, d) increment.
         gradient: (V, d) of the batch.
         state: the optimizer's, of the weight.
         diameter: bounds of D(S).
-        budget: seconds for each.
+        budget: seconds for each of the two.
     """
     moment = next((state[name] for name in MOMENTS if isinstance(state.get(name), Tensor)), None)
-    for prefix, G in (("", gradient), ("moment_", moment)):
-        if G is None or not bool(torch.isfinite(G).all()):
-            continue
-        G = center_rows(G[: len(S)])  # what softmax sees of it
-        tension = tension_bracket(G, budget_seconds=budget)
-        decrease = first_order_decrease(G, S)
-        found = step_efficiency(decrease, diameter=diameter, tension=Interval(tension.lower, tension.upper))
-        if found is not None:
-            yield f"{prefix}efficiency_lower", found.lower
-            yield f"{prefix}efficiency_upper", found.upper
+    for_gradient, for_moment = (_efficiency(S, G, diameter, budget) for G in (gradient, moment))
+    return StepQuality(
+        gauge_waste=gauge_waste(S),
+        spectral_norm=spectral_norm(S),
+        efficiency_lower=for_gradient.lower if for_gradient else None,
+        efficiency_upper=for_gradient.upper if for_gradient else None,
+        moment_efficiency_lower=for_moment.lower if for_moment else None,
+        moment_efficiency_upper=for_moment.upper if for_moment else None,
+    )
+
+
+def _efficiency(S: Tensor, gradient: Tensor | None, diameter: Interval, budget: float) -> Interval | None:
+    """Bracket the descent of a step over the best of its diameter; None where there is no finite gradient."""
+    if gradient is None or not bool(torch.isfinite(gradient).all()):
+        return None
+    G = center_rows(gradient[: len(S)])  # what softmax sees of it
+    tension = tension_bracket(G, budget_seconds=budget)
+    decrease = first_order_decrease(G, S)
+    return step_efficiency(decrease, diameter=diameter, tension=Interval(tension.lower, tension.upper))
+
+
+def head_diameter(U: Tensor, S: Tensor) -> float:
+    """Bound the smaller of D(U) and D(U - S) from above. U: the head after the step. U - S: before, but for decay."""
+    return min(row_diameter_bracket(U).upper, row_diameter_bracket(U - S).upper)
+
+
+def backward_bound(diameter: float, head: float, hidden_norm: float) -> float:
+    """Bound what a step changes of the gradient at a hidden state, for every target.
+
+    Args:
+        diameter: D(S), from above.
+        head: D of the head, from above; see `head_diameter`.
+        hidden_norm: largest norm of a hidden state.
+    """
+    norm = torch.tensor(hidden_norm, dtype=torch.float64)
+    bound = uniform_backward_bound(norm, diameter_step=diameter, diameter_head=head, diameter_updated=head)
+    return float(bound)

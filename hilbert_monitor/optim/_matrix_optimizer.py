@@ -1,12 +1,10 @@
-"""What RowNorm and Muon have in common: which inputs they take, how a step runs, and what it leaves to be asked."""
+"""The base class of RowNorm and Muon: which parameters it takes, how a step runs, and its increment afterwards."""
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -14,26 +12,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from hilbert_monitor.geometry.arithmetic import compute_dtype
+from hilbert_monitor.geometry import compute_dtype
 
-Group = dict[str, Any]
+from ._hyperparameters import Group, check_choice, check_number, options_of, parameter_label
 
 
 class LastStep(NamedTuple):
-    """What the last step on a parameter was made with."""
+    """The hyperparameters of the last step on a parameter, and how to recognise the gradient it used."""
 
     options: Group
     mark: object
+    """Also set as an attribute of the gradient."""
     version: int
+    """Of the gradient: torch counts its changes in place."""
 
     @classmethod
     def of(cls, gradient: Tensor, options: Group) -> LastStep:
-        """Note a step; the gradient gets an attribute to be known by (a weak reference would forbid swapping it)."""
+        """Record a step. Marks the gradient with an attribute; a weak reference to it would forbid swapping it."""
         gradient._hilbert_mark = mark = object()  # type: ignore[attr-defined]
         return cls(options, mark, _version(gradient))
 
     def had(self, gradient: Tensor | None) -> bool:
-        """Whether this is the gradient of that step, unchanged."""
+        """Return whether the step used this gradient and nobody has changed it since."""
         return (
             gradient is not None
             and getattr(gradient, "_hilbert_mark", None) is self.mark
@@ -42,13 +42,13 @@ class LastStep(NamedTuple):
 
 
 def _version(gradient: Tensor) -> int:
-    """How often a gradient has been changed in place, as far as it counts."""
+    """Return how often a gradient was changed in place; zero for an inference tensor, where torch does not count."""
     return 0 if gradient.is_inference() else gradient._version
 
 
 @contextmanager
 def outside_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Without autocast on any device that `tensors` live on."""
+    """Switch autocast off on every device that holds one of `tensors`."""
     with ExitStack() as stack:
         for device in {t.device.type for t in tensors}:
             if torch.amp.is_autocast_available(device):
@@ -56,56 +56,20 @@ def outside_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
         yield
 
 
-def called(closure: Callable[[], Any] | None) -> Any:
-    """What a step's closure returns, with gradients enabled for it."""
+def call_closure(closure: Callable[[], Any] | None) -> Any:
+    """Return what a step's closure returns, run with gradients enabled; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
         return closure()
 
 
-def options_of(group: Group) -> Group:
-    """A group's hyperparameters as they are now: a scheduler moves lr before anyone asks what a step was."""
-    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-    if isinstance(options.get("lr"), Tensor):
-        options["lr"] = options["lr"].detach().clone().reshape(())
-    return options
-
-
-def number(
-    group: Group, name: str, *, least: float = 0.0, below: float = sys.float_info.max, tensor: bool = False
-) -> None:
-    """Refuse a hyperparameter that is not a finite number in [least, below), or, where allowed, a tensor of one."""
-    value = group[name]
-    if tensor and isinstance(value, Tensor) and value.dtype.is_floating_point:
-        if value.numel() != 1:
-            raise ValueError(f"{name} must be a number or a tensor with one element, got shape {tuple(value.shape)}")
-    elif isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number{' or a real tensor of one' if tensor else ''}, got {value!r}")
-    if not least <= value < below:
-        limit = "" if below == sys.float_info.max else f" and below {below:g}"
-        raise ValueError(f"{name} must be finite, at least {least:g}{limit}, got {value}")
-
-
-def choice(group: Group, name: str, allowed: tuple[Any, ...]) -> None:
-    """Refuse a hyperparameter that is none of `allowed`."""
-    if not any(group[name] is a or (isinstance(a, str) and group[name] == a) for a in allowed):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {group[name]!r}")
-
-
-def label(group: Group, index: int) -> str:
-    """Name of a group's parameter, or where it stands and its shape."""
-    shape = tuple(group["params"][index].shape)
-    if "param_names" in group:
-        return f"'{group['param_names'][index]}' {shape}"
-    return f"number {index} {shape}"
-
-
 class MatrixOptimizer(Optimizer, ABC):
-    """An optimizer of matrices with decoupled weight decay and its state in fp32 (fp64 for fp64 parameters).
+    """Base class of optimizers that move matrices, and can tell the increment of their last step.
 
-    A subclass says which hyperparameters it takes (`_check_group`), does one step on one group (`_step_group`), and
-    forms the increment of the last step again when asked (`_form_increment`).
+    Weight decay is decoupled, and the state is in fp32 (in fp64 for fp64 parameters). A subclass checks its
+    hyperparameters (`_check_group`), steps one group (`_step_group`), and forms the increment of the last step again
+    (`_form_increment`).
     """
 
     def __init__(self, params: ParamsT, defaults: Group) -> None:
@@ -128,39 +92,37 @@ class MatrixOptimizer(Optimizer, ABC):
             raise
 
     def _check_group(self, group: Group) -> None:
-        number(group, "lr", tensor=True)
-        number(group, "weight_decay")
-        choice(group, "maximize", (True, False))
+        check_number(group, "lr", tensor=True)
+        check_number(group, "weight_decay")
+        check_choice(group, "maximize", (True, False))
 
     def _check_parameter(self, group: Group, index: int) -> None:
-        p, name = group["params"][index], type(self).__name__
+        p, name, label = group["params"][index], type(self).__name__, parameter_label(group, index)
         if p.ndim != 2:
             raise ValueError(
-                f"{name} moves matrices, and parameter {label(group, index)} is none: give it to torch.optim.AdamW,"
+                f"{name} moves matrices, and parameter {label} is none: give it to torch.optim.AdamW,"
                 " in one ChainedOptimizer with this one"
             )
         if p.is_complex() or not p.is_floating_point():
-            raise TypeError(f"{name} moves real floating-point matrices, got {p.dtype} for {label(group, index)}")
+            raise TypeError(f"{name} moves real floating-point matrices, got {p.dtype} for {label}")
         if hasattr(p, "device_mesh"):
-            raise TypeError(
-                f"{name} needs whole matrices, and parameter {label(group, index)} is sharded: train it with DDP"
-            )
+            raise TypeError(f"{name} needs whole matrices, and parameter {label} is sharded: train it with DDP")
 
     def check_gradients(self) -> None:
-        """Refuse gradients this optimizer cannot use, before anything has moved."""
+        """Raise TypeError for a gradient that this optimizer cannot use, before any parameter has moved."""
         for group in self.param_groups:
             for index, p in enumerate(group["params"]):
                 if p.grad is not None and (p.grad.layout != torch.strided or p.grad.is_complex()):
                     kind = "complex" if p.grad.is_complex() else "sparse"
                     raise TypeError(
                         f"{type(self).__name__} needs dense real gradients, got a {kind} one for parameter"
-                        f" {label(group, index)}"
+                        f" {parameter_label(group, index)}"
                     )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move every parameter that has a gradient; return what the closure returned."""
-        loss = called(closure)
+        """Move every parameter that has a gradient, and return the closure's result."""
+        loss = call_closure(closure)
         self.check_gradients()
         self._last = {}
         last: dict[Tensor, LastStep | None] = {p: None for group in self.param_groups for p in group["params"]}
@@ -175,15 +137,15 @@ class MatrixOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def increment(self, param: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return what the last step added to `param`, the decoupled weight decay left out: U' = (1 - lr decay) U + S.
+        """Return the increment S of the last step on `param`, without the decoupled weight decay.
 
-        Signed and scaled by the learning rate of that step. Formed when asked from what the step left behind, so that
-        a step costs nothing more for it. Zero if the last step found no gradient. A step that a GradScaler left out
-        is none: the answer is still that of the last one that was made.
+        U' = (1 - lr decay) U + S: signed, and scaled by the learning rate of that step. Zero if the parameter had no
+        gradient in the last step. A step that a GradScaler skipped does not count: the increment is still that of the
+        step before it. It is formed here from the optimizer's state, so a step itself costs nothing more.
 
         Args:
-            param: one of this optimizer's.
-            out: memory to use for the answer, if it can be used.
+            param: one of this optimizer's parameters.
+            out: memory for the result; a subclass may ignore it.
 
         Returns:
             (m, n) in the dtype of the optimizer's state.
@@ -192,7 +154,7 @@ class MatrixOptimizer(Optimizer, ABC):
             raise ValueError(f"the parameter of shape {tuple(param.shape)} is not one of this {type(self).__name__}'s")
         if param not in self._last:
             raise RuntimeError(
-                "no step has moved this parameter since the optimizer was made, loaded or given it: ask after one"
+                "no step has moved this parameter since the optimizer was made, loaded or given it: call this after one"
             )
         last = self._last[param]
         if last is None:
@@ -201,12 +163,12 @@ class MatrixOptimizer(Optimizer, ABC):
             return self._form_increment(param, last, out)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load, with the state's precision kept: the base class would cast it to the parameter's."""
-        with state_precision_kept(self, self):
+        """Load a state in its own precision; torch's method would cast it to that of the parameters."""
+        with keep_state_precision(self, self):
             super().load_state_dict(state_dict)
 
     def _before_step(self) -> None:
-        """What a subclass does once a step."""
+        """Do what a subclass needs once a step, before any group."""
 
     @abstractmethod
     def _step_group(self, params: list[Tensor], options: Group) -> None:
@@ -214,44 +176,17 @@ class MatrixOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
-        """Form the increment of the last step, in `out` if that is of use."""
-
-
-CACHE_BYTES = 4 * 2**20
-"""Rows that a CPU takes at a time, in bytes of one matrix: what one operation wrote, the next finds in the cache.
-
-Tried and dropped for RowNorm, at 50,257 x 512 on two cores: a thread for each half of the rows, a scratch chunk in
-place of the buffer, squares and sums in place of norms, huge pages. All were slower or no faster.
-"""
-
-ACCELERATOR_BYTES = 256 * 2**20
-"""The same elsewhere, where a launch costs more than a second read; it bounds the scratch of bf16 parameters."""
-
-
-def cache_chunks(A: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Rows of `A` in chunks, of the length that suits a matrix of `like`'s width and dtype."""
-    like = A if like is None else like
-    budget = CACHE_BYTES if A.device.type == "cpu" else ACCELERATOR_BYTES
-    row_bytes = like[:1].numel() * like.element_size()
-    return torch.split(A, max(1, budget // max(1, row_bytes)))
-
-
-def move(u: Tensor, s: Tensor, *, scale: Tensor | None = None, shrink: float | Tensor = 1.0) -> None:
-    """In place u <- shrink u + scale s, rounded once to u's dtype."""
-    target = u.to(compute_dtype(u))
-    if isinstance(shrink, Tensor) or shrink != 1:  # a tensor is not looked at: that would wait for the device
-        target.mul_(shrink)
-    if scale is None:
-        target.add_(s)
-    else:
-        target.addcmul_(s, scale)
-    if target is not u:
-        u.copy_(target)
+        """Form the increment of the last step, in `out` if the subclass can use it."""
 
 
 @contextmanager
-def state_precision_kept(loading: Optimizer, *owners: Optimizer) -> Iterator[None]:
-    """While `loading` loads, keep the saved precision of the state of the `MatrixOptimizer`s among `owners`."""
+def keep_state_precision(loading: Optimizer, *owners: Optimizer) -> Iterator[None]:
+    """Load state in fp32 or better, where torch would cast it to the parameter's dtype.
+
+    Args:
+        loading: the optimizer whose `load_state_dict` runs in this context.
+        *owners: the optimizers that it holds; the state of every `MatrixOptimizer` among them keeps its precision.
+    """
     saved: dict[Any, Any] = {}
 
     def before(_: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -260,9 +195,8 @@ def state_precision_kept(loading: Optimizer, *owners: Optimizer) -> Iterator[Non
     def after(_: Optimizer) -> None:
         indices = (index for group in saved["param_groups"] for index in group["params"])
         params = (p for group in loading.param_groups for p in group["params"])
-        ours = {
-            p for o in owners if isinstance(o, MatrixOptimizer) for group in o.param_groups for p in group["params"]
-        }
+        matrix_optimizers = (o for o in owners if isinstance(o, MatrixOptimizer))
+        ours = {p for o in matrix_optimizers for group in o.param_groups for p in group["params"]}
         for index, p in zip(indices, params, strict=True):
             for key, value in saved["state"].get(index, {}).items() if p in ours else ():
                 if isinstance(value, Tensor):

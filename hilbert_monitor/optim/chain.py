@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Adam, Optimizer
 
-from ._matrix_optimizer import Group, MatrixOptimizer, called, label, outside_autocast, state_precision_kept
+from ._hyperparameters import Group, parameter_label
+from ._matrix_optimizer import MatrixOptimizer, call_closure, keep_state_precision, outside_autocast
 
 
 class ChainedOptimizer(Optimizer):
@@ -100,14 +101,14 @@ class ChainedOptimizer(Optimizer):
             for index, p in enumerate(param_group["params"]):
                 if p in held:
                     owner.param_groups.pop()
-                    raise ValueError(f"parameter {label(param_group, index)} has an owner already")
+                    raise ValueError(f"parameter {parameter_label(param_group, index)} has an owner already")
         self.param_groups.append(param_group)
         self._shared = [id(group) for group in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call the closure once, then step every optimizer; return what the closure returned."""
-        loss = called(closure)
+        loss = call_closure(closure)
         self._check_gradients()
         if [id(group) for group in self.param_groups] != self._shared:
             self._share()  # somebody has put in other groups
@@ -125,7 +126,8 @@ class ChainedOptimizer(Optimizer):
                 for group in o.param_groups:
                     for index, p in enumerate(group["params"]):
                         if p.grad is not None and p.grad.is_sparse:
-                            raise TypeError(f"{type(o).__name__} takes no sparse gradient, as of {label(group, index)}")
+                            label = parameter_label(group, index)
+                            raise TypeError(f"{type(o).__name__} takes no sparse gradient, as of {label}")
 
     def owner(self, param: Tensor) -> Optimizer:
         """Return the optimizer that moves `param`."""
@@ -148,7 +150,7 @@ class ChainedOptimizer(Optimizer):
         check = self.register_load_state_dict_pre_hook(_check_fits)  # of what the user's own hooks leave
         before = {"state": self.state, "param_groups": self.param_groups}
         try:
-            with state_precision_kept(self, *self.optimizers):
+            with keep_state_precision(self, *self.optimizers):
                 super().load_state_dict(state_dict)
         except Exception:
             self.__setstate__(before)
@@ -191,7 +193,7 @@ def _check_owned_once(groups: list[Group], model: Module | None) -> None:
     for group in groups:
         for index, p in enumerate(group["params"]):
             if p in owners:
-                name = names.get(p, label(group, index))
+                name = names.get(p, parameter_label(group, index))
                 both = f"{owners[p]} and {group['owner']}" if owners[p] != group["owner"] else f"{owners[p]} twice"
                 raise ValueError(f"parameter {name} is in {both}: give it to one of them")
             owners[p] = group["owner"]
@@ -228,7 +230,7 @@ def _check_fits(chain: Optimizer, state_dict: dict[str, Any]) -> None:
             for key, value in state_dict["state"].get(other["params"][index], {}).items():
                 if key in PER_ENTRY and isinstance(value, Tensor) and value.shape != p.shape:
                     raise ValueError(
-                        f"this state belongs to another chain: {key} of parameter {label(group, index)} of"
+                        f"this state belongs to another chain: {key} of parameter {parameter_label(group, index)} of"
                         f" {group['owner']} was saved with shape {tuple(value.shape)}"
                     )
 

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from hilbert_monitor.geometry.arithmetic import compute_dtype
+from hilbert_monitor.geometry import compute_dtype
 
-from ._matrix_optimizer import Group, LastStep, MatrixOptimizer, choice, move, number
+from ._chunks import shrink_and_add
+from ._hyperparameters import Group, check_choice, check_number
+from ._matrix_optimizer import LastStep, MatrixOptimizer
 from .newton_schulz import orthogonalize
 
 STACK_BYTES = {"cpu": 16 * 2**20}
@@ -110,13 +112,13 @@ class Muon(MatrixOptimizer):
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        number(group, "momentum", below=1)
-        number(group, "eps")
-        number(group, "ns_steps", least=1, below=100)
+        check_number(group, "momentum", below=1)
+        check_number(group, "eps")
+        check_number(group, "ns_steps", least=1, below=100)
         if not isinstance(group["ns_steps"], int):
             raise TypeError(f"ns_steps must be an integer, got {group['ns_steps']!r}")
-        choice(group, "nesterov", (True, False))
-        choice(group, "ns_dtype", (torch.float32, torch.bfloat16, torch.float64))
+        check_choice(group, "nesterov", (True, False))
+        check_choice(group, "ns_dtype", (torch.float32, torch.bfloat16, torch.float64))
 
     def _step_group(self, params: list[Tensor], options: Group) -> None:
         live = [p for p in params if p.grad is not None]
@@ -143,7 +145,7 @@ class Muon(MatrixOptimizer):
                 torch._foreach_add_(stack, list(S))
             else:
                 for p, s in zip(stack, S, strict=True):
-                    move(p, s, shrink=shrink)
+                    shrink_and_add(p, s, shrink=shrink)
 
     def _step_shared(self, alike: list[Tensor], options: Group, world: int) -> None:
         """One shape under torch.distributed: each rank sends its share of the results, and a flag for each."""
@@ -163,7 +165,7 @@ class Muon(MatrixOptimizer):
         for index, p in enumerate(alike):
             rank, slot = divmod(index, share)
             x = gathered[rank, slot * size : (slot + 1) * size].view(min(p.shape), max(p.shape))
-            move(p, _scaled(x, p, options), shrink=shrinks[rank, slot])
+            shrink_and_add(p, _scaled(x, p, options), shrink=shrinks[rank, slot])
 
     def _orthogonal(self, stack: list[Tensor], options: Group) -> Tensor:
         """Newton-Schulz (k, min(m, n), max(m, n)) of the directions of `stack`."""

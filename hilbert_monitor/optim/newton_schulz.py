@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hilbert_monitor.geometry.arithmetic import full_precision
+from hilbert_monitor.geometry import full_precision
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic a x + b x^3 + c x^5: steep at zero, and into about [0.7, 1.2] after five steps."""

@@ -17,6 +17,11 @@ from .rownorm import RowNorm
 HEAD_LR = {"rownorm": 1.6384, "adamw": 2.048}
 """Peak learning rate of the head times its width d: at d = 512, 768 and 1024 the paper's rates to the printed digit."""
 
+MATRIX_LR, EMBEDDING_LR = 8e-3, 4e-3
+"""Peak learning rates of Muon on the blocks' matrices, and of AdamW on everything but them and the head."""
+WEIGHT_DECAY = 0.1
+"""Decoupled weight decay of all but a RowNorm head and vectors."""
+
 FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
 """Where torch has a fused AdamW kernel; it would say so only at the first step."""
 
@@ -26,9 +31,9 @@ def pretraining_optimizer(
     head: Literal["rownorm", "adamw"] = "rownorm",
     *,
     head_lr: float | None = None,
-    matrix_lr: float = 8e-3,
-    embedding_lr: float = 4e-3,
-    weight_decay: float = 0.1,
+    matrix_lr: float = MATRIX_LR,
+    embedding_lr: float = EMBEDDING_LR,
+    weight_decay: float = WEIGHT_DECAY,
     head_module: str | None = None,
     roles: Mapping[str, Role] | None = None,
     tied: Literal["head", "embedding"] | None = None,

@@ -9,9 +9,11 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.optim.optimizer import ParamsT
 
-from hilbert_monitor.geometry.arithmetic import compute_dtype
+from hilbert_monitor.geometry import compute_dtype
 
-from ._matrix_optimizer import Group, LastStep, MatrixOptimizer, cache_chunks, choice, move, number
+from ._chunks import cache_chunks, shrink_and_add
+from ._hyperparameters import Group, check_choice, check_number
+from ._matrix_optimizer import LastStep, MatrixOptimizer
 
 
 class RowNorm(MatrixOptimizer):
@@ -66,9 +68,9 @@ class RowNorm(MatrixOptimizer):
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        number(group, "momentum", below=1)
-        number(group, "eps", least=1e-15)
-        choice(group, "center", ("none", "both"))
+        check_number(group, "momentum", below=1)
+        check_number(group, "eps", least=1e-15)
+        check_choice(group, "center", ("none", "both"))
 
     def _step_group(self, params: list[Tensor], options: Group) -> None:
         weight = 1 - options["momentum"]
@@ -85,12 +87,12 @@ class RowNorm(MatrixOptimizer):
             if options["center"] == "none":  # the row norms of a chunk are known as soon as its buffer is
                 for b, g, u in zip(cache_chunks(B), cache_chunks(p.grad, B), cache_chunks(p, B), strict=True):
                     b.lerp_(g.to(b.dtype), weight)
-                    move(u, b, scale=_scale(b, state["step"], options), shrink=shrink)
+                    shrink_and_add(u, b, scale=_scale(b, state["step"], options), shrink=shrink)
             else:
                 for b, g in zip(cache_chunks(B), cache_chunks(p.grad, B), strict=True):
                     b.lerp_(g.to(b.dtype), weight)
                 for s, u in zip(_projected(B, state["step"], options), cache_chunks(p, B), strict=True):
-                    move(u, s, shrink=shrink)
+                    shrink_and_add(u, s, shrink=shrink)
 
     def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
         B, step, options = self.state[param]["momentum_buffer"], self.state[param]["step"], last.options

@@ -1,8 +1,8 @@
-"""The paper's data: shards of tokens in an order that depends on a seed alone, and a fixed text to validate on.
+"""The paper's data: token shards in an order that depends on the seed alone, and a fixed text to validate on.
 
 A block is `context` tokens, each with the next one as its target. An optimizer batch is `global_batch` consecutive
-blocks of one shard, taken micro-batch by micro-batch and within a micro-batch rank by rank: what a step sees depends
-neither on the number of ranks nor on accumulation.
+blocks of one shard. They are dealt out micro-batch by micro-batch, and within a micro-batch rank by rank. So the tokens
+of a step depend neither on the number of ranks nor on accumulation.
 """
 
 from __future__ import annotations
@@ -26,40 +26,41 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from .shards import TRAIN, VALIDATION, Shard, find_shards
 
 VALIDATION_TOKENS = 5_242_880
+"""Length of the paper's validation text."""
 ENDLESS = 2**40
-"""Length of a loader without an end; more micro-batches than any run makes."""
+"""Length of a loader without an end: more micro-batches than any run takes."""
 Batch = tuple[Tensor, Tensor]
 """Tokens (B, T) and their targets (B, T), int64."""
 
 
 class Order:
-    """Which optimizer batch comes when.
+    """The order of the optimizer batches.
 
-    In every epoch the shards are shuffled, and within each shard its complete optimizer batches; an incomplete rest of
-    a shard is left out.
+    Every epoch shuffles the shards, and within each shard its complete optimizer batches. An incomplete batch at the
+    end of a shard is left out.
 
     Args:
-        batches: complete optimizer batches of each shard, in the order of the shards' names.
-        seed: of the shuffles.
+        batches: number of complete optimizer batches of each shard, in the order of the shards' names.
+        seed: seed of the shuffles.
     """
 
     def __init__(self, batches: Sequence[int], seed: int) -> None:
         self.batches, self.seed = tuple(batches), seed
         self.epoch = sum(self.batches)
-        """Number of optimizer batches to an epoch."""
+        """Number of optimizer batches in an epoch."""
 
     def at(self, step: int) -> tuple[int, int]:
-        """Return the shard of optimizer batch `step` since the start of the run, and which of that shard's it is."""
+        """Return the shard of optimizer batch `step`, counted from the start of the run, and its place in the shard."""
         epoch, step = divmod(step, self.epoch)
-        shards, starts = _shards_in_turn(self.batches, self.seed, epoch)
+        shards, starts = _shard_order(self.batches, self.seed, epoch)
         place = bisect_right(starts, step) - 1
         k = shards[place]
         return k, int(_shuffled(self.batches[k], self.seed, epoch, k, 1)[step - starts[place]])
 
 
 @lru_cache(maxsize=2)
-def _shards_in_turn(batches: tuple[int, ...], seed: int, epoch: int) -> tuple[list[int], list[int]]:
-    """Return the shards of an epoch in their order, and the step in the epoch at which each begins."""
+def _shard_order(batches: tuple[int, ...], seed: int, epoch: int) -> tuple[list[int], list[int]]:
+    """Return the shards of an epoch in their order, and the step of the epoch at which each begins."""
     shards = _shuffled(len(batches), seed, epoch, 0).tolist()
     return shards, list(accumulate((batches[k] for k in shards[:-1]), initial=0))
 
@@ -72,25 +73,25 @@ def _shuffled(number: int, *key: int) -> NDArray[np.int64]:
 
 
 class TrainingLoader:
-    """One rank's micro-batches, without an end, from a position that is saved and restored.
+    """One rank's micro-batches, from a position that checkpoints save and restore; it can go on without an end.
 
-    All iterators share the position: a new one goes on where the last one was. Lightning saves it in its checkpoints
-    and restores it. There a loader must have a length, or Lightning fetches a batch ahead and the position that it
-    saves is one too far; a loader without an end says `ENDLESS`. Save between batches, as Lightning's own checkpoints
-    do: within a step the batch in hand counts as taken.
+    All iterators share the position: a new one continues where the last one was. Lightning saves it in checkpoints and
+    restores it. For that a loader must have a length; without one, Lightning fetches a batch ahead, and the position
+    that it saves is one too far. So a loader without an end has the length `ENDLESS`. Save between batches, as
+    Lightning does: during a step its batch counts as taken.
 
     Args:
-        folder: where the shards are.
-        context: tokens to a block.
-        global_batch: blocks to an optimizer batch, on all ranks and in all its micro-batches together.
-        micro_batch: blocks to a micro-batch of one rank.
-        vocab_size: a token that is not below it is refused when it is read.
-        rank: whose micro-batches these are.
+        folder: folder of the shards.
+        context: tokens in a block.
+        global_batch: blocks in an optimizer batch, over all ranks and all micro-batches.
+        micro_batch: blocks in a micro-batch of one rank.
+        vocab_size: number of tokens; a larger token id is refused when it is read.
+        rank: the rank that takes these micro-batches.
         world: number of ranks.
-        seed: of the order.
+        seed: seed of the order.
         steps: end after this many optimizer batches, counted from the start of the run.
-        pattern: names of the shards.
-        pin_memory: whether batches are in pinned memory; without CUDA they are not.
+        pattern: pattern of the shards' names.
+        pin_memory: whether batches are in pinned memory, if there is CUDA.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class TrainingLoader:
         return ENDLESS if self.steps is None else self.steps * self.accumulation
 
     def __iter__(self) -> Iterator[Batch]:
-        if self.steps is not None and self.taken >= len(self):  # or Lightning would run empty epochs for ever
+        if self.steps is not None and self.taken >= len(self):  # otherwise Lightning would run empty epochs for ever
             raise RuntimeError(f"all {self.steps} steps of the data were taken: end training there, or give more steps")
         while self.steps is None or self.taken < len(self):
             batch = self.batch(self.taken)
@@ -142,7 +143,7 @@ class TrainingLoader:
             yield batch
 
     def batch(self, number: int) -> Batch:
-        """Read this rank's micro-batch of a number, counted from the start of the run."""
+        """Read this rank's micro-batch with a number, counted from the start of the run."""
         step, part = divmod(number, self.accumulation)
         k, at = self.order.at(step)
         first = at * self.global_batch + (part * self.world + self.rank) * self.micro_batch
@@ -152,15 +153,15 @@ class TrainingLoader:
         return tokens, targets
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, the same on every rank, and what it is a position in."""
+        """Return the position, which is the same on every rank, and the data that it belongs to."""
         return {"taken": self.taken, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position; refuse one in another order of batches, which would not go on where it was."""
-        for name, now in self._identity().items():
-            if state.get(name) != now:
+        """Go to a saved position. Refuse one in another order of batches, where it would mean other tokens."""
+        for name, value in self._identity().items():
+            if state.get(name) != value:
                 raise ValueError(
-                    f"the saved position is of a run with {name}={state.get(name)}, got {name}={now}: resume with the"
+                    f"the saved position is of a run with {name}={state.get(name)}, got {name}={value}: resume with the"
                     " data and sizes it was trained with"
                 )
         self.taken = int(state["taken"])
@@ -177,14 +178,14 @@ class TrainingLoader:
 
 
 class ValidationBlocks(Dataset[Batch]):
-    """The first blocks of the validation shards, one after the other; an item is tokens (T,) and their targets (T,).
+    """The first blocks of the validation shards, in order. An item is tokens (T,) and their targets (T,).
 
     Args:
-        folder: where the shards are.
-        context: tokens to a block.
-        vocab_size: a token that is not below it is refused when it is read.
-        tokens: length of the text; of fewer there are, all are taken, with a warning.
-        pattern: names of the shards.
+        folder: folder of the shards.
+        context: tokens in a block.
+        vocab_size: number of tokens; a larger token id is refused when it is read.
+        tokens: length of the text. If the shards have fewer, all are taken, with a warning.
+        pattern: pattern of the shards' names.
     """
 
     def __init__(
@@ -202,14 +203,14 @@ class ValidationBlocks(Dataset[Batch]):
         self.context, self.vocab_size = context, vocab_size
         self.shards = find_shards(folder, pattern)
         self._starts = list(accumulate((shard.blocks(context) for shard in self.shards), initial=0))
-        held, self._blocks = self._starts[-1], tokens // context
-        if not held:
+        available, self._blocks = self._starts[-1], tokens // context
+        if not available:
             raise ValueError(f"no shard named {pattern} in {folder} has a block of {context} tokens and a next one")
-        if held < self._blocks:
-            self._blocks = held
+        if available < self._blocks:
+            self._blocks = available
             warnings.warn(
-                f"the validation shards have {held * context} tokens in blocks of {context}, fewer than the {tokens}"
-                f" asked for: validation is on {held * context}",
+                f"the validation shards have {available * context} tokens in blocks of {context}, fewer than the"
+                f" {tokens} asked for: validation is on {available * context}",
                 stacklevel=2,
             )
 
@@ -225,9 +226,9 @@ class ValidationBlocks(Dataset[Batch]):
 
 
 class RankSampler(DistributedSampler[Any]):
-    """One rank's items, micro-batch by micro-batch and within one rank by rank; complete micro-batches only.
+    """One rank's validation blocks, dealt out as the training blocks are; only complete micro-batches.
 
-    It is a DistributedSampler so that Lightning does not put one of its own, which repeats items, in its place.
+    It is a DistributedSampler so that Lightning does not replace it by its own, which repeats items.
     """
 
     def __init__(self, data: ValidationBlocks, *, micro_batch: int, rank: int = 0, world: int = 1) -> None:
@@ -254,9 +255,9 @@ class RankSampler(DistributedSampler[Any]):
 def validation_loader(
     blocks: ValidationBlocks, *, micro_batch: int, rank: int = 0, world: int = 1, pin_memory: bool = False
 ) -> DataLoader[Batch]:
-    """Return one rank's loader of the validation text, which starts at its first block every time.
+    """Return one rank's loader of the validation text, which starts at the first block every time.
 
-    All micro-batches of all ranks are of one size: the mean of their mean losses is the mean over all tokens.
+    All micro-batches of all ranks have one size, so the mean of their mean losses is the mean over all tokens.
     """
     sampler = RankSampler(blocks, micro_batch=micro_batch, rank=rank, world=world)
     pinned = pin_memory and torch.cuda.is_available()
@@ -264,7 +265,7 @@ def validation_loader(
 
 
 def _read(shard: Shard, first: int, blocks: int, context: int, vocab_size: int) -> Batch:
-    """Read consecutive blocks; the targets are a copy of their own, so that a change of one leaves the other."""
+    """Read consecutive blocks. The targets are a copy, so that a change to one does not change the other."""
     start, stop = first * context, (first + blocks) * context
     ids = shard.read(start, stop + 1, vocab_size)
     tokens, targets = (torch.from_numpy(x.astype(np.int64)) for x in (ids[:-1], ids[1:]))
@@ -279,4 +280,4 @@ def _check_positive(**sizes: int) -> None:
 
 def _check_rank(rank: int, world: int) -> None:
     if not 0 <= rank < world:
-        raise ValueError(f"rank must be one of the {world} from 0 on, got {rank}")
+        raise ValueError(f"rank must be at least 0 and below {world}, got {rank}")

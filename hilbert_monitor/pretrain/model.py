@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Sizes of a decoder; as they stand, the smallest of the paper's."""
+    """Sizes of a decoder; by default the smallest of the paper's."""
 
     vocab_size: int = 50_257
     width: int = 512
@@ -45,7 +45,7 @@ class DecoderConfig:
 
 
 class Norm(nn.Module):
-    """x / sqrt(mean(x^2) + eps), in fp32, without a gain."""
+    """RMS norm x / sqrt(mean(x^2) + eps), in fp32, without a gain."""
 
     def __init__(self, eps: float) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Norm(nn.Module):
 
 
 class Rotation(nn.Module):
-    """Rotary positions: coordinate i and i + n/2 of a head turn together, by position times base^(-2i/n)."""
+    """Rotary positions: coordinates i and i + n/2 of a head turn together by the angle position * base^(-2i/n)."""
 
     cos: Tensor
     sin: Tensor
@@ -77,7 +77,7 @@ class Rotation(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each added to the stream that it reads through a norm."""
+    """Attention, then the MLP; each reads the stream through a norm and adds its output to it."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -89,25 +89,25 @@ class Block(nn.Module):
         self.norm = Norm(config.eps)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Add what this block has to say to the stream (B, T, d)."""
+        """Return the stream (B, T, d) plus the output of this block."""
         x = x + self.attention(self.norm(x), rotation)
         h = self.norm(x)
-        moved: Tensor = x + self.down(silu(self.gate(h)) * self.up(h))
-        return moved
+        stream: Tensor = x + self.down(silu(self.gate(h)) * self.up(h))
+        return stream
 
     def attention(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Causal attention with normalised, rotated queries and keys."""
         q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
         q, k = rotation(self.norm(q)), rotation(self.norm(k))
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, heads, T, n)
-        said: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
-        return said
+        output: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return output
 
 
 class Decoder(nn.Module):
-    """Tokens (B, T) to logits (B, T, V) in fp32.
+    """Maps tokens (B, T) to logits (B, T, V) in fp32.
 
-    Weights are drawn from N(0, init_std^2) in the order of the modules, after torch's own draw.
+    Weights are drawn from N(0, init_std^2) in the order of the modules, after torch's own initialisation.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -123,41 +123,43 @@ class Decoder(nn.Module):
                 nn.init.normal_(module.weight, std=config.init_std)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """What the LM head sees, (B, T, d)."""
+        """Return the hidden states (B, T, d) that the LM head is given."""
         if tokens.shape[-1] > self.config.context:
             raise ValueError(f"the context is {self.config.context} tokens, got {tokens.shape[-1]}: cut the text")
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, self.rotation)
-        normed: Tensor = self.norm(x)
-        return normed
+        states: Tensor = self.norm(x)
+        return states
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token."""
+        """Return the logits of the next token."""
         logits: Tensor = self.lm_head(self.hidden(tokens))
         return logits.float()
 
     def loss(self, tokens: Tensor, targets: Tensor, *, chunk: int | None = None) -> Tensor:
-        """Mean cross entropy of targets (B, T).
+        """Return the mean cross entropy of targets (B, T).
 
         Args:
             tokens: (B, T).
             targets: (B, T).
-            chunk: positions whose logits are held at a time; they are formed again in the backward pass. The head's
+            chunk: positions whose logits are in memory at a time; the backward pass computes them again. The head's
                 own forward is then not called: give a monitor ``hidden=lambda model, tokens: model.hidden(tokens)``.
         """
         if chunk is None:
             return cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
-        h, wanted = self.hidden(tokens).flatten(0, 1), targets.flatten()
+        h, labels = self.hidden(tokens).flatten(0, 1), targets.flatten()
         parts = [
-            checkpoint(_summed_loss, rows, self.lm_head.weight, of, use_reentrant=False, preserve_rng_state=False)
-            for rows, of in zip(torch.split(h, chunk), torch.split(wanted, chunk), strict=True)
+            checkpoint(_summed_loss, rows, self.lm_head.weight, part, use_reentrant=False, preserve_rng_state=False)
+            for rows, part in zip(torch.split(h, chunk), torch.split(labels, chunk), strict=True)
         ]
-        return torch.stack(parts).sum() / wanted.numel()
+        return torch.stack(parts).sum() / labels.numel()
 
 
 def _summed_loss(h: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     device = h.device.type
-    if torch.is_autocast_enabled(device):  # by hand: of the copy that autocast keeps, chunks would add up in bf16
+    if torch.is_autocast_enabled(
+        device
+    ):  # by hand: autocast keeps one copy, whose gradient the chunks would sum in bf16
         h, head = (x.to(torch.get_autocast_dtype(device)) for x in (h, head))
     return cross_entropy(nn.functional.linear(h, head).float(), targets, reduction="sum")

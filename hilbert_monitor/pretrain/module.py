@@ -1,4 +1,4 @@
-"""A recipe under Lightning: the module, its trainer, and a run from beginning to end."""
+"""Runs a recipe with Lightning: the module, the trainer, and a run from start to end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .tokenization import TOKENIZER, load_decoder
 
 
 class Pretraining(lightning.LightningModule):
-    """The decoder of a recipe, its loss, its optimizers and its schedule."""
+    """The decoder of a recipe with its loss, optimizers and schedule."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -33,16 +33,16 @@ class Pretraining(lightning.LightningModule):
         self._loss: Callable[..., Tensor] = torch.compile(self.model.loss) if recipe.compile else self.model.loss
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
-        """Mean cross entropy of a micro-batch."""
+        """Return the mean cross entropy of a micro-batch."""
         return self._loss(*batch, chunk=self.recipe.loss_chunk)
 
     def validation_step(self, batch: Batch, _: int) -> None:
-        """Log the loss; the epoch's is the mean of the micro-batches' means, over all ranks."""
+        """Log the loss. Lightning averages it over the micro-batches of all ranks."""
         loss = self.model.loss(*batch, chunk=self.recipe.loss_chunk)
         self.log("val_loss", loss, sync_dist=True, batch_size=1)
 
     def configure_optimizers(self) -> Any:
-        """The paper's optimizers in one chain, and its schedule."""
+        """Return the paper's optimizers in one chain, and its schedule."""
         r = self.recipe
         assert r.updates is not None
         optimizer = pretraining_optimizer(
@@ -57,39 +57,39 @@ class Pretraining(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the random state, for whoever adds dropout."""
+        """Save the random state, which matters to a model with dropout."""
         checkpoint["torch_random_state"] = torch.get_rng_state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with it."""
+        """Restore the random state."""
         if "torch_random_state" in checkpoint:
             torch.set_rng_state(checkpoint["torch_random_state"])
 
 
 class LastValidation(Callback):
-    """Has Lightning validate after the last update too, where its interval does not end with it."""
+    """Makes Lightning validate after the last update too, if that is not a multiple of the interval."""
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.updates is not None
         self.last, self.batches = recipe.updates - 1, recipe.updates * recipe.accumulation
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        """Make the interval the whole run, once there is no other to come."""
+        """Make the interval the whole run before the last update."""
         if trainer.global_step == self.last:
             trainer.val_check_batch = self.batches
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a run reads and writes."""
+    """The folders that a run reads from and writes to, and its name."""
 
     data: Path
     runs: Path = Path("runs")
     checkpoints: Path = Path("checkpoints")
     name: str = ""
 
-    def named(self, recipe: Recipe) -> str:
-        """The name of the run."""
+    def run_name(self, recipe: Recipe) -> str:
+        """Return the name of the run: the given one, or one of size, head and seed."""
         return self.name or f"{recipe.size}-{recipe.head}-seed{recipe.seed}"
 
 
@@ -103,19 +103,19 @@ def train(
     monitor: dict[str, Any] | None = None,
     quiet: bool = False,
 ) -> lightning.Trainer:
-    """Run a recipe, or go on with it from its last checkpoint.
+    """Run a recipe, or continue it from its last checkpoint.
 
     Args:
         recipe: resolved.
-        places: where its data are, and where log and checkpoints go.
-        accelerator: as Lightning's.
-        resume: go on from the last checkpoint of this name, if there is one.
-        callbacks: more of them.
-        monitor: more arguments for HilbertMonitor.
-        quiet: no progress bar and no summary.
+        places: folders of data, logs and checkpoints.
+        accelerator: as in Lightning.
+        resume: continue from the last checkpoint of this name, if there is one.
+        callbacks: further callbacks.
+        monitor: further arguments of HilbertMonitor.
+        quiet: show no progress bar and no model summary.
     """
     assert recipe.updates is not None
-    name = places.named(recipe)
+    name = places.run_name(recipe)
     lightning.seed_everything(recipe.seed, verbose=False)
     trainer = _trainer(recipe, places, accelerator, [*callbacks, *_watchers(recipe, places, name, monitor)], quiet)
     torch.manual_seed(recipe.seed + trainer.global_rank)
@@ -174,7 +174,7 @@ def _watchers(recipe: Recipe, places: Places, name: str, monitor: dict[str, Any]
 
 
 def hidden_of(module: Any, batch: Batch) -> Tensor:
-    """What the head sees of a batch: a chunked loss never calls the head itself."""
+    """Return what the head is given for a batch: a chunked loss never calls the head itself."""
     states: Tensor = module.model.hidden(batch[0])
     return states
 
@@ -195,7 +195,7 @@ def _trainer(
         gradient_clip_val=recipe.clip,
         val_check_interval=recipe.validation_every * recipe.accumulation,
         check_val_every_n_epoch=None,
-        num_sanity_val_steps=-(-recipe.panel_size // positions),  # from which a panel is kept
+        num_sanity_val_steps=-(-recipe.panel_size // positions),  # the monitor takes its panel from these batches
         callbacks=callbacks,
         logger=False,
         enable_progress_bar=not quiet,

@@ -1,4 +1,4 @@
-"""How a plan is printed."""
+"""Prints a plan as tables."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from .plan import Plan
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print a plan."""
+    """Print a plan: the run, memory, FLOPs, the monitor, and what the hours assume."""
     ranks = f"{plan.nodes} x {plan.devices} {plan.device.name}"
-    title = f"{plan.size} with {plan.head} on its head, {plan.precision}: {ranks}"
+    title = f"{plan.size} with a {plan.head} head, {plan.precision}: {ranks}"
     console.print(_run_table(plan, title), _memory_table(plan), _flops_table(plan), _monitor_table(plan))
     d, shares = plan.device, plan.newton_schulz_share
     console.print(
-        f"Newton-Schulz is {shares['shared']:.2%} of forward and backward by FLOPs; on every rank in full it would be"
-        f" {shares['replicated']:.2%}."
+        f"Newton-Schulz is {shares['shared']:.2%} of forward and backward by FLOPs. If every rank did all of it, it"
+        f" would be {shares['replicated']:.2%}."
     )
     console.print(
-        f"Hours assume, and nobody has measured, {d.utilisation:.0%} of what is printed for an {d.name}:"
-        f" {d.bf16 / 1e12:.0f} TFLOP/s bf16, {d.fp32 / 1e12:.0f} fp32 without TF32 (Newton-Schulz, monitor),"
+        f"The hours are assumed; nobody has measured them. They assume {d.utilisation:.0%} of the data sheet of an"
+        f" {d.name}: {d.bf16 / 1e12:.0f} TFLOP/s bf16, {d.fp32 / 1e12:.0f} fp32 without TF32 (Newton-Schulz, monitor),"
         f" {d.bandwidth / 1e12:.1f} TB/s; and {d.call * 1e6:.0f} µs a call, counted with a CPU's smaller chunks. The"
-        " exact search is a mean over increments made by training a head on synthetic data, not over those of such a"
-        " run; the memory leaves out workspaces and what an allocator wastes.",
+        " exact search is a mean over synthetic increments, not over those of such a run. The memory leaves out"
+        " workspaces and what the allocator wastes.",
         style="dim",
     )
 
@@ -43,8 +43,8 @@ def _run_table(plan: Plan, title: str) -> Table:
     table.add_row("parameters", f"{sum(plan.parameters.values()):,}")
     table.add_row("updates", f"{plan.updates:,}")
     table.add_row("tokens", f"{plan.tokens:,}")
-    table.add_row("tokens to an update", f"{plan.tokens_per_update:,}")
-    table.add_row("micro-batches to an update", f"{plan.accumulation} of {plan.micro_batch} sequences")
+    table.add_row("tokens in an update", f"{plan.tokens_per_update:,}")
+    table.add_row("micro-batches in an update", f"{plan.accumulation} of {plan.micro_batch} sequences")
     for name, seconds in plan.seconds.items():
         table.add_row(f"assumed time of an update: {name}", f"{seconds * 1e3:,.2f} ms")
     table.add_row("assumed hours", f"{plan.hours:,.3g}")

@@ -1,4 +1,4 @@
-"""The paper's pretraining runs as data: three sizes, two head optimizers, and every number in one place."""
+"""The paper's pretraining runs as data: three sizes, two optimizers of the head, and every number in one place."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 
+from hilbert_monitor.optim.pretraining import EMBEDDING_LR, HEAD_LR, MATRIX_LR, WEIGHT_DECAY
+
+from .data import VALIDATION_TOKENS
 from .model import DecoderConfig
 
 Head = Literal["adamw", "rownorm"]
+"""Optimizer of the LM head."""
 HEADS: tuple[Head, ...] = ("adamw", "rownorm")
-HEAD_RATES: dict[Head, float] = {"adamw": 2.048, "rownorm": 1.6384}
-"""Learning rate of the LM head times the width of the model."""
 TOKENS_PER_PARAMETER = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One run. What is None follows from the rest, and is filled in by `resolved`."""
+    """All numbers of one run. `resolved` fills in those that are None from the others."""
 
     size: str = ""
-    """Name of the preset it began as."""
+    """Name of the preset that the recipe is based on."""
     head: Head = "rownorm"
     seed: int = 0
 
@@ -33,23 +35,23 @@ class Recipe:
     context: int = 2048
 
     global_batch: int = 256
-    """Sequences to an update."""
+    """Sequences in an update, over all devices."""
     micro_batch: int = 32
-    """Sequences to a device at a time."""
+    """Sequences that a device takes at a time."""
     devices: int = 1
     nodes: int = 1
 
     updates: int | None = None
-    """By default 20 tokens a parameter."""
+    """By default 20 tokens per parameter."""
     warmup: float = 0.1
-    """Share of the updates over which learning rates rise."""
+    """Fraction of the updates over which the learning rates rise."""
     final_rate: float = 0.1
-    """Share of the peak at which they end."""
+    """Fraction of the peak at which the learning rates end."""
     head_lr: float | None = None
-    """By default the paper's, which falls with the width."""
-    matrix_lr: float = 8e-3
-    embedding_lr: float = 4e-3
-    weight_decay: float = 0.1
+    """Peak learning rate of the head. By default the paper's, which is proportional to 1 / width."""
+    matrix_lr: float = MATRIX_LR
+    embedding_lr: float = EMBEDDING_LR
+    weight_decay: float = WEIGHT_DECAY
     clip: float = 1.0
 
     diameter_every: int = 10
@@ -57,15 +59,15 @@ class Recipe:
     panel_size: int = 8192
     panel: Literal["loader", "paper"] = "paper"
     efficiency: bool = False
-    """Whether the steps' efficiency is measured where the panel is."""
+    """Whether the efficiency of the steps is measured too, as often as the panel."""
     validation_every: int = 500
-    """Updates, not batches."""
-    validation_tokens: int = 5_242_880
+    """In updates, not batches."""
+    validation_tokens: int = VALIDATION_TOKENS
     checkpoint_every: int = 500
 
     precision: Literal["32-true", "bf16-mixed"] = "bf16-mixed"
     loss_chunk: int | None = 4096
-    """Positions whose logits are held at a time; None for all of a micro-batch."""
+    """Positions whose logits are in memory at a time; None for all of a micro-batch."""
     compile: bool = False
 
     @property
@@ -86,23 +88,23 @@ class Recipe:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a rank to an update."""
+        """Micro-batches that a rank takes for an update."""
         return self.global_batch // (self.world * self.micro_batch)
 
     @property
     def tokens_per_update(self) -> int:
-        """Training tokens of one update, on all ranks."""
+        """Training tokens of one update, over all ranks."""
         return self.global_batch * self.context
 
     @property
     def resolved(self) -> Recipe:
-        """The recipe with nothing left open."""
+        """The recipe with every None filled in that follows from the other numbers."""
         parameters = self.model.parameters
         updates = max(1, TOKENS_PER_PARAMETER * parameters // self.tokens_per_update)
         return replace(
             self,
             updates=updates if self.updates is None else self.updates,
-            head_lr=HEAD_RATES[self.head] / self.width if self.head_lr is None else self.head_lr,
+            head_lr=HEAD_LR[self.head] / self.width if self.head_lr is None else self.head_lr,
         )
 
     def __post_init__(self) -> None:
@@ -120,10 +122,10 @@ class Recipe:
                 f" {self.micro_batch} on {self.world} devices: choose --micro-batch so that {self.world} times it"
                 f" divides {self.global_batch}"
             )
-        _ = self.model  # refuses sizes that do not go together
+        _ = self.model  # refuses sizes that do not fit together
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, with what follows from them."""
+        """Plain types, for JSON, with the numbers that follow from them."""
         return {**asdict(self), "parameters": self.model.parameters, "accumulation": self.accumulation}
 
 
@@ -153,17 +155,17 @@ DEMO = Recipe(
     precision="32-true",
     loss_chunk=None,
 )
-"""Minutes on two CPU cores."""
+"""The demo's sizes: a run takes minutes on two CPU cores."""
 
 SIZES = {**PAPER, "demo": DEMO}
 
 
 def recipe(size: str, **overrides: Any) -> Recipe:
-    """Return a preset with some of its numbers changed, nothing left open.
+    """Return a preset with some numbers changed, resolved.
 
     Args:
         size: "190M", "380M", "640M" or "demo".
-        **overrides: fields of a Recipe; None leaves one as it is.
+        **overrides: fields of a Recipe; one that is None is ignored.
     """
     if size not in SIZES:
         raise ValueError(f"there is no size {size!r}: choose one of {', '.join(SIZES)}, and override its numbers")
@@ -174,16 +176,16 @@ def recipe(size: str, **overrides: Any) -> Recipe:
     return replace(SIZES[size], **changes).resolved
 
 
-def parsed(changes: Sequence[str]) -> dict[str, Any]:
-    """Return overrides that were given as name=value."""
-    kinds, found = get_type_hints(Recipe), {}
+def parse_changes(changes: Sequence[str]) -> dict[str, Any]:
+    """Parse overrides of the form name=value, as --set gives them."""
+    kinds, overrides = get_type_hints(Recipe), {}
     for change in changes:
         name, _, value = change.partition("=")
         name = name.strip().replace("-", "_")
         if name not in {field.name for field in fields(Recipe)}:
             raise ValueError(f"--set {change}: a recipe has no {name!r}; it has {', '.join(kinds)}")
         try:
-            found[name] = msgspec.convert(None if value == "None" else value, kinds[name], strict=False)
+            overrides[name] = msgspec.convert(None if value == "None" else value, kinds[name], strict=False)
         except msgspec.ValidationError as error:
             raise ValueError(f"--set {change}: {error}: give it as {name}=VALUE") from None
-    return found
+    return overrides

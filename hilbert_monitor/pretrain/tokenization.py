@@ -1,4 +1,4 @@
-"""Text to shards: documents, a byte-level BPE trained on them or a tokenizer that is given, and tokens back to text."""
+"""Turns text into token shards, with a byte-level BPE tokenizer trained on it or a given one, and tokens into text."""
 
 from __future__ import annotations
 
@@ -22,28 +22,31 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END = "<|endoftext|>"
-"""Stands before every document; in a text file it separates documents."""
+"""Token before every document. In a text file it separates documents."""
 TOKENIZER = "tokenizer.json"
+VOCAB_SIZE = 8192
+"""Tokens of a tokenizer that is trained, by default."""
 KINDS = (".txt", ".py", ".md")
-"""Files of a folder that are text."""
+"""Suffixes of the files in a folder that are read as text."""
 PIECE = 2**20
 """Characters read at a time; a longer document is tokenized in pieces."""
 _NAME = "text"
 Tick = Callable[[int], None]
+"""Called with the number of bytes that were read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a document, all of it or the next part of a long one."""
+    """A document, or the next part of a long one."""
 
     text: str
     starts: bool
-    """Whether a document begins with it."""
+    """Whether this is the start of a document."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """What was made: numbers of tokens and of shards, and the size of the vocabulary."""
+    """Numbers of tokens and of shards that were written, and the size of the vocabulary."""
 
     train_tokens: int
     validation_tokens: int
@@ -55,70 +58,70 @@ def tokenize(
     paths: Sequence[Path],
     out: Path,
     *,
-    vocab_size: int = 8192,
+    vocab_size: int = VOCAB_SIZE,
     tokenizer: Path | None = None,
     shard_tokens: int = 100_000_000,
     validation: float = 0.05,
     force: bool = False,
     console: Console | None = None,
 ) -> Tokenized:
-    """Make shards of text, and keep the tokenizer beside them. All appear at the end, or none.
+    """Write shards of text, and the tokenizer beside them. All files appear at the end, or none.
 
-    Neither the text nor its tokens are held in memory as a whole: files are read once to be tokenized, and once before
+    Neither the text nor its tokens are in memory as a whole. Files are read once to tokenize them, and once before that
     if a tokenizer is trained.
 
     Args:
         paths: text files, or folders of them.
         out: folder for the shards.
-        vocab_size: tokens of a byte-level BPE that is trained on the documents not held out.
+        vocab_size: tokens of a byte-level BPE that is trained on the training documents.
         tokenizer: a tokenizer.json to use instead.
-        shard_tokens: tokens to a shard.
-        validation: part of the documents that is held out, by a hash of their text.
-        force: whether shards that were made here before are replaced.
-        console: where a progress bar is drawn.
+        shard_tokens: tokens in a shard.
+        validation: fraction of the documents to hold out, chosen by a hash of their text.
+        force: whether to replace shards of an earlier call.
+        console: where to draw a progress bar.
     """
     _check(vocab_size, shard_tokens, validation)
     _check_out(out, force)
     files = text_files(paths)
     held_out = _chooser(files, validation)
-    given = None if tokenizer is None else load_tokenizer(tokenizer)
+    encoder = None if tokenizer is None else load_tokenizer(tokenizer)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".unfinished-") as folder, _Bars(files, console) as bars:
-        if given is None:
+        if encoder is None:
             tick = bars.add("training a tokenizer")
-            text = (piece.text for piece, aside in _sided(files, held_out, tick) if not aside)
-            given = train_tokenizer(text, vocab_size)
-        made = _write(_sided(files, held_out, bars.add("tokenizing")), given, Path(folder), shard_tokens)
-        write_whole(Path(folder) / TOKENIZER, given.to_str().encode())
+            text = (piece.text for piece, is_held_out in _split(files, held_out, tick) if not is_held_out)
+            encoder = train_tokenizer(text, vocab_size)
+        summary = _write(_split(files, held_out, bars.add("tokenizing")), encoder, Path(folder), shard_tokens)
+        write_whole(Path(folder) / TOKENIZER, encoder.to_str().encode())
         _move(Path(folder), out)
-    return made
+    return summary
 
 
 def text_files(paths: Iterable[Path]) -> list[Path]:
-    """Return files as they are and the text files below folders in the order of their names, each once."""
-    found: dict[Path, None] = {}
+    """Return the given files, and the text files below the given folders in the order of their names; each once."""
+    files: dict[Path, None] = {}
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist: give text files, or folders of them")
         inside = sorted(p for p in path.rglob("*") if p.suffix in KINDS and p.is_file()) if path.is_dir() else [path]
         if not inside:
             raise FileNotFoundError(f"{path} has no {', '.join(KINDS)} file: give text files, or folders of them")
-        found.update((p.resolve(), None) for p in inside)
-    return list(found)
+        files.update((p.resolve(), None) for p in inside)
+    return list(files)
 
 
 def pieces(path: Path, tick: Tick = lambda _: None) -> Iterator[Piece]:
-    """Read the documents of a file, which `END` separates; those without text are left out.
+    """Yield the documents of a file, which `END` separates, without empty ones.
 
-    A document longer than `PIECE` characters comes in pieces, cut at the end of a line, where byte-level BPE cuts too.
+    A document longer than `PIECE` characters comes in pieces. They end at the end of a line, where a token ends too.
     """
     rest, starts, read = "", True, 0
     with path.open("rb") as raw, TextIOWrapper(raw, encoding="utf-8", errors="replace", newline="") as file:
         while chunk := file.read(PIECE):
             tick(raw.tell() - read)
             read = raw.tell()
-            *ended, rest = (rest + chunk).split(END)
-            for text in ended:
+            *documents, rest = (rest + chunk).split(END)
+            for text in documents:
                 if text.strip() or not starts:
                     yield Piece(text, starts)
                 starts = True
@@ -131,16 +134,16 @@ def pieces(path: Path, tick: Tick = lambda _: None) -> Iterator[Piece]:
 
 
 def _cut(text: str) -> int:
-    """Where to cut a long text: after its last line that is neither empty nor followed by blanks.
+    """Return where to cut a long text: after the last line that is not empty and is not followed by a blank.
 
-    Without one, before what may be the beginning of an `END`.
+    If there is none, the cut is before what may be the beginning of an `END`.
     """
-    ends = [found.end() for found in re.finditer(r"\S\n(?=\S)", text)]
+    ends = [match.end() for match in re.finditer(r"\S\n(?=\S)", text)]
     return ends[-1] if ends else len(text) - len(END)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE as GPT-2's; it has fewer tokens than asked for if the text has too few pairs."""
+    """Train a byte-level BPE like GPT-2's. It has fewer tokens than asked for if the text has too few pairs."""
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
     bpe = ByteLevelBPETokenizer()
@@ -151,7 +154,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json that can make shards: it has an `END`, and ids that fit in uint16."""
+    """Read a tokenizer.json; refuse one that has no `END`, or ids that do not fit in uint16."""
     tokenizer = _read(path)
     if tokenizer.token_to_id(END) is None:
         raise ValueError(f"{path.name} has no token {END}, which separates documents: add it as a special token")
@@ -165,20 +168,20 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def vocabulary(tokenizer: Tokenizer) -> int:
-    """Size of the vocabulary: one more than the largest id."""
+    """Return the size of the vocabulary: one more than the largest id."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
-def token_ids(tokenizer: Tokenizer, some: Sequence[Piece]) -> Iterator[NDArray[np.uint16]]:
-    """Return the tokens of each piece, with an `END` before those that a document begins with."""
+def token_ids(tokenizer: Tokenizer, parts: Sequence[Piece]) -> Iterator[NDArray[np.uint16]]:
+    """Yield the tokens of each piece, with an `END` before the start of a document."""
     end = tokenizer.token_to_id(END)
-    encodings = tokenizer.encode_batch([piece.text for piece in some], add_special_tokens=False)
-    for piece, encoding in zip(some, encodings, strict=True):
+    encodings = tokenizer.encode_batch([piece.text for piece in parts], add_special_tokens=False)
+    for piece, encoding in zip(parts, encodings, strict=True):
         yield np.array([end, *encoding.ids] if piece.starts else encoding.ids, dtype=np.uint16)
 
 
 def load_decoder(folder: Path | str) -> Callable[[int], str]:
-    """Return what turns a token of a folder's shards into text; a number without a token is written ``<number>``."""
+    """Return a function from a token of a folder's shards to its text, or to ``<number>`` if there is no such token."""
     tokenizer = _read(Path(folder) / TOKENIZER)
 
     def decode(token: int) -> str:
@@ -197,7 +200,7 @@ def _read(path: Path) -> Tokenizer:
         raise FileNotFoundError(f"there is no {path.name} in {path.parent}: give the tokenizer that made the tokens")
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises no other class
+    except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"{path.name} is not a tokenizer of Hugging Face's tokenizers ({error})") from None
 
 
@@ -206,29 +209,32 @@ def _check(vocab_size: int, shard_tokens: int, validation: float) -> None:
     if shard_tokens < 2:
         raise ValueError(f"a shard has at least two tokens, a token and its next, got {shard_tokens}")
     if not 0 <= validation < 1:
-        raise ValueError(f"the part of the documents held out must be at least 0 and below 1, got {validation}")
+        raise ValueError(f"the fraction of the documents to hold out must be at least 0 and below 1, got {validation}")
 
 
 def check_vocabulary(size: int) -> None:
-    """Refuse a size of a byte-level BPE that has no room for all bytes, or does not fit in uint16."""
+    """Refuse a vocabulary that has no room for all bytes, or does not fit in uint16."""
     if not 257 <= size <= LIMIT:
         raise ValueError(f"vocab_size must be 257 to {LIMIT:,}, bytes and an end of text among them, got {size}")
 
 
 def _check_out(out: Path, force: bool) -> None:
-    there = [path for pattern in (TRAIN, VALIDATION) for path in out.glob(pattern)]
-    if strange := [path for path in there if not path.name.startswith(f"{_NAME}_")]:
-        raise FileExistsError(f"{out} has shards of another make, {strange[0].name} among them: choose another folder")
-    if there and not force:
+    shards = [path for pattern in (TRAIN, VALIDATION) for path in out.glob(pattern)]
+    if strange := [path for path in shards if not path.name.startswith(f"{_NAME}_")]:
         raise FileExistsError(
-            f"{out} has {len(there)} shards already: choose another folder, or replace them (--force)"
+            f"{out} has shards that this command did not write, such as {strange[0].name}: choose another folder"
+        )
+    if shards and not force:
+        raise FileExistsError(
+            f"{out} has {len(shards)} shards already: choose another folder, or replace them (--force)"
         )
 
 
 def _chooser(files: Sequence[Path], fraction: float) -> Callable[[int, str], bool]:
-    """Return which documents are held out, by number and beginning: those with a small hash, so that twins go together.
+    """Return a function from a document's number and beginning to whether it is held out: if it has a small hash.
 
-    If that leaves nothing on one side, it is the last document. Reads until there is one on each side, no further.
+    So equal documents go to one side. If one side would get none, the last document is held out instead. Files are read
+    only until each side has a document.
     """
 
     def small(_: int, text: str) -> bool:
@@ -254,46 +260,46 @@ def _documents(files: Iterable[Path]) -> Iterator[Piece]:
     return (piece for path in files for piece in pieces(path) if piece.starts)
 
 
-def _sided(files: Iterable[Path], held_out: Callable[[int, str], bool], tick: Tick) -> Iterator[tuple[Piece, bool]]:
-    """Return all pieces, and for each whether its document is held out."""
-    number, aside = -1, False
+def _split(files: Iterable[Path], held_out: Callable[[int, str], bool], tick: Tick) -> Iterator[tuple[Piece, bool]]:
+    """Yield all pieces, and for each whether its document is held out."""
+    number, is_held_out = -1, False
     for path in files:
         for piece in pieces(path, tick):
             if piece.starts:
                 number += 1
-                aside = held_out(number, piece.text)
-            yield piece, aside
+                is_held_out = held_out(number, piece.text)
+            yield piece, is_held_out
 
 
-def _write(some: Iterable[tuple[Piece, bool]], tokenizer: Tokenizer, folder: Path, shard_tokens: int) -> Tokenized:
+def _write(parts: Iterable[tuple[Piece, bool]], tokenizer: Tokenizer, folder: Path, shard_tokens: int) -> Tokenized:
     with (
         ShardWriter(folder, f"{_NAME}_train", shard_tokens) as train,
         ShardWriter(folder, f"{_NAME}_val", shard_tokens) as validation,
     ):
-        for batch in _batches(some):
+        for batch in _batches(parts):
             tokens = token_ids(tokenizer, [piece for piece, _ in batch])
-            for (_, aside), ids in zip(batch, tokens, strict=True):
-                (validation if aside else train).add(ids)
+            for (_, is_held_out), ids in zip(batch, tokens, strict=True):
+                (validation if is_held_out else train).add(ids)
     shards = len(train.shards) + len(validation.shards)
     return Tokenized(train.tokens, validation.tokens, shards, vocabulary(tokenizer))
 
 
-def _batches(some: Iterable[tuple[Piece, bool]]) -> Iterator[list[tuple[Piece, bool]]]:
-    """Pieces in lists of about `PIECE` characters, which are tokenized in parallel."""
-    held: list[tuple[Piece, bool]] = []
+def _batches(parts: Iterable[tuple[Piece, bool]]) -> Iterator[list[tuple[Piece, bool]]]:
+    """Yield lists of pieces with about `PIECE` characters together; a list is tokenized in parallel."""
+    batch: list[tuple[Piece, bool]] = []
     size = 0
-    for piece, aside in some:
-        held.append((piece, aside))
+    for piece, is_held_out in parts:
+        batch.append((piece, is_held_out))
         size += len(piece.text)
         if size >= PIECE:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _move(folder: Path, out: Path) -> None:
-    """Put what is finished in the place of what was there."""
+    """Replace the shards of a folder by those of another."""
     for pattern in (TRAIN, VALIDATION):
         for old in out.glob(pattern):
             old.unlink()
@@ -302,7 +308,7 @@ def _move(folder: Path, out: Path) -> None:
 
 
 class _Bars:
-    """Progress over the bytes of files, one bar for each time that they are read; none without a console."""
+    """Progress bars over the bytes of files, one for each time that they are read; none without a console."""
 
     def __init__(self, files: Sequence[Path], console: Console | None) -> None:
         from rich.progress import (
@@ -319,9 +325,9 @@ class _Bars:
         self._progress = Progress(*columns, *times, console=console, disable=console is None, transient=True)
         self._total = sum(path.stat().st_size for path in files)
 
-    def add(self, said: str) -> Tick:
-        """Return what to call with a number of bytes."""
-        task = self._progress.add_task(said, total=self._total)
+    def add(self, label: str) -> Tick:
+        """Add a bar; return the function that advances it by a number of bytes."""
+        task = self._progress.add_task(label, total=self._total)
         return lambda read: self._progress.advance(task, read)
 
     def __enter__(self) -> _Bars:

@@ -1,1 +1,1 @@
-"""What a run leaves behind: no torch here, so that whoever looks at runs needs none."""
+"""Records, logs, alerts and metrics of runs. Nothing here imports torch, so the service needs none."""

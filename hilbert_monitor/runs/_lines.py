@@ -1,8 +1,8 @@
-"""A file of JSON lines that one process appends to and others read, whatever happens to the writer.
+"""A file of JSON lines that one process appends to while others read it. It stays readable if the writer is killed.
 
-A line is one write. A full disk, or a kill while the system copies it, may cut it short; then a newline comes before
-the next line, so that a torn line is skipped and never swallows its neighbour. JSON has no nan and no infinities; they
-are the strings "nan", "inf" and "-inf", which a decoder with strict=False reads as numbers where numbers belong.
+A line is one write. A full disk, or a kill while the system copies it, may cut a line short: it is torn. The next line
+then begins with a newline, so that readers skip the torn line alone. JSON has no nan and no infinities; they are the
+strings "nan", "inf" and "-inf", which a decoder with strict=False reads as numbers where the type is a number.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from msgspec import Meta, Struct
 from .json_values import plain
 
 LONGEST = 1 << 24
-"""Bytes of a line, at most."""
+"""The longest line that is read, in bytes."""
 
 Line = TypeVar("Line")
 Step = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 
 BROKEN = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What decoding a line that is none may raise."""
+"""Exceptions that decoding a broken line may raise."""
 
 
 class Marker(Struct, frozen=True):
-    """The line that begins an attempt: what stands above it counts up to `first_step`."""
+    """The line that begins an attempt. Of the lines above it, those beyond `first_step` no longer count."""
 
     attempt: int
     first_step: Step
@@ -46,7 +46,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def line_of(record: Struct) -> bytes:
-    """A record as one line of JSON, without its newline."""
+    """Encode a record as one line of JSON, without a newline."""
     values = {name: plain(value) for name, value in msgspec.structs.asdict(record).items()}
     return _encoder.encode(msgspec.structs.replace(record, **values))
 
@@ -57,9 +57,9 @@ def line_of(record: Struct) -> bytes:
 class LineFile:
     """A file that this process appends lines to.
 
-    It can be locked, for as long as the process lives. The lock is flock's, which holds between processes and between
-    threads, and which copying or reading the file does not lose. flock would be shared with forked children, and a
-    data loader's worker may outlive its killed parent; so a child closes the file as soon as it is forked.
+    It can be locked for as long as the process lives. The lock is flock's: it holds between processes and between
+    threads, and is not lost when the file is copied or read. A forked child would share the lock, and a data loader's
+    worker may outlive its killed parent, so a child closes the file as soon as it is forked.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,11 +73,11 @@ class LineFile:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be appended: it was closed, or this process was forked from the one that opened it."""
+        """Whether it takes no more lines: it was closed, or this process was forked from the one that opened it."""
         return self._fd < 0
 
     def lock(self, tries: int = 10, pause: float = 0.03) -> bool | None:
-        """Whether the file is now locked, or None where there are no locks. A reader may be looking: try again."""
+        """Try to lock the file; None where there are no locks. It tries several times, as readers test the lock."""
         for attempt in range(tries):
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,7 +106,7 @@ class LineFile:
             os.utime(self._fd)
 
     def close(self) -> None:
-        """Put the lines on the disk and let go of the file."""
+        """Force the lines to the disk and close the file."""
         with self._guard:
             fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -133,10 +133,10 @@ _files: weakref.WeakSet[LineFile] = weakref.WeakSet()
 
 @functools.cache
 def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_close_all)
 
 
-def _let_go() -> None:
+def _close_all() -> None:
     for file in _files:
         file._forked()
 
@@ -145,7 +145,7 @@ def _let_go() -> None:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process has the file locked; None where that cannot be told."""
+    """Whether a process has the file locked; None where that cannot be determined."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -163,10 +163,10 @@ def is_locked(path: Path) -> bool | None:
 
 
 def blocks(path: Path, start: int = 0, size: int = 1 << 17) -> Iterator[tuple[int, bytes]]:
-    """Whole lines from a byte offset on, about `size` bytes at a time, each with the offset behind it.
+    """Read whole lines from a byte offset on, about `size` bytes at a time, each block with the offset of its end.
 
-    A last line without its newline is not there yet. A file shorter than the offset was replaced: it is read anew. Of a
-    line longer than LONGEST only the end is given, so that it counts as torn and has no need of memory.
+    A last line without a newline is left for later. A file shorter than the offset was replaced and is read from its
+    start. Of a line longer than LONGEST only the end is given, so that it counts as torn and takes no memory.
     """
     try:
         file = _open(path)
@@ -196,18 +196,18 @@ def tail(path: Path, size: int = 1 << 16) -> bytes:
 
 
 def _open(path: Path) -> FileIO:
-    """A file to read. A pipe that has its name is not waited for."""
+    """Open a file for reading. O_NONBLOCK keeps a pipe of that name from blocking."""
     return open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def items(block: bytes, decoder: msgspec.json.Decoder[Line]) -> list[Line | Marker | None]:
-    """What the lines of a block say, one item a line: None for a torn one. Empty lines are nothing."""
+    """Decode the lines of a block, one item a line: None for a torn line. Empty lines are left out."""
     try:
-        found: list[Line | Marker | None] = [*decoder.decode_lines(block)]
+        decoded: list[Line | Marker | None] = [*decoder.decode_lines(block)]
     except BROKEN:
-        found = []
-    if len(found) == block.count(b"\n"):
-        return found
+        decoded = []
+    if len(decoded) == block.count(b"\n"):
+        return decoded
     lines = (line for line in block.split(b"\n") if line.strip())
     return [_decoded(line, decoder) or _decoded(line, _MARKERS) for line in lines]
 

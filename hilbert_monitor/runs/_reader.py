@@ -1,4 +1,8 @@
-"""Reading a run's folder: what counts of its records, and where the run stands."""
+"""Reads a run's folder: the records that count, and the state of the run.
+
+A run that is resumed from a checkpoint begins a further attempt. Records of earlier attempts beyond the step it goes on
+from no longer count.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -21,12 +25,13 @@ from msgspec import Struct
 from ._lines import LONGEST, Line, Marker, Step, blocks, is_locked, items, tail
 from .json_values import clean
 from .record import Alert, RunInfo, StepRecord
+from .states import LOST_AFTER, STALLED_AFTER, STALLED_STEPS, Status
 
 INFO, STEPS, ALERTS, END, HEARTBEAT = "info.jsonl", "steps.jsonl", "alerts.jsonl", "end.jsonl", "heartbeat"
 
 
 class End(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How an attempt ended: well, or with an exception."""
+    """How an attempt ended: normally, or with an exception."""
 
     attempt: int
     time: float
@@ -45,42 +50,44 @@ as_step = msgspec.json.Decoder(_Step, strict=False)
 
 
 class RunState(Struct, frozen=True, kw_only=True):
-    """Where a run stands."""
+    """The state of a run at one moment."""
 
-    status: Literal["running", "finished", "failed", "stalled", "killed"]
+    status: Status
     step: int | None
-    """The last one that counts."""
+    """The last step that counts."""
     time: float
-    """When it was made; without one, when the attempt began."""
+    """When that step was made; without one, when the attempt began."""
     error: str = ""
     """Class of the exception, if it failed."""
     message: str = ""
 
 
 class News(Struct, frozen=True, kw_only=True):
-    """What a log has new. Drop what you have beyond `keep`, then take the records, a later one for an earlier."""
+    """New records of a log. A reader drops its records beyond `keep`, then takes these; of one step the last counts."""
 
     records: list[StepRecord]
     attempts: list[Marker]
     torn: int
+    """Lines that were skipped because they were not whole."""
     offset: int
-    """Where to go on."""
+    """Where to read on."""
 
     @property
     def keep(self) -> int | None:
-        """The last step that still counts of those before this news; None for all."""
+        """The last earlier step that still counts; None if all do."""
         return _keep(self.attempts)
 
 
 class AlertNews(Struct, frozen=True, kw_only=True):
-    """Alerts that a log has new."""
+    """New alerts of a log."""
 
     alerts: list[Alert]
     keep: int | None
-    """The last step of which an earlier alert still counts; None for all."""
+    """The last step whose earlier alerts still count; None if all do."""
     torn: int
+    """Lines that were skipped because they were not whole."""
     offset: int
-    """Where to go on."""
+    """Where to read on."""
 
     def left_of(self, earlier: list[Alert]) -> list[Alert]:
         """The earlier alerts that still count."""
@@ -93,18 +100,18 @@ class RunReader:
 
     Args:
         folder: ROOT/RUN.
-        lost_after: seconds without a sign of life after which a process counts as gone, on whichever host.
+        lost_after: seconds without a heartbeat after which a process counts as gone, on whichever host.
         stalled_after: seconds without a step after which a run counts as stalled.
-        stalled_steps: and it must have had the time for so many steps, at its own pace.
+        stalled_steps: steps, at the run's own pace, that must have fitted into that time too.
     """
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
         *,
-        lost_after: float = 60.0,
-        stalled_after: float = 300.0,
-        stalled_steps: float = 20.0,
+        lost_after: float = LOST_AFTER,
+        stalled_after: float = STALLED_AFTER,
+        stalled_steps: float = STALLED_STEPS,
     ) -> None:
         self.folder = Path(folder)
         self.lost_after, self.stalled_after, self.stalled_steps = lost_after, stalled_after, stalled_steps
@@ -112,67 +119,68 @@ class RunReader:
 
     @property
     def attempts(self) -> list[RunInfo]:
-        """What is known of each attempt, the oldest first; empty if this is no run, or not yet."""
-        found = {info.attempt: info for info in self._small(INFO, as_info) if info.id}
-        return [found[attempt] for attempt in sorted(found)]
+        """The RunInfo of each attempt, the oldest first; empty if the folder is no run, or not yet."""
+        infos = {info.attempt: info for info in self._small(INFO, as_info) if info.id}
+        return [infos[attempt] for attempt in sorted(infos)]
 
     @property
     def info(self) -> RunInfo:
-        """What is known of the newest attempt."""
+        """The RunInfo of the newest attempt."""
         return next(reversed(self.attempts), RunInfo(id=clean(self.folder.name)))
 
     @property
     def end(self) -> End | None:
-        """How the newest attempt ended, if it said so."""
+        """How the newest attempt ended; None if it has not said so."""
         newest = self.info.attempt
         return next((end for end in reversed(self._small(END, as_end)) if end.attempt == newest), None)
 
     @property
     def torn(self) -> int:
-        """Lines that the last steps() and alerts() skipped, for they were not whole."""
+        """Lines that the last steps() and alerts() skipped because they were not whole."""
         return sum(self._torn.values())
 
     def steps(self) -> Iterator[StepRecord]:
-        """The records that count, as they were written: of each step the last, of no attempt what a later one undid.
+        """The records that count, in the order in which they were written.
 
-        The log is read twice, first for the numbers of the steps alone, so that it need never be in memory.
+        Of several records of one step the last counts. The log is read twice, first for the numbers of the steps alone,
+        so that it need not fit into memory.
         """
         return self._at(self._visible())
 
     def alerts(self) -> list[Alert]:
         """The alerts that count."""
-        found: list[Alert] = []
+        alerts: list[Alert] = []
         self._torn[ALERTS] = 0
         for news in self.follow_alerts():
-            found = [*news.left_of(found), *news.alerts]
+            alerts = [*news.left_of(alerts), *news.alerts]
             self._torn[ALERTS] += news.torn
-        return found
+        return alerts
 
     def follow_alerts(self, offset: int = 0) -> Iterator[AlertNews]:
-        """What was alerted since a byte offset, in parts."""
+        """Read the alerts written since a byte offset, in parts."""
         for end, block in blocks(self.folder / ALERTS, offset):
-            found = items(block, as_alert)
+            lines = items(block, as_alert)
             alerts: list[Alert] = []
-            for item in found:
+            for item in lines:
                 if isinstance(item, Marker):
                     alerts = [alert for alert in alerts if alert.step <= item.first_step]
                 elif item is not None:
                     alerts.append(item)
-            yield AlertNews(alerts=alerts, keep=_keep(found), torn=found.count(None), offset=end)
+            yield AlertNews(alerts=alerts, keep=_keep(lines), torn=lines.count(None), offset=end)
 
     def follow(self, offset: int = 0) -> Iterator[News]:
-        """What was written since a byte offset, in parts. Nothing, if nothing was."""
+        """Read the records written since a byte offset, in parts."""
         for end, block in blocks(self.folder / STEPS, offset):
-            found = items(block, as_record)
+            lines = items(block, as_record)
             yield News(
-                records=_counting(found),
-                attempts=[item for item in found if isinstance(item, Marker)],
-                torn=found.count(None),
+                records=_counting(lines),
+                attempts=[item for item in lines if isinstance(item, Marker)],
+                torn=lines.count(None),
                 offset=end,
             )
 
     def state(self, now: float | None = None) -> RunState:
-        """Where the run stands at `now`, seconds since the epoch. Nobody else judges that."""
+        """The state of the run at `now`, in seconds since the epoch. No other code decides it."""
         now = time.time() if now is None else now
         last, step = self._last()
         here: dict[str, Any] = {"step": step, "time": last[-1].time if last else self.info.started}
@@ -185,10 +193,10 @@ class RunReader:
         return RunState(status="stalled" if self._age(STEPS, now) > patience else "running", **here)
 
     def lives(self, now: float) -> bool:
-        """Whether there is a process that writes the run.
+        """Whether a process writes the run now.
 
-        A lock says so at once, but only on its own host: elsewhere it may not be seen. Where there are no locks the
-        process is looked for. On whichever host, a process that gives no sign of life is gone.
+        A lock shows that at once, but only on its own host: others may not see it. Where there are no locks the process
+        is looked up by its number. On whichever host, a process without a heartbeat is gone.
         """
         info = self.info
         if self._age(HEARTBEAT, now) > max(self.lost_after, 4 * info.heartbeat):
@@ -214,21 +222,21 @@ class RunReader:
     def _last(self) -> tuple[list[StepRecord], int | None]:
         """The last records that count, and the last step."""
         with contextlib.suppress(OSError):
-            found = items(tail(self.folder / STEPS), as_record)
-            records = sorted(_counting(found), key=lambda record: record.step)
-            resumed = min((item.first_step for item in found if isinstance(item, Marker)), default=0)
+            lines = items(tail(self.folder / STEPS), as_record)
+            records = sorted(_counting(lines), key=lambda record: record.step)
+            resumed = min((item.first_step for item in lines if isinstance(item, Marker)), default=0)
             return records, records[-1].step if records else resumed or None
         return [], None
 
     def _visible(self) -> array[int]:
-        """Which lines of the steps count."""
+        """Numbers of the lines of the log of steps that count."""
         steps, lines, first, torn = array("q"), array("q"), 0, 0
         for _, block in blocks(self.folder / STEPS):
-            found = items(block, as_step)
-            for line, item in enumerate(found, first):
+            block_items = items(block, as_step)
+            for line, item in enumerate(block_items, first):
                 if isinstance(item, Marker):
-                    kept = bisect_right(steps, item.first_step)
-                    del steps[kept:], lines[kept:]
+                    rest = bisect_right(steps, item.first_step)
+                    del steps[rest:], lines[rest:]
                 elif item is None:
                     torn += 1
                 elif not steps or item.step > steps[-1]:
@@ -240,32 +248,32 @@ class RunReader:
                         del steps[place], lines[place]
                     steps.insert(place, item.step)
                     lines.insert(place, line)
-            first += len(found)
+            first += len(block_items)
         self._torn[STEPS] = torn
         return array("q", sorted(lines))
 
     def _at(self, lines: array[int]) -> Iterator[StepRecord]:
-        """The records of some lines."""
+        """The records of lines with these numbers."""
         wanted, first = iter(lines), 0
         line = next(wanted, None)
         for _, block in blocks(self.folder / STEPS):
-            found = items(block, as_record)
-            while line is not None and line < first + len(found):
-                item = found[line - first]
+            block_items = items(block, as_record)
+            while line is not None and line < first + len(block_items):
+                item = block_items[line - first]
                 if isinstance(item, StepRecord):
                     yield item
                 else:
                     self._torn[STEPS] += 1
                 line = next(wanted, None)
-            first += len(found)
+            first += len(block_items)
 
 
 def find_runs(root: str | os.PathLike[str], **limits: float) -> list[RunReader]:
-    """Readers of the runs under a folder, by id. What is no run, or not yet one, is left out.
+    """Readers of the runs in a folder, sorted by id. Folders that are no runs, or not yet, are left out.
 
     Args:
         root: folder of the runs.
-        limits: those of RunReader.
+        limits: keyword arguments of RunReader.
     """
     try:
         folders = sorted(Path(root).iterdir())
@@ -275,24 +283,24 @@ def find_runs(root: str | os.PathLike[str], **limits: float) -> list[RunReader]:
     return [reader for reader in readers if reader.attempts]
 
 
-def _keep(found: Iterable[object]) -> int | None:
-    """The last step that an attempt among some lines goes on from."""
-    return min((item.first_step for item in found if isinstance(item, Marker)), default=None)
+def _keep(lines: Iterable[object]) -> int | None:
+    """The earliest step that an attempt among some lines goes on from; None without an attempt."""
+    return min((item.first_step for item in lines if isinstance(item, Marker)), default=None)
 
 
-def _counting(found: list[StepRecord | Marker | None]) -> list[StepRecord]:
-    """Of some lines' records those that count."""
-    kept: dict[int, StepRecord] = {}
-    for item in found:
+def _counting(lines: list[StepRecord | Marker | None]) -> list[StepRecord]:
+    """The records of some lines that count."""
+    records: dict[int, StepRecord] = {}
+    for item in lines:
         if isinstance(item, Marker):
-            kept = {step: record for step, record in kept.items() if step <= item.first_step}
+            records = {step: record for step, record in records.items() if step <= item.first_step}
         elif item is not None:
-            kept[item.step] = item
-    return list(kept.values())
+            records[item.step] = item
+    return list(records.values())
 
 
 def _pace(records: list[StepRecord]) -> float:
-    """Seconds that a step takes, in the middle; 0 if that is not known."""
+    """Median of the seconds between two steps; 0 if that is not known."""
     gaps = (after.time - before.time for before, after in itertools.pairwise(records))
     return statistics.median([gap for gap in gaps if 0 < gap < math.inf] or [0.0])
 

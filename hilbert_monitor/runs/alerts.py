@@ -1,15 +1,16 @@
-"""Blow-up rules: records in, alerts out, nothing else. Whoever replays a log gets the alerts of the run.
+"""The rules for blow-ups: records in, alerts out, nothing else. Replaying a log gives the alerts of the run again.
 
-Against theory: an increment with a nan or an infinity; a D(S) that is larger than its optimizer can make. Against the
-run's own history: D(S) and the perturbation of the panel grow with the learning rate, so what has a history is their
-ratio to it. A step is a blow-up if its ratio is far above all but two of the last ones: a run that has bursts by
-itself, as AdamW's have when rare tokens return, is allowed what it has shown. A blow-up is not part of the history,
-unless it has lasted for so long that it is the new usual. A learning rate that jumps is not divided out: the ratio is
-then to the one that the last two steps led to expect, and the limit is nearer.
+Two rules compare with theory: an increment must hold no nan and no infinity, and D(S) must not exceed what its
+optimizer can make. Two rules compare with the run's own history. D(S) and the perturbation of the panel (the fixed set
+of validation positions) grow with the learning rate, so the history is of their ratios to it. A step is a blow-up if
+its ratio is far above all but two of the last ones: a run that has bursts by itself, as AdamW has when rare tokens
+return, may repeat them. A blow-up is not added to the history, unless it has lasted so long that it is the new normal.
+A learning rate that jumps is not divided out: the ratio is then taken to the rate that the last two steps led to
+expect, and the limit is lower.
 
 Tried and dropped: a factor and a number of robust standard deviations over the median. The logarithm of AdamW's ratio
 has a tail that its spread does not show: with 5 deviations and a factor of 1.65 there were three false alarms in 5,000
-clean steps, and to have none took a limit that missed what tripled.
+clean steps, and a limit without false alarms missed steps that had tripled.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import nlargest
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .record import Alert, StepRecord
 
 Kind = Literal["nonfinite", "ceiling", "diameter", "perturbation"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""The rules, by what they look at: rows that are not finite, D(S) against its ceiling, D(S) and the perturbation of the
+panel against their history."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,33 +36,34 @@ class Rules:
     """What counts as a blow-up."""
 
     window: int = 200
-    """Measured values that make the history."""
+    """How many of the last measured values are the history."""
     diameter_quiet: int = 20
     perturbation_quiet: int = 5
-    """Measured values before their rule says anything."""
+    """How many values the history needs before its rule can give an alert."""
     diameter_factor: float = 1.75
     perturbation_factor: float = 2.0
-    """No alert up to this factor over the third largest of the history."""
+    """The limit, as a multiple of the third largest value of the history."""
     jump: float = 1.1
-    """Factor over what the last two steps led to expect from which a learning rate has jumped. Infinite for a schedule
-    with restarts, which jump on purpose."""
+    """A learning rate has jumped if it exceeds, by this factor, what the last two steps led to expect. Infinite for a
+    schedule with restarts, which jumps on purpose."""
     jump_factor: float = 1.65
-    """No alert up to this factor over the median of the history, where the learning rate has jumped."""
+    """The limit where the learning rate has jumped, as a multiple of the median of the history."""
     ceiling_factor: float = 1.01
+    """The limit, as a multiple of the ceiling."""
     calm: int = 5
-    """Values without an alert that end a blow-up; while it lasts only one twice as large is reported again."""
+    """Normal values in a row that end a blow-up. While it lasts, only a value twice as large is reported again."""
     settled: int = 50
-    """Values after which a blow-up that lasts is the new usual."""
+    """Values after which a blow-up that lasts is the new normal."""
 
 
 class History:
-    """The last values of something that grows with the learning rate, as logarithms of its ratio to that.
+    """The last values of a quantity that grows with the learning rate, stored as the logarithms of their ratios to it.
 
     Args:
-        window: values that are kept.
-        quiet: values before there is a limit.
-        factor: over the third largest.
-        jump_factor: over the median.
+        window: how many values are stored.
+        quiet: how many values there must be before there is a limit.
+        factor: the limit over the third largest value.
+        jump_factor: the limit over the median, where the learning rate has jumped.
     """
 
     def __init__(self, window: int, quiet: int, factor: float, jump_factor: float) -> None:
@@ -66,16 +71,16 @@ class History:
         self.logs: deque[float] = deque(maxlen=window)
 
     def add(self, value: float, lr: float) -> None:
-        """Note a value, unless it has no logarithm."""
+        """Add a value, unless its ratio has no finite logarithm."""
         if value > 0 and lr > 0 and math.isfinite(value / lr):
             self.logs.append(math.log(value) - math.log(lr))
 
     def expected(self, lr: float) -> float | None:
-        """The usual value at a learning rate; None before there is one."""
+        """The usual value at a learning rate, by the median; None without a history."""
         return _exp(median(self.logs)) * lr if self.logs else None
 
     def limit(self, lr: float, *, jumped: bool = False) -> float | None:
-        """The largest value that is no blow-up; None as long as there is too little history."""
+        """The largest value that is no blow-up; None while there is too little history."""
         if len(self.logs) < self.quiet:
             return None
         if jumped:
@@ -85,14 +90,14 @@ class History:
 
 @dataclass(slots=True)
 class BlowUp:
-    """One that lasts."""
+    """A blow-up that lasts."""
 
     reported: float
     """Value of its last alert."""
     calm: int = 0
-    """Values since that are none."""
+    """Normal values since its last value above the limit."""
     values: int = 0
-    """Values that are one."""
+    """Values above the limit."""
 
 
 class Judge:
@@ -115,21 +120,23 @@ class Judge:
         self._lasting: dict[str, BlowUp] = {}
 
     def limit(self, step: int, lr: float) -> float | None:
-        """The largest D(S) of that step that is no blow-up; None where nothing can be said."""
+        """The largest D(S) of that step that is no blow-up; None while there is too little history."""
         usual = self._usual_rate(step, lr)
         return self.diameter.limit(usual, jumped=usual < lr) if lr > 0 else None
 
     def state(self) -> dict[str, Any]:
-        """The history in plain types, for a checkpoint."""
+        """Return the history in plain types, for a checkpoint."""
         return {
             "diameter": list(self.diameter.logs),
             "perturbation": list(self.perturbation.logs),
             "rates": [list(rate) for rate in self._rates],
-            "lasting": {kind: [one.reported, one.calm, one.values] for kind, one in self._lasting.items()},
+            "lasting": {
+                kind: [blow_up.reported, blow_up.calm, blow_up.values] for kind, blow_up in self._lasting.items()
+            },
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on with a history."""
+        """Take over the history that `state` returned."""
         diameter, perturbation = ([float(x) for x in state[name]] for name in ("diameter", "perturbation"))
         rates = [(int(step), float(lr)) for step, lr in state["rates"]]
         lasting = {kind: BlowUp(*values) for kind, values in state["lasting"].items()}
@@ -139,21 +146,21 @@ class Judge:
         self._lasting.update(lasting)
 
     def judge(self, record: StepRecord) -> list[Alert]:
-        """Return the alerts of a record, and make it part of the history."""
+        """Return the alerts of a record, and add it to the history."""
         lr, value = record.learning_rate, _diameter(record)
         if record.skipped:
             return []
-        found = list(self._nonfinite(record))
+        alerts = list(self._nonfinite(record))
         if lr is None:
-            return found
-        found += [*self._ceiling(record, value), *self._blow_ups(record, lr, value)]
+            return alerts
+        alerts += [*self._ceiling(record, value), *self._blow_ups(record, lr, value)]
         if value is not None and self._is_usual("diameter"):
             self.diameter.add(value, lr)
         if record.perturbation_rms is not None and self._is_usual("perturbation"):
             self.perturbation.add(record.perturbation_rms, lr)
         if not self._rates or record.step > self._rates[-1][0]:
             self._rates.append((record.step, lr))
-        return found
+        return alerts
 
     def _nonfinite(self, record: StepRecord) -> Iterator[Alert]:
         if record.nonfinite_rows is None:
@@ -225,17 +232,17 @@ class Judge:
         return "look at the batch of this step, and at how long these tokens had not occurred"
 
     def _usual_rate(self, step: int, lr: float) -> float:
-        """The learning rate, or if it has jumped the one that the last two steps led to expect."""
+        """The learning rate; if it has jumped, the one that the last two steps led to expect."""
         if len(self._rates) < 2:
             return lr
         (before, first), (last, second) = self._rates
         ahead = second + abs(second - first) * (step - last) / (last - before)  # a schedule may turn
         return ahead if second > 0 and lr > self.rules.jump * ahead else lr
 
-    def _begins(self, kind: Kind, value: float, is_one: bool) -> bool:
-        """Whether a blow-up of this kind begins here, or has doubled; a lasting one is reported once."""
+    def _begins(self, kind: Kind, value: float, is_blow_up: bool) -> bool:
+        """Whether a blow-up of this kind begins here, or has doubled; one that lasts is reported once."""
         lasting = self._lasting.get(kind)
-        if not is_one:
+        if not is_blow_up:
             if lasting is not None:
                 lasting.calm += 1
                 if lasting.calm >= self.rules.calm:
@@ -248,13 +255,13 @@ class Judge:
         return new
 
     def _is_usual(self, kind: Kind) -> bool:
-        """Whether the value just judged is part of the history: no blow-up, or one that has lasted for long."""
+        """Whether the value just judged belongs to the history: it is no blow-up, or one that has lasted long."""
         lasting = self._lasting.get(kind)
         return lasting is None or lasting.calm > 0 or lasting.values > self.rules.settled
 
 
 def alerts_of(records: Iterable[StepRecord], rules: Rules | None = None) -> Iterator[Alert]:
-    """Return the alerts that a run of these records gives."""
+    """Return the alerts of a run with these records."""
     judge = Judge(rules)
     for record in records:
         yield from judge.judge(record)
@@ -265,7 +272,7 @@ def _exp(x: float) -> float:
 
 
 def _diameter(record: StepRecord) -> float | None:
-    """D(S), or the length of the longest pair that is known."""
+    """D(S), or its lower bound where it was not computed."""
     return record.diameter_lower if record.diameter is None else record.diameter
 
 
@@ -294,5 +301,7 @@ def _tokens(pair: tuple[int, int] | None, text: tuple[str, str] | None, number: 
     if pair is None:
         return "tokens that are not known"
     texts = text or ("", "")
-    named = [f"{token} {said!r}" if said else str(token) for token, said in zip(pair, texts, strict=True)]
-    return f"token {named[0]}" if number == 1 else f"tokens {named[0]} and {named[1]}"
+    names = [
+        f"{token} {token_text!r}" if token_text else str(token) for token, token_text in zip(pair, texts, strict=True)
+    ]
+    return f"token {names[0]}" if number == 1 else f"tokens {names[0]} and {names[1]}"

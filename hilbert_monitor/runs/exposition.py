@@ -1,7 +1,7 @@
-"""From records to Prometheus samples: what is scraped of a run, in its own process or from its log.
+"""Prometheus samples of runs, from their records: served by the run's own process, or by the service from its log.
 
-A gauge shows a scraper the last step alone. What must not be lost between two scrapes is also counted: blow-ups, steps
-that were not finite, and every row diameter, in a histogram.
+A gauge shows only the last step before a scrape. What must not be lost between two scrapes is counted as well:
+blow-ups, steps that were not finite, and every row diameter, in a histogram.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from .metrics import CATALOGUE, FAMILIES, Family
+from .alerts import KINDS
+from .families import FAMILIES, Family
+from .metrics import CATALOGUE, values
 from .record import Alert, RunInfo, StepRecord
+from .states import STALLED_AFTER, STALLED_STEPS, STATUSES
 
 __all__ = [
     "BUCKETS",
     "STALLED_AFTER",
-    "STATUSES",
     "CollectorRegistry",
     "Exposition",
     "RunSamples",
@@ -45,31 +47,25 @@ __all__ = [
 BUCKETS = (*(float(f"{10 ** (power / 4):.2e}") for power in range(-24, 9)), math.inf)
 """Upper ends of the histogram's buckets: four to a decade, from 1e-6 to 100."""
 
-STALLED_AFTER, STALLED_STEPS = 300.0, 20.0
-"""A run is stalled after so many seconds without a sign of life, and after so many steps at its own pace."""
-
-STATUSES = ("running", "finished", "failed", "stalled", "killed")
-
 
 @dataclass(kw_only=True)
 class Samples:
-    """What is told of one run."""
+    """The state of one run, as Prometheus samples are made of it."""
 
     info: RunInfo
     status: str = "running"
     heartbeat: float = 0.0
-    """Seconds since the epoch."""
+    """When training last made a step or validated, in seconds since the epoch."""
     stalled_after: float = STALLED_AFTER
     step: int | None = None
     steps: int = 0
     skipped: int = 0
     nonfinite: int = 0
-    tokens: float | None = None
     latest: dict[str, float] = field(default_factory=dict)
     """The last number of each metric of the catalogue, by its name."""
     seconds: Counter[str] = field(default_factory=Counter)
     buckets: Sequence[int] = (0,) * len(BUCKETS)
-    """How many diameters each bucket has by itself."""
+    """How many diameters fall into each bucket, not cumulative."""
     total: float = 0.0
     """Sum of the diameters."""
     alerts: dict[str, Alert] = field(default_factory=dict)
@@ -79,13 +75,13 @@ class Samples:
 
 
 class RunSamples:
-    """Makes the samples of a run that is going on: a sink of its records and alerts, safe between threads.
+    """Collects the samples of a run while it is trained: a sink of its records and alerts, safe between threads.
 
     Args:
-        info: gives what is known of the run now.
-        failures: what failed so far, by part or sink.
-        stalled_after: seconds without a sign of life from which on the run is stalled, if its steps are not longer.
-        clock: seconds since the epoch.
+        info: returns the present RunInfo.
+        failures: returns how often each part or sink has failed.
+        stalled_after: seconds without a heartbeat after which the run counts as stalled; slow steps get more.
+        clock: returns seconds since the epoch.
     """
 
     def __init__(
@@ -102,7 +98,7 @@ class RunSamples:
         self._buckets = [0] * len(BUCKETS)
 
     def write(self, record: StepRecord | Alert) -> None:
-        """Take what is new of the run; a record for the same step again has only become more complete."""
+        """Take a record or an alert. A second record of a step replaces its values and is not counted again."""
         with self._lock:
             if isinstance(record, Alert):
                 self._samples.alerts[record.kind] = record
@@ -111,7 +107,7 @@ class RunSamples:
                 self._take(record)
 
     def alive(self) -> None:
-        """Note that training is doing something, though it makes no step."""
+        """Note that training is busy although it makes no step."""
         self._samples.heartbeat = self._clock()
 
     def end(self, status: str) -> None:
@@ -120,52 +116,49 @@ class RunSamples:
         self.alive()
 
     def samples(self) -> Samples:
-        """What is to be told now."""
+        """A copy of the present state."""
         with self._lock:
-            made = Samples(**vars(self._samples))
-            made.latest, made.alerts = dict(made.latest), dict(made.alerts)
-            made.seconds, made.blowups = Counter(made.seconds), Counter(made.blowups)
-            made.buckets = tuple(self._buckets)
-        made.info, made.failures = self._info(), Counter(self._failures())
-        return made
+            samples = Samples(**vars(self._samples))
+            samples.latest, samples.alerts = dict(samples.latest), dict(samples.alerts)
+            samples.seconds, samples.blowups = Counter(samples.seconds), Counter(samples.blowups)
+            samples.buckets = tuple(self._buckets)
+        samples.info, samples.failures = self._info(), Counter(self._failures())
+        return samples
 
     def _take(self, record: StepRecord) -> None:
-        known = self._samples
-        known.heartbeat = self._clock()
-        for metric in CATALOGUE:
-            value = getattr(record, metric.field)
-            if value is not None:
-                known.latest[metric.name] = float(value)
-        if known.step is not None and record.step <= known.step:
+        samples = self._samples
+        samples.heartbeat = self._clock()
+        for metric, value in values(record):
+            samples.latest[metric.name] = float(value)
+        if samples.step is not None and record.step <= samples.step:
             return
         pace = record.time - self._last
         if pace > 0:  # the slower of the last steps and a memory of those before
-            remembered = max(STALLED_STEPS * pace, 0.9 * known.stalled_after)
-            known.stalled_after = max(self._stalled_after, remembered)
+            remembered = max(STALLED_STEPS * pace, 0.9 * samples.stalled_after)
+            samples.stalled_after = max(self._stalled_after, remembered)
         self._last = record.time
-        known.step, known.steps = record.step, known.steps + 1
-        known.tokens = known.tokens if record.tokens is None else float(record.tokens)
-        known.skipped += bool(record.skipped)
-        known.nonfinite += bool(record.nonfinite_rows)
-        known.seconds.update(record.seconds)
+        samples.step, samples.steps = record.step, samples.steps + 1
+        samples.skipped += bool(record.skipped)
+        samples.nonfinite += bool(record.nonfinite_rows)
+        samples.seconds.update(record.seconds)
         diameter = record.diameter if record.diameter is not None else record.diameter_lower
         if diameter is not None and math.isfinite(diameter):
             self._buckets[bisect_left(BUCKETS, diameter)] += 1
-            known.total += diameter
+            samples.total += diameter
 
 
 class Exposition(Collector):
-    """A Prometheus collector of some runs. It registers nowhere by itself.
+    """A Prometheus collector of some runs. It does not register itself.
 
     Args:
-        runs: gives the samples of the runs there are now.
+        runs: returns the samples of the present runs.
     """
 
     def __init__(self, runs: Callable[[], Iterable[Samples]]) -> None:
         self.runs = runs
 
     def describe(self) -> Iterator[Metric]:
-        """Name what will be collected, without looking at any run."""
+        """The names of what will be collected, without looking at any run."""
         yield from _families([]).values()
 
     def collect(self) -> Iterator[Metric]:
@@ -174,24 +167,24 @@ class Exposition(Collector):
 
 
 def _families(runs: Sequence[Samples]) -> dict[str, Metric]:
-    made = {family.exported: _FAMILY[family.kind](family) for family in FAMILIES}
+    families = {family.exported: _FAMILY[family.kind](family) for family in FAMILIES}
     for metric in CATALOGUE:
         if not metric.counted:
-            made[metric.exported] = GaugeMetricFamily(metric.exported, metric.help, labels=("run", "head"))
+            families[metric.exported] = GaugeMetricFamily(metric.exported, metric.help, labels=("run", "head"))
     for run in runs:
         who = (run.info.id, run.info.head_optimizer or "unknown")
-        for name, labels, *values in _samples(run):
-            made[f"hilbert_{name}"].add_metric([*who, *labels], *values)  # type: ignore[attr-defined]
-    return made
+        for name, labels, *sample in _samples(run):
+            families[f"hilbert_{name}"].add_metric([*who, *labels], *sample)  # type: ignore[attr-defined]
+    return families
 
 
 def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
-    """What is told of a run: family, labels besides its own, value."""
+    """The samples of a run: name, labels besides `run` and `head`, value."""
     yield "run_info", (), _about(run.info)
     yield "step_diameter_distribution", (), _cumulative(run.buckets), run.total
     for metric in CATALOGUE:
-        if metric.name in run.latest and not metric.counted:
-            yield metric.name, (), run.latest[metric.name]
+        if metric.name in run.latest:
+            yield f"{metric.name}_total" if metric.counted else metric.name, (), run.latest[metric.name]
     for status in STATUSES:
         yield "run_status", (status,), float(run.status == status)
     yield "run_start_timestamp_seconds", (), run.info.started
@@ -200,11 +193,9 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
     if run.step is not None:
         yield "step", (), run.step
     yield "steps_total", (), run.steps
-    if run.tokens is not None:
-        yield "tokens_total", (), run.tokens
     yield "nonfinite_increments_total", (), run.nonfinite
     yield "skipped_steps_total", (), run.skipped
-    for kind in KINDS | run.blowups.keys():
+    for kind in {*KINDS, *run.blowups}:  # from zero: a counter that appears with its first count has no increase
         yield "blowups_total", (kind,), run.blowups[kind]
     for kind, alert in run.alerts.items():
         yield "blowup_value", (kind,), alert.value
@@ -215,10 +206,6 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
         yield "monitor_seconds_total", (part,), seconds
     for sink, count in run.failures.items():
         yield "monitor_failures_total", (sink,), count
-
-
-KINDS = {"nonfinite", "ceiling", "diameter", "perturbation"}
-"""Blow-ups are counted from zero: a counter that appears with its first count has no increase."""
 
 
 def _about(info: RunInfo) -> dict[str, str]:
@@ -237,11 +224,11 @@ def _about(info: RunInfo) -> dict[str, str]:
 
 
 def _cumulative(buckets: Sequence[int]) -> list[tuple[str, float]]:
-    found, count = [], 0
+    pairs, count = [], 0
     for end, own in zip(BUCKETS, buckets, strict=True):
         count += own
-        found.append((str(floatToGoString(end)), float(count)))  # type: ignore[no-untyped-call]
-    return found
+        pairs.append((str(floatToGoString(end)), float(count)))  # type: ignore[no-untyped-call]
+    return pairs
 
 
 def _labels(family: Family) -> list[str]:

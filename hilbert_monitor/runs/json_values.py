@@ -1,4 +1,4 @@
-"""Any value in what JSON knows: whoever wrote it, a reader can read it."""
+"""Turns any Python value into one that JSON can hold."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def clean(text: str) -> str:
-    """Text that UTF-8 can hold: lone surrogates become their escapes."""
+    """Make text that UTF-8 can hold: lone surrogates become their escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def shown(value: object, limit: int = 1000) -> str:
-    """Any object as text of a sane length, also one that cannot print itself."""
+    """Any object as text of at most `limit` characters, also an object whose repr fails."""
     try:
         text = value if isinstance(value, str) else str(value) if isinstance(value, os.PathLike) else repr(value)
     except Exception:
@@ -22,7 +22,7 @@ def shown(value: object, limit: int = 1000) -> str:
 
 
 def plain(value: Any, depth: int = 16) -> Any:
-    """The value in what JSON knows; the rest as text."""
+    """The value as JSON can hold it; what JSON has no form for becomes text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

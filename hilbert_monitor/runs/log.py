@@ -1,13 +1,13 @@
-"""The run log: what a run leaves on disk, written by one process and read by any.
+"""The run log: the files that a run leaves on disk. One process writes them, any may read them.
 
-ROOT/RUN/info.jsonl     one RunInfo an attempt; a further line for the same attempt says more and wins
-         steps.jsonl    the StepRecords; an attempt begins with {"attempt": 2, "first_step": 120}
-         alerts.jsonl   the Alerts, likewise
-         end.jsonl      how an attempt ended; none, if it was killed
-         heartbeat      host and process; its time of change says that the process lives
+ROOT/RUN/info.jsonl     one RunInfo an attempt; a later line for the same attempt replaces the earlier one
+         steps.jsonl    the StepRecords; each attempt begins with a line like {"attempt": 2, "first_step": 120}
+         alerts.jsonl   the Alerts, in the same form
+         end.jsonl      how each attempt ended; no line for one that was killed
+         heartbeat      host and process; the process sets its time of change every few seconds
 
 Every record is one unbuffered write, so a killed process loses none. Only closing forces them to the disk: a machine
-that loses its power may lose the last seconds. Whoever holds the lock on steps.jsonl writes the run.
+that loses its power may lose the last seconds. The process that holds the lock on steps.jsonl is the one that writes.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ __all__ = [
 
 
 class RunWriter:
-    """Writes a run's folder: a sink, which may be used from several threads.
+    """Writes a run's folder. It is a sink, and may be used from several threads.
 
-    What it cannot write raises OSError and is lost; the writer stays usable, and writes again when there is room.
-    A process forked from this one cannot use it.
+    A record that cannot be written raises OSError and is lost; the writer stays usable, and writes again when there is
+    room. A process forked from this one cannot use it.
     """
 
     def __init__(self, folder: Path, info: RunInfo, steps: LineFile) -> None:
@@ -91,16 +91,16 @@ class RunWriter:
         strict: bool = False,
         heartbeat: float = 5.0,
     ) -> Self:
-        """Begin a run, or a further attempt at the one of this name if its process is gone.
+        """Begin a run, or a further attempt at the run of this name if its process is gone.
 
-        It raises OSError where there is no room, and may then be tried again.
+        Raises OSError if the disk is full; the call may then be repeated.
 
         Args:
             root: folder of the runs.
             info: what is known of the run. Its id, attempt, time and process are filled in here.
-            first_step: the step that a checkpoint goes on from. From step 0 a finished run is not gone on with.
-            strict: raise if another process is writing a run of this name, in place of numbering this one.
-            heartbeat: seconds between two signs of life.
+            first_step: the step that a checkpoint goes on from. With 0, a finished run of this name is not resumed.
+            strict: raise if another process is writing a run of this name, instead of giving this one a number.
+            heartbeat: seconds between two heartbeats.
         """
         if first_step < 0 or heartbeat <= 0:
             raise ValueError(
@@ -144,7 +144,7 @@ class RunWriter:
         self._alerts.append(_readable(alert, as_alert))
 
     def describe(self, **changes: Any) -> None:
-        """Say what has become known of the run: fields of its RunInfo."""
+        """Write new values of fields of the run's RunInfo."""
         fixed = {"id", "name", "attempt", "first_step", "host", "pid"} & changes.keys()
         if fixed:
             raise ValueError(f"{', '.join(sorted(fixed))} of a run cannot change while it is written: leave it out")
@@ -153,11 +153,11 @@ class RunWriter:
         self.info = info
 
     def progress(self) -> None:
-        """Say that the run is doing something, as a long validation, though it makes no step."""
+        """Note that training is busy although it makes no step, as in a long validation."""
         self._steps.touch()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Say how the run ended, and let go of it. Does nothing the second time, or in a forked process."""
+        """Write how the run ended, and close its files. Does nothing the second time, or in a forked process."""
         if self._steps.closed:
             return
         self._closing.set()
@@ -190,7 +190,7 @@ def _message(error: BaseException) -> str:
 
 
 def _readable(record: Struct, decoder: msgspec.json.Decoder[Any]) -> bytes:
-    """The line of a record, if a reader will understand it."""
+    """Encode a record, and make sure that a reader can decode it."""
     line = line_of(record)
     try:
         decoder.decode(line)
@@ -199,11 +199,11 @@ def _readable(record: Struct, decoder: msgspec.json.Decoder[Any]) -> bytes:
     return line
 
 
-# Whose log it is
+# Which folder a run is written to
 
 
 def _claim(root: Path, info: RunInfo, first_step: int, strict: bool, undo: ExitStack) -> tuple[Path, LineFile]:
-    """The folder for a run, and the file whose lock makes it this process's own. `undo` lets go of it."""
+    """Choose the folder of a run and lock its log for this process. `undo` gives both up again."""
     busy = ""
     for folder in _candidates(root, info):
         if not _suits(folder, info, first_step):
@@ -226,19 +226,20 @@ def _claim(root: Path, info: RunInfo, first_step: int, strict: bool, undo: ExitS
 
 
 def _candidates(root: Path, info: RunInfo) -> Iterator[Path]:
-    """The run of that id, its numbered namesakes, unfinished and newer ones first; then numbers that are free."""
+    """Folders to try: existing runs of that id or name, unfinished and newer ones first, then numbers that are free."""
     wanted = _id(info)
     names = os.listdir(root) if root.exists() else []
     matches = (re.fullmatch(re.escape(wanted) + r"(?:-([2-9]|[1-9]\d{1,5}))?", name) for name in names)
-    found = {int(match[1] or 1): root / match[0] for match in matches if match}
-    yield from (found[n] for n in sorted(found, key=lambda n: (found[n].name != info.id, _finished(found[n]), -n)))
+    folders = {int(match[1] or 1): root / match[0] for match in matches if match}
+    order = sorted(folders, key=lambda n: (folders[n].name != info.id, _finished(folders[n]), -n))
+    yield from (folders[n] for n in order)
     for n in itertools.count(1):
-        if n not in found:
+        if n not in folders:
             yield root / (wanted if n == 1 else f"{wanted}-{n}")
 
 
 def _suits(folder: Path, info: RunInfo, first_step: int) -> bool:
-    """Whether a run may be written there: nothing is there, or the same run, and not after its end."""
+    """Whether a run may be written there: the folder is free, or holds the same run and that is not finished."""
     attempts = RunReader(folder).attempts
     if attempts:
         same = attempts[-1].name == clean(info.name) or folder.name == info.id
@@ -249,6 +250,7 @@ def _suits(folder: Path, info: RunInfo, first_step: int) -> bool:
 
 
 def _taken(folder: Path, steps: LineFile) -> bool:
+    """Whether another process writes the run of a folder; if not, its log is now locked."""
     locked = steps.lock()
     if locked is None:
         warnings.warn(f"no locks in '{folder}': only a heartbeat tells whether a run is being written", stacklevel=4)
@@ -262,7 +264,7 @@ def _finished(folder: Path) -> bool:
 
 
 def _id(info: RunInfo) -> str:
-    """A file name of the run's id or name; without one, of what distinguishes the run and some chance."""
+    """A file name from the run's id or name; without one, from the time, the optimizer, the seed and random digits."""
     if info.id or info.name:
         return _file_name(info.id or info.name)
     moment, seed = time.strftime("%Y%m%d-%H%M%S"), "" if info.seed is None else f"seed{info.seed}"

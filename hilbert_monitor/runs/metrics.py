@@ -1,25 +1,57 @@
-"""The catalogue: every metric's name, unit, help and axis. Loggers, exporter, dashboards and documents read it."""
+"""The catalogue of metrics.
+
+A metric is one entry of CATALOGUE, and a field of StepRecord or a Formula of such fields. Everything else follows:
+loggers, Prometheus, the service's columns and CSV files, the panels of a run's page, Grafana's dashboard of a run, and
+the tables in docs/.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from .record import StepRecord
+from .formula import PERTURBATION_BOUND, SATURATION, UTILISATION, Formula
+
+if TYPE_CHECKING:
+    from .record import StepRecord
+
+Line = Literal["band", "reference", "faint", "dotted", "other", "strong"]
+"""How a metric is drawn, from the lowest layer to the top.
+
+band: the area between this lower bound and the upper bound of the same label
+reference: a grey dashed line, for bounds and other lines that the strong ones are read against
+faint, dotted: a thin line in the optimizer's colour
+other: a dotted line in a colour of its own
+strong: a thick line in the optimizer's colour, or a shade of it
+"""
+NOT_DRAWN = None
+"""Stands in place of the name of a panel, for a metric that no panel draws."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """One number of a step."""
 
     name: str
     """Its last part everywhere: hilbert/NAME in a logger, hilbert_NAME in Prometheus."""
     field: str
-    """Where a StepRecord has it."""
+    """Its name in a StepRecord, in the columns of the service and in CSV files."""
+    panel: str | None
+    """Name of the panel of `panels` that draws it, or NOT_DRAWN."""
+    label: str
+    """Its name in a legend. The lower and the upper bound of something share one."""
     help: str
-    unit: str = ""
+    """A sentence for a reader who sees nothing else, as in Prometheus."""
+    formula: Formula | None = None
+    """How it follows from fields of a StepRecord, if it is none itself."""
+    line: Line = "strong"
+    is_smoothed: bool = True
+    """Whether smoothing applies to it; not to what is measured seldom and is smooth by itself."""
+    unit: Literal["", "ratio", "tokens"] = ""
     axis: Literal["log", "linear"] = "linear"
+    is_scientific: bool = False
+    """Whether its numbers are written as powers of ten on a linear axis too."""
     counted: bool = False
     """Whether Prometheus has it among the counters, as one that only grows."""
 
@@ -33,80 +65,271 @@ class Metric:
         """Name in Prometheus."""
         return f"hilbert_{self.name}"
 
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What Prometheus knows of a run besides the numbers of its last step."""
-
-    name: str
-    kind: Literal["gauge", "counter", "histogram", "info"]
-    help: str
-    labels: tuple[str, ...] = ()
-    """Besides `run` and `head`."""
-
-    @property
-    def exported(self) -> str:
-        """Name in Prometheus."""
-        return f"hilbert_{self.name}" + {"counter": "_total", "info": "_info"}.get(self.kind, "")
+    def value(self, record: StepRecord) -> float | None:
+        """Its number at a step; None if it was not measured."""
+        value: float | None = self.formula.of(record) if self.formula else getattr(record, self.field)
+        return value
 
 
 CATALOGUE = (
-    Metric("step_diameter", "diameter", "Row diameter D(S) of the LM head's increment, exact.", axis="log"),
-    Metric("step_diameter_lower", "diameter_lower", "Certified lower bound of the row diameter.", axis="log"),
-    Metric("step_diameter_upper", "diameter_upper", "Certified upper bound of the row diameter.", axis="log"),
-    Metric("step_diameter_ceiling", "ceiling", "Largest row diameter this optimizer can make at its learning rate."),
-    Metric("step_diameter_saturation", "saturation", "Row diameter as a share of its ceiling."),
-    Metric("step_diameter_rounding", "rounding", "Bound on the row diameter's error from the rounding of weights."),
-    Metric("perturbation_rms", "perturbation_rms", "Hilbert perturbation of the panel, root mean square.", axis="log"),
-    Metric("perturbation_max", "perturbation_max", "Hilbert perturbation of the panel, largest.", axis="log"),
-    Metric("perturbation_utilisation", "utilisation", "Perturbation's RMS as a share of its worst case.", unit="ratio"),
-    Metric("hidden_norm_max", "hidden_norm", "Largest norm of a hidden state of the panel."),
-    Metric("hidden_norm_rms", "hidden_norm_rms", "Norm of the panel's hidden states, root mean square."),
-    Metric("spectral_norm", "spectral_norm", "Spectral norm of the LM head's increment.", axis="log"),
-    Metric("gauge_waste", "gauge_waste", "Share of the increment that shifts all rows alike, in vain.", unit="ratio"),
-    Metric("backward_bound", "backward_bound", "Bound on the step's change of a hidden state's gradient.", axis="log"),
-    Metric("step_efficiency_lower", "efficiency_lower", "Descent as a share of the best at this diameter, at least."),
-    Metric("step_efficiency_upper", "efficiency_upper", "Descent as a share of the best at this diameter, at most."),
-    Metric("moment_efficiency_lower", "moment_efficiency_lower", "The same for the optimizer's moment, at least."),
-    Metric("moment_efficiency_upper", "moment_efficiency_upper", "The same for the optimizer's moment, at most."),
-    Metric("row_norm_max", "row_norm", "Largest norm of a row of the LM head's increment.", axis="log"),
     Metric(
-        "gradient_row_norm_max", "gradient_row_norm", "Largest norm of a row of the LM head's gradient.", axis="log"
+        name="step_diameter",
+        field="diameter",
+        panel="diameter",
+        label="D(S), exact",
+        help="Row diameter D(S): the largest distance between two rows of the LM head's increment S, which is what one"
+        " optimizer step adds to its weights. Exact.",
+        axis="log",
     ),
-    Metric("gradient_balance", "gradient_balance", "Norm of the gradient's row sum over the sum of its row norms."),
-    Metric("nonfinite_rows", "nonfinite_rows", "Rows of the increment with an infinity or a nan."),
-    Metric("train_loss", "train_loss", "Training loss at the step."),
-    Metric("validation_loss", "validation_loss", "Validation loss, when it was last computed."),
-    Metric("learning_rate", "learning_rate", "Learning rate of the LM head at the step."),
-    Metric("tokens", "tokens", "Training tokens seen.", unit="tokens", counted=True),
-    Metric("monitor_share", "share", "Part of the run's time that measuring took.", unit="ratio"),
+    Metric(
+        name="step_diameter_lower",
+        field="diameter_lower",
+        panel="diameter",
+        label="bracket",
+        help="Certified lower bound of the row diameter D(S) of the LM head's increment.",
+        line="band",
+        axis="log",
+    ),
+    Metric(
+        name="step_diameter_upper",
+        field="diameter_upper",
+        panel="diameter",
+        label="bracket",
+        help="Certified upper bound of the row diameter D(S) of the LM head's increment.",
+        line="band",
+        axis="log",
+    ),
+    Metric(
+        name="step_diameter_ceiling",
+        field="ceiling",
+        panel="diameter",
+        label="ceiling",
+        help="Largest row diameter D(S) that the LM head's optimizer can make at its learning rate, by a theorem.",
+        line="reference",
+    ),
+    Metric(
+        name="step_diameter_saturation",
+        field="saturation",
+        panel="saturation",
+        label="D(S) / ceiling",
+        help="Row diameter D(S) of the LM head's increment as a share of its ceiling, the largest that the optimizer"
+        " can make at its learning rate.",
+        formula=SATURATION,
+        unit="ratio",
+    ),
+    Metric(
+        name="step_diameter_rounding",
+        field="rounding",
+        panel="rounding",
+        label="bound",
+        help="Bound on the error of the row diameter D(S) from the rounding of the LM head's weights.",
+        is_scientific=True,
+    ),
+    Metric(
+        name="perturbation_rms",
+        field="perturbation_rms",
+        panel="perturbation",
+        label="Hilbert RMS",
+        help="Hilbert perturbation: how far a step changes the log-odds of any two tokens at a position. Root mean"
+        " square over the panel, a fixed set of validation positions.",
+        axis="log",
+    ),
+    Metric(
+        name="perturbation_max",
+        field="perturbation_max",
+        panel="perturbation",
+        label="maximum",
+        help="Hilbert perturbation: how far a step changes the log-odds of any two tokens at a position. Maximum over"
+        " the panel, a fixed set of validation positions.",
+        line="dotted",
+        axis="log",
+    ),
+    Metric(
+        name="perturbation_utilisation",
+        field="utilisation",
+        panel="shares",
+        label="utilisation",
+        help="Utilisation: the RMS of the Hilbert perturbation over the validation panel as a share of the most it"
+        " could be, D(S) times the RMS norm of the panel's hidden states.",
+        formula=UTILISATION,
+        unit="ratio",
+    ),
+    Metric(
+        name="hidden_norm_max",
+        field="hidden_norm",
+        panel="hidden",
+        label="largest norm",
+        help="Largest norm of a hidden state, an input of the LM head, on the validation panel.",
+    ),
+    Metric(
+        name="hidden_norm_rms",
+        field="hidden_norm_rms",
+        panel="hidden",
+        label="RMS norm",
+        help="Root mean square of the norms of the hidden states, the inputs of the LM head, on the validation panel.",
+    ),
+    Metric(
+        name="spectral_norm",
+        field="spectral_norm",
+        panel="norms",
+        label="spectral norm",
+        help="Spectral norm of the LM head's increment: its largest singular value.",
+        line="other",
+        axis="log",
+    ),
+    Metric(
+        name="gauge_waste",
+        field="gauge_waste",
+        panel="shares",
+        label="gauge waste",
+        help="Gauge waste: the share of the LM head's increment, by its squared norm, that shifts all rows alike and so"
+        " changes no prediction.",
+        line="reference",
+        unit="ratio",
+    ),
+    Metric(
+        name="backward_bound",
+        field="backward_bound",
+        panel="norms",
+        label="backward bound",
+        help="Bound on how much a step of the LM head changes the gradient that reaches a hidden state of the"
+        " validation panel, whichever token is the target.",
+        line="reference",
+        axis="log",
+    ),
+    Metric(
+        name="step_efficiency_lower",
+        field="efficiency_lower",
+        panel="efficiency",
+        label="for the gradient",
+        help="Step efficiency, lower bound: how much a step lowers the loss of its batch to first order, as a share of"
+        " the most that a step of the same row diameter D(S) can.",
+        line="reference",
+        unit="ratio",
+    ),
+    Metric(
+        name="step_efficiency_upper",
+        field="efficiency_upper",
+        panel="efficiency",
+        label="for the gradient",
+        help="Step efficiency, upper bound: how much a step lowers the loss of its batch to first order, as a share of"
+        " the most that a step of the same row diameter D(S) can.",
+        line="reference",
+        unit="ratio",
+    ),
+    Metric(
+        name="moment_efficiency_lower",
+        field="moment_efficiency_lower",
+        panel="efficiency",
+        label="for the moment",
+        help="Moment efficiency, lower bound: how far a step follows the optimizer's moment (the average of gradients"
+        " that it keeps), as a share of the most that a step of the same row diameter D(S) can.",
+        unit="ratio",
+    ),
+    Metric(
+        name="moment_efficiency_upper",
+        field="moment_efficiency_upper",
+        panel="efficiency",
+        label="for the moment",
+        help="Moment efficiency, upper bound: how far a step follows the optimizer's moment (the average of gradients"
+        " that it keeps), as a share of the most that a step of the same row diameter D(S) can.",
+        unit="ratio",
+    ),
+    Metric(
+        name="row_norm_max",
+        field="row_norm",
+        panel="rows",
+        label="of the increment",
+        help="Largest norm of a row of the LM head's increment, which is what one optimizer step adds to its weights.",
+        axis="log",
+    ),
+    Metric(
+        name="gradient_row_norm_max",
+        field="gradient_row_norm",
+        panel="rows",
+        label="of the gradient",
+        help="Largest norm of a row of the LM head's gradient.",
+        axis="log",
+    ),
+    Metric(
+        name="gradient_balance",
+        field="gradient_balance",
+        panel="balance",
+        label="balance",
+        help="Norm of the sum of the rows of the LM head's gradient over the sum of their norms: zero for a softmax"
+        " head, as the theory assumes.",
+        is_scientific=True,
+    ),
+    Metric(
+        name="nonfinite_rows",
+        field="nonfinite_rows",
+        panel="nonfinite",
+        label="rows",
+        help="Rows of the LM head's increment that hold a nan or an infinity.",
+    ),
+    Metric(
+        name="train_loss",
+        field="train_loss",
+        panel="loss",
+        label="training",
+        help="Training loss at the step.",
+        line="faint",
+    ),
+    Metric(
+        name="validation_loss",
+        field="validation_loss",
+        panel="loss",
+        label="validation",
+        help="Validation loss, when it was last computed.",
+        is_smoothed=False,
+    ),
+    Metric(
+        name="learning_rate",
+        field="learning_rate",
+        panel="learning_rate",
+        label="learning rate",
+        help="Learning rate of the LM head at the step.",
+        is_scientific=True,
+    ),
+    Metric(
+        name="tokens",
+        field="tokens",
+        panel=NOT_DRAWN,  # it is an axis that others are drawn against
+        label="tokens",
+        help="Training tokens seen so far, over all ranks.",
+        unit="tokens",
+        counted=True,
+    ),
+    Metric(
+        name="monitor_share",
+        field="share",
+        panel="cost",
+        label="share of the time",
+        help="Share of the time since the last record that the monitor's measurements took.",
+        line="reference",
+        unit="ratio",
+    ),
 )
+"""Every number of a step that is logged and exported."""
 
-FAMILIES = (
-    Family("run", "info", "What the run is: its name, model, seed, panel, host and versions."),
-    Family("run_status", "gauge", "1 for the state the run is in, 0 for the others.", ("status",)),
-    Family("run_start_timestamp_seconds", "gauge", "When this attempt at the run began, since the epoch."),
-    Family("heartbeat_timestamp_seconds", "gauge", "When training last made a step or validated, since the epoch."),
-    Family("stalled_after_seconds", "gauge", "Age of the heartbeat from which on the run counts as stalled."),
-    Family("step", "gauge", "The last optimizer step."),
-    Family("steps", "counter", "Optimizer steps that were recorded."),
-    Family("tokens", "counter", "Training tokens seen."),
-    Family("step_diameter_distribution", "histogram", "Row diameters of all steps: exact, or their lower bounds."),
-    Family("blowups", "counter", "Steps that blew up, by the rule that said so.", ("kind",)),
-    Family("blowup_value", "gauge", "What the last blow-up of a kind measured.", ("kind",)),
-    Family("blowup_expected", "gauge", "What it should have been at most.", ("kind",)),
-    Family("blowup_step", "gauge", "The step of the last blow-up of a kind.", ("kind",)),
-    Family("nonfinite_increments", "counter", "Increments of the LM head with an infinity or a nan."),
-    Family("skipped_steps", "counter", "Steps at which the optimizer moved nothing."),
-    Family("monitor_seconds", "counter", "Time that measuring took, by part.", ("part",)),
-    Family("monitor_failures", "counter", "What failed in the monitor or was dropped by a sink.", ("sink",)),
+GUIDES = (
+    Metric(
+        name="perturbation_bound",
+        field="bound",
+        panel="perturbation",
+        label="bound D(S) max|h|",
+        help="What no perturbation of the panel can exceed: D(S) times the largest norm of a hidden state.",
+        formula=PERTURBATION_BOUND,
+        line="reference",
+        axis="log",
+    ),
 )
-"""Of every run, whatever it measures."""
+"""Lines that panels draw for comparison. They are neither logged nor exported: each follows from what is."""
 
 
 def values(record: StepRecord) -> Iterator[tuple[Metric, float]]:
     """The numbers a record has, with their metrics."""
     for metric in CATALOGUE:
-        value = getattr(record, metric.field)
+        value = metric.value(record)
         if value is not None:
             yield metric, value

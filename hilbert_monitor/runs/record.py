@@ -1,4 +1,4 @@
-"""What a run says of itself, its steps and what went wrong with them: frozen, typed, of plain values."""
+"""The records of a run: what it is, its steps, its alerts. Frozen structs of plain values."""
 
 from __future__ import annotations
 
@@ -6,47 +6,50 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from .formula import SATURATION, UTILISATION
+
 Pair = tuple[int, int]
 
 
 class RunInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a run is, as one attempt at it knows. Where it was written, when and by whom its log fills in."""
+    """What one attempt at a run says of the run. The log fills in id, attempt, time, host and process."""
 
     id: str = ""
-    """Name of the run's folder. Give it to go on with exactly that run."""
+    """Name of the run's folder. Give it to resume exactly that run."""
     name: str = ""
-    """What the user calls the run: any text, also the same for several runs."""
+    """What the user calls the run: any text. Several runs may share it."""
     attempt: int = 1
     """Processes that have written this run so far, this one included."""
     first_step: int = 0
-    """The step this attempt goes on from: what earlier attempts did beyond it no longer counts."""
+    """The step this attempt goes on from: records of earlier attempts beyond it no longer count."""
     started: float = 0.0
     """Seconds since the epoch, when the attempt began."""
     head_optimizer: str = ""
     model: str = ""
     seed: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    """The user's settings. What JSON has no form for is kept as text."""
+    """The user's settings. What JSON has no form for is stored as text."""
     panel_hash: str = ""
-    """Equal for runs whose perturbations are over the same panel; empty until there is one."""
+    """Identifies the panel, the fixed set of validation positions that perturbations are measured on: runs with equal
+    hashes can be compared. Empty until there is a panel."""
     panel_size: int | None = None
     remarks: tuple[str, ...] = ()
-    """What a reader of the numbers has to know, in sentences."""
+    """Sentences that a reader of the numbers has to know."""
     versions: dict[str, str] = field(default_factory=dict)
     host: str = ""
     pid: int = 0
     world_size: int = 1
     """Ranks that train together."""
     port: int | None = None
-    """Where the run's own metrics are served."""
+    """Port at which the run serves its own metrics."""
     address: str = ""
-    """And at which address of its host."""
+    """Address of its host at which it serves them."""
     heartbeat: float = 5.0
-    """Seconds between two signs of life."""
+    """Seconds between two heartbeats."""
 
 
 class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One optimizer step. What was not measured, or does not exist, is None."""
+    """One optimizer step. A field that was not measured, or does not apply, is None."""
 
     step: int
     """Optimizer steps so far, this one included: the first is 1."""
@@ -59,7 +62,7 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     train_loss: float | None = None
     validation_loss: float | None = None
     learning_rate: float | None = None
-    """Of the LM head at this step."""
+    """That of the LM head at this step."""
 
     diameter: float | None = None
     """D(S), exact."""
@@ -70,7 +73,7 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens that attain the diameter, or its lower bound."""
     pair_text: tuple[str, str] | None = None
     ceiling: float | None = None
-    """The largest D(S) that the optimizer can make with this learning rate, where there is a theorem."""
+    """The largest D(S) that the optimizer can make at this learning rate, where a theorem gives one."""
     rounding: float | None = None
     """Bound on the error of D(S) from the rounding of the weights, where S is their difference."""
     row_norm: float | None = None
@@ -93,49 +96,47 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     hidden_norm_rms: float | None = None
 
     spectral_norm: float | None = None
-    """Of S, what a spectral view would say of the step."""
+    """The largest singular value of S."""
     gauge_waste: float | None = None
-    """Share of |S|^2 that is a common row shift, which changes no probability."""
+    """Share of |S|^2 that shifts all rows alike, which changes no probability."""
     backward_bound: float | None = None
-    """On the change, by the step, of the gradient that reaches a hidden state of the panel, for whichever target."""
+    """Bound on how much the step changes the gradient that reaches a hidden state of the panel, for any target."""
     efficiency_lower: float | None = None
     efficiency_upper: float | None = None
-    """First-order decrease of the step over the best of its diameter, for the batch's gradient."""
+    """Bounds of the step's first-order decrease over the best of its diameter, for the batch's gradient."""
     moment_efficiency_lower: float | None = None
     moment_efficiency_upper: float | None = None
-    """The same for the optimizer's moment."""
+    """The same for the optimizer's moment, the average of gradients that it keeps."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    """What measuring cost, by part."""
+    """Seconds that measuring took, by part."""
     share: float | None = None
-    """Of the time since the last record, the part that measuring took."""
+    """Share of the time since the last record that measuring took."""
 
     @property
     def saturation(self) -> float | None:
         """D(S) as a share of its ceiling."""
-        if self.diameter is None or not self.ceiling:
-            return None
-        return self.diameter / self.ceiling
+        return SATURATION.of(self)
 
     @property
     def utilisation(self) -> float | None:
-        """RMS perturbation over D(S) times the RMS norm of the hidden states: how much of the worst case is seen."""
-        if self.perturbation_rms is None or not self.diameter or not self.hidden_norm_rms:
-            return None
-        return self.perturbation_rms / (self.diameter * self.hidden_norm_rms)
+        """The panel's RMS perturbation as a share of the most it could be, D(S) times the RMS norm of hidden states."""
+        return UTILISATION.of(self)
 
 
 class Alert(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A step that was not as the run's other steps."""
+    """A step that broke one of the rules of `alerts`: a blow-up."""
 
     step: int
     time: float
     """Seconds since the epoch."""
     kind: str
+    """The rule that it broke, one of alerts.KINDS."""
     value: float
     """What was measured."""
     expected: float | None = None
-    """What it should have been at most, where a rule says so."""
+    """What was usual: the median of the history at the step's learning rate. For the kind "ceiling" it is the ceiling,
+    for "nonfinite" 0."""
     pair: Pair | None = None
     pair_text: tuple[str, str] | None = None
     """Tokens that attain the value."""

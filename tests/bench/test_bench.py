@@ -8,11 +8,12 @@ from typer.testing import CliRunner
 from hilbert_monitor.bench import optimizers
 from hilbert_monitor.bench.diameter import exponent
 from hilbert_monitor.bench.increments import load_increment, make_increment
-from hilbert_monitor.bench.measure import Comparison, peak_bytes
+from hilbert_monitor.bench.measure import BenchResult, peak_bytes
 from hilbert_monitor.bench.opponents import all_pairs_cdist, all_pairs_matmul, muon_loop
 from hilbert_monitor.cli import app
 from hilbert_monitor.geometry import row_diameter
 from hilbert_monitor.optim import Muon
+from hilbert_monitor.optim.pretraining import HEAD_LR
 from tests.support.references import all_pairs_diameter
 
 
@@ -21,10 +22,11 @@ def run(*args):
     return result, re.sub(r"[│╭╮╰╯─\s]+", " ", result.output)
 
 
-def test_bench_prints_every_subject_with_its_opponent_and_writes_json(tmp_path):
-    made = make_increment("adamw", 3000, 32, panel=600)
-    torch.save({"S": made.S, "hidden": made.H}, tmp_path / "step7.pt")
-    result, text = run("bench", "--quick", "--increment", tmp_path / "step7.pt", "--json", tmp_path / "out.json")
+def test_geometry_prints_every_subject_with_its_opponent_and_writes_json(tmp_path):
+    increment = make_increment("adamw", 3000, 32, panel=600)
+    torch.save({"S": increment.S, "hidden": increment.H}, tmp_path / "step7.pt")
+    given = "--increment", tmp_path / "step7.pt"
+    result, text = run("bench", "geometry", "--quick", *given, "--json", tmp_path / "out.json")
     assert result.exit_code == 0, text
     document = json.loads((tmp_path / "out.json").read_text())
     assert set(document["machine"]) >= {"processor", "threads", "torch", "python"}
@@ -37,8 +39,23 @@ def test_bench_prints_every_subject_with_its_opponent_and_writes_json(tmp_path):
     assert "exponent" in text
 
 
+def test_plain_bench_measures_the_geometry_and_the_monitor(tmp_path):
+    result, text = run("bench", "--quick", "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, text
+    subjects = {r["subject"] for r in json.loads((tmp_path / "out.json").read_text())["results"]}
+    assert subjects == {"diameter", "bracket", "perturbation", "growth", "monitored training step"}
+
+
+def test_the_monitor_is_measured_under_both_heads(tmp_path):
+    result, text = run("bench", "monitor", "--quick", "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, text
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert {r["subject"] for r in results} == {"monitored training step"}
+    assert [r["case"].split()[0] for r in results] == ["adamw", "rownorm"]
+
+
 def test_bench_of_the_optimizers_has_time_and_memory(tmp_path):
-    result, text = run("bench", "--optim", "--quick", "--json", tmp_path / "out.json")
+    result, text = run("bench", "optimizers", "--quick", "--json", tmp_path / "out.json")
     assert result.exit_code == 0, text
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert {(r["subject"], r["unit"]) for r in results} == {("optimizer step", "s"), ("optimizer memory", "B")}
@@ -47,21 +64,55 @@ def test_bench_of_the_optimizers_has_time_and_memory(tmp_path):
     assert memory["ratio"] > 1.9, "RowNorm holds one buffer and no scratch of the head's size, AdamW two buffers"
 
 
-def test_the_optimizers_take_no_increment(tmp_path):
-    result, text = run("bench", "--optim", "--increment", tmp_path / "x.pt")
+@pytest.mark.parametrize("subcommand", ["optimizers", "monitor", "service", "faults"])
+def test_only_the_geometry_and_the_oracle_take_an_increment(tmp_path, subcommand):
+    result, text = run("bench", subcommand, "--increment", tmp_path / "x.pt")
     assert result.exit_code == 2
-    assert "--increment and --optim measure different things: give one of them" in text
+    assert "No such option: --increment" in text
 
 
-def test_the_oracle_is_measured_beside_what_was_known_before(tmp_path):
-    result, text = run("bench", "--oracle", "--quick", "--json", tmp_path / "gaps.json")
+@pytest.mark.parametrize(
+    ("arguments", "form"),
+    [
+        (["--optim"], "optimizers"),
+        (["--faults", "--quick"], "faults"),
+        (["--service"], "service"),
+        (["--oracle", "--increment", "x.pt"], "oracle"),
+        (["--increment", "x.pt"], "geometry --increment FILE"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_switch_that_became_a_subcommand_is_refused_with_its_new_form(arguments, form):
+    result, text = run("bench", *arguments)
+    assert result.exit_code == 2
+    assert f"{arguments[0]}: this is a subcommand now: write hilbert-monitor bench {form}" in text.replace("'", "")
+    assert arguments[0] not in run("bench", "--help")[1]
+
+
+@pytest.mark.parametrize("option", [["--quick"], ["--json", "out.json"]], ids=lambda option: option[0])
+def test_an_option_before_the_subcommand_is_refused(option):
+    result, text = run("bench", *option, "geometry")
+    assert result.exit_code == 2
+    assert f"options stand after the subcommand: write hilbert-monitor bench geometry {' '.join(option)}" in text
+
+
+@pytest.mark.parametrize("subcommand", ["geometry", "optimizers", "monitor", "service", "faults", "oracle"])
+def test_help_of_every_subcommand_has_an_example(subcommand):
+    result, text = run("bench", subcommand, "--help")
+    assert result.exit_code == 0
+    assert f"Example: hilbert-monitor bench {subcommand} " in text
+    assert {"--json", "--quick"} <= set(re.findall(r"--[a-z]+", text))
+
+
+def test_the_oracle_is_measured_beside_simpler_bounds(tmp_path):
+    result, text = run("bench", "oracle", "--quick", "--json", tmp_path / "gaps.json")
     assert result.exit_code == 0, text
-    found = json.loads((tmp_path / "gaps.json").read_text())["results"]
-    assert {r["rows"] for r in found} == {1024, 2048}
-    for r in found:
+    gaps = json.loads((tmp_path / "gaps.json").read_text())["results"]
+    assert {r["rows"] for r in gaps} == {1024, 2048}
+    for r in gaps:
         assert 0 < r["lower"] <= r["upper"]
         assert 1 <= r["gap"] < r["jung_gap"]
-    result, text = run("bench", "--oracle", "--increment", tmp_path / "none.pt")
+    result, text = run("bench", "oracle", "--increment", tmp_path / "none.pt")
     assert result.exit_code == 2
     assert "there is no increment file" in text
 
@@ -92,16 +143,18 @@ def test_a_bad_increment_file_is_one_sentence_before_anything_runs(tmp_path, con
         path.write_bytes(content)
     elif content is not None:
         torch.save(content, path)
-    result, text = run("bench", "--increment", path)
+    result, text = run("bench", "geometry", "--increment", path)
     assert result.exit_code == 2
     assert words in text
     assert "Traceback" not in text
 
 
-def test_json_into_a_missing_folder_is_refused_before_anything_runs(tmp_path):
-    result, text = run("bench", "--quick", "--json", tmp_path / "no" / "out.json")
+@pytest.mark.parametrize("subcommand", ["", "geometry", "optimizers", "monitor", "service", "faults", "oracle"])
+def test_json_into_a_missing_folder_is_refused_before_anything_runs(tmp_path, subcommand):
+    path = tmp_path / "no" / "out.json"
+    result, text = run("bench", *filter(None, [subcommand]), "--json", path)
     assert result.exit_code == 2
-    assert "does not exist" in text
+    assert f"the folder of {path} does not exist: create it first" in text
 
 
 def test_increments_are_read_in_both_forms(tmp_path):
@@ -115,10 +168,10 @@ def test_increments_are_read_in_both_forms(tmp_path):
     assert b.H is not None
 
 
-def test_made_increments_are_repeatable_and_of_their_optimizer():
+def test_synthetic_increments_are_repeatable_and_of_their_optimizer():
     adamw, rownorm = (make_increment(head, 2000, 32, panel=8) for head in ("adamw", "rownorm"))
     assert torch.equal(make_increment("adamw", 2000, 32, panel=8).S, adamw.S)
-    lr = 1.6384 / 32
+    lr = HEAD_LR["rownorm"] / 32
     norms = rownorm.S.norm(dim=1)
     assert norms.max() <= lr * (1 + 1e-6)
     assert row_diameter(rownorm.S).value <= 2 * lr * (1 + 1e-6) < row_diameter(adamw.S).value
@@ -136,7 +189,7 @@ def test_exponent_of_a_power_law():
 
 
 def test_ratio_is_how_many_times_faster():
-    assert Comparison("s", "c", "ours", 0.5, "theirs", 2.0).ratio == 4
+    assert BenchResult("s", "c", "ours", 0.5, "theirs", 2.0).ratio == 4
 
 
 def test_peak_memory_counts_what_is_held_at_once():

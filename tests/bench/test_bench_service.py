@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hilbert_monitor.bench import service, service_client, service_opponents
-from hilbert_monitor.bench.service_runs import GoingOn, make_runs, records_of
+from hilbert_monitor.bench.service_runs import ContinuedRun, make_runs, records_of
 from hilbert_monitor.cli import app
 from hilbert_monitor.runs.log import RunReader
 from hilbert_monitor.service.following.index import Index
@@ -32,7 +32,7 @@ def measured(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder / "tmp"))
         (folder / "tmp").mkdir()
-        result, text = run("bench", "--service", "--quick", "--json", folder / "out.json")
+        result, text = run("bench", "service", "--quick", "--json", folder / "out.json")
     assert result.exit_code == 0, text
     return json.loads((folder / "out.json").read_text())["results"], text, folder / "tmp"
 
@@ -68,7 +68,7 @@ def test_nothing_is_left_on_the_disk(measured):
 def test_without_a_browser_or_tensorboard_a_line_says_so(monkeypatch):
     monkeypatch.setattr(service_opponents, "installed", lambda: False)
     monkeypatch.setitem(sys.modules, "playwright.sync_api", None)
-    result, text = run("bench", "--service", "--quick")
+    result, text = run("bench", "service", "--quick")
     assert result.exit_code == 0, text
     assert "The first paint in Chromium was not measured: playwright is not installed." in text
     assert "TensorBoard is not installed" in text
@@ -78,19 +78,13 @@ def test_without_a_browser_or_tensorboard_a_line_says_so(monkeypatch):
 def test_a_disk_without_room_is_one_sentence_before_anything_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(service.shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(10**9))
-    result, text = run("bench", "--service")
+    result, text = run("bench", "service")
     assert result.exit_code == 1
     assert "GB: make room there, or set TMPDIR to a folder with more" in text
     assert not list(tmp_path.iterdir())
 
 
-def test_the_service_is_measured_alone():
-    result, text = run("bench", "--service", "--optim")
-    assert result.exit_code == 2
-    assert "--optim and --service measure different things: give one of them" in text
-
-
-def test_made_runs_read_as_runs_that_were_written(tmp_path):
+def test_synthetic_runs_read_as_runs_that_were_written(tmp_path):
     ids = make_runs(tmp_path, 8, 60)
     index = Index(tmp_path)
     index.refresh()
@@ -104,7 +98,7 @@ def test_made_runs_read_as_runs_that_were_written(tmp_path):
     assert np.array_equal(a.table.column("diameter_lower"), b.table.column("diameter_lower"))
 
 
-def test_made_optimizers_differ_as_the_real_ones_do():
+def test_synthetic_optimizers_differ_as_the_real_ones_do():
     adamw, rownorm = ([*records_of(head, 0, 2000, began=0.0)] for head in ("AdamW", "RowNorm"))
     assert all(r.diameter_upper <= 1.05 * r.ceiling for r in rownorm)
     late = slice(100, None)
@@ -113,39 +107,39 @@ def test_made_optimizers_differ_as_the_real_ones_do():
     assert max(r.row_norm or 0 for r in adamw) > 3 * np.median([r.row_norm for r in adamw if r.row_norm])
 
 
-def test_a_run_goes_on_in_a_process_of_its_own(tmp_path):
+def test_a_run_continues_in_its_own_process(tmp_path):
     (id, _) = make_runs(tmp_path, 2, 50)
-    going = GoingOn(tmp_path, 0, 50)
+    run = ContinuedRun(tmp_path, 0, 50)
     try:
-        moments = going.write(3)
+        moments = run.write(3)
         assert len(moments) == 3
         reader = RunReader(tmp_path / id)
         assert reader.state().status == "running"
-        assert (reader.state().step, going.step) == (53, 53)
+        assert (reader.state().step, run.step) == (53, 53)
         assert reader.attempts[-1].pid != os.getpid()
     finally:
-        going.close()
+        run.close()
     assert reader.state().status == "finished"
 
 
 def test_a_service_that_cannot_start_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
-    started = service_client.Service(tmp_path / "file", tmp_path / "log")
+    process = service_client.Service(tmp_path / "file", tmp_path / "log")
     with pytest.raises(RuntimeError, match="the service ended; the last that it said"):
-        started.until()
-    started.stop()
+        process.until()
+    process.stop()
 
 
 def test_tensorboard_loads_every_number_of_a_record(tmp_path):
     make_runs(tmp_path / "runs", 1, 40)
     index = Index(tmp_path / "runs")
     index.refresh()
-    (found,) = index.runs.values()
-    written = service_opponents.write_events(found.table, tmp_path / "events", 2)
-    numbers = sum(int(service_opponents.present(v).sum()) for n, v in found.table.columns.items() if n != "time")
+    (run,) = index.runs.values()
+    written = service_opponents.write_events(run.table, tmp_path / "events", 2)
+    numbers = sum(int(service_opponents.present(v).sum()) for n, v in run.table.columns.items() if n != "time")
     assert service_opponents.accumulate(tmp_path / "events")[1] == 2 * written == 2 * numbers
 
 
-def test_the_process_that_goes_on_with_a_run_needs_no_torch():
+def test_the_process_that_continues_a_run_needs_no_torch():
     code = "import sys, hilbert_monitor.bench.service_runs; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

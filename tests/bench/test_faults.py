@@ -1,14 +1,15 @@
-"""The short version of the fault table: real runs, real faults, and a bed that branches without a trace."""
+"""The short version of the fault table: real runs, real faults, and runs that branch without a trace."""
 
 import math
 
 import pytest
 import torch
 
-from hilbert_monitor.bench.faults import FAULTS, Branch, Plan, Spikes, run, summary
-from hilbert_monitor.bench.trial_runs import Bed, Spoil
+from hilbert_monitor.bench.fault_summary import summarize
+from hilbert_monitor.bench.faults import FAULTS, Branch, Spikes, TrialPlan, run
+from hilbert_monitor.bench.trial_runs import StepChange, TrialRun
 
-QUICK = Plan.quick()
+QUICK = TrialPlan.quick()
 LOUD = {
     "learning rate x10, one step",
     "learning rate x3, for good",
@@ -18,24 +19,23 @@ LOUD = {
 
 
 @pytest.fixture(scope="module")
-def found():
+def summary():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield summary(run(QUICK, workers=1))
+    yield summarize(run(QUICK, workers=1))
     torch.set_num_threads(threads)
 
 
-@pytest.mark.filterwarnings("ignore:hilbert_monitor. identity not exact")
-def test_every_visible_fault_is_reported_in_its_step_and_clean_steps_are_silent(found):
-    assert found.false_alarms == []
-    assert found.measured == 2 * QUICK.config.steps
-    assert found.reported == found.visible >= 8
-    assert {cell.fault for cell in found.cells if cell.visible} >= LOUD
+def test_every_visible_fault_is_reported_in_its_step_and_clean_steps_are_silent(summary):
+    assert summary.false_alarms == []
+    assert summary.measured == 2 * QUICK.sizes.steps
+    assert summary.reported == summary.visible >= 8
+    assert {cell.fault for cell in summary.cells if cell.visible} >= LOUD
 
 
-def test_what_the_increment_does_not_show_is_counted_as_invisible(found):
+def test_what_the_increment_does_not_show_is_counted_as_invisible(summary):
     """RowNorm divides every row by its norm: nothing but the learning rate, or no number, changes D(S)."""
-    quiet = [cell for cell in found.cells if cell.head == "rownorm" and cell.fault not in LOUD]
+    quiet = [cell for cell in summary.cells if cell.head == "rownorm" and cell.fault not in LOUD]
     assert len(quiet) == 3
     for cell in quiet:
         assert (cell.visible, cell.reported) == (0, 0)
@@ -43,14 +43,14 @@ def test_what_the_increment_does_not_show_is_counted_as_invisible(found):
 
 
 def test_a_branch_goes_on_as_the_run_itself_and_leaves_it_alone():
-    bed = Bed("adamw", 0, QUICK.config)
+    trial_run = TrialRun("adamw", 0, QUICK.sizes)
     for _ in range(3):
-        bed.step()
-    branch = bed.branch()
-    spoiled = bed.branch()
-    spoiled.step(FAULTS["a nan in the gradient"](spoiled, 0))
+        trial_run.step()
+    branch = trial_run.branch()
+    faulty = trial_run.branch()
+    faulty.step(FAULTS["a nan in the gradient"](faulty, 0))
     for _ in range(3):
-        a, b = bed.step(reference=True), branch.step(reference=True)
+        a, b = trial_run.step(reference=True), branch.step(reference=True)
         assert (a.loss, a.gradient_norm, a.diameter, a.perturbation) == (
             b.loss,
             b.gradient_norm,
@@ -61,11 +61,11 @@ def test_a_branch_goes_on_as_the_run_itself_and_leaves_it_alone():
 
 
 def test_the_monitor_sees_what_the_fp64_reference_sees():
-    bed = Bed("rownorm", 1, QUICK.config)
+    trial_run = TrialRun("rownorm", 1, QUICK.sizes)
     for _ in range(9):
-        bed.step()
-    outcome = bed.step(Spoil(rate=2.0), reference=True)
-    assert outcome.record.diameter == pytest.approx(outcome.diameter, rel=1e-4)
+        trial_run.step()
+    result = trial_run.step(StepChange(rate=2.0), reference=True)
+    assert result.record.diameter == pytest.approx(result.diameter, rel=1e-4)
 
 
 def test_a_spike_detector_scores_by_the_median_and_calls_no_number_infinite():

@@ -21,9 +21,10 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from hilbert_monitor.runs.metrics import CATALOGUE, FAMILIES
+from hilbert_monitor.runs.families import FAMILIES
+from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.service.figures.style import COLOURS
-from tests.support.grafana_rules import RULES, asked, panels, targets
+from tests.support.grafana_rules import RULES, panels, query_variables, targets
 from tests.support.programs import needs
 
 ROOT = Path(__file__).parents[2]
@@ -181,9 +182,9 @@ def test_every_exclusion_has_a_reason_and_is_needed():
 
 BREAKS = {
     "template-datasource-rule": lambda b: b["templating"]["list"].pop(0),
-    "template-job-rule": lambda b: asked(b)["job"].update(multi=False),
-    "template-label-promql-rule": lambda b: asked(b)["job"].update(query="label_value(up, job)"),
-    "template-on-time-change-reload-rule": lambda b: asked(b)["run"].update(refresh=1),
+    "template-job-rule": lambda b: query_variables(b)["job"].update(multi=False),
+    "template-label-promql-rule": lambda b: query_variables(b)["job"].update(query="label_value(up, job)"),
+    "template-on-time-change-reload-rule": lambda b: query_variables(b)["run"].update(refresh=1),
     "panel-datasource-rule": lambda b: panels(b)[0].update(datasource={"type": "prometheus", "uid": "mine"}),
     "panel-title-description-rule": lambda b: panels(b)[0].update(description=""),
     "panel-units-rule": lambda b: panels(b)[0]["fieldConfig"]["defaults"].pop("unit"),
@@ -403,10 +404,10 @@ def test_every_query_of_a_panel_finds_something(prometheus, name, panel):
 
 @both
 def test_variables_have_values_and_all_of_them_by_default(prometheus, board):
-    found = {name: prometheus.values(variable, EVERY) for name, variable in asked(board).items()}
+    found = {name: prometheus.values(variable, EVERY) for name, variable in query_variables(board).items()}
     assert found == {"job": [*JOBS], "head": sorted(HEADS), "run": sorted(f"{head}-1" for head in HEADS)}
     chosen = {"job": "(hilbert-runs|hilbert-service)", "head": "(RowNorm)"}
-    assert prometheus.values(asked(board)["run"], chosen) == ["RowNorm-1"]
+    assert prometheus.values(query_variables(board)["run"], chosen) == ["RowNorm-1"]
 
 
 @pytest.mark.parametrize("name", BOARDS)

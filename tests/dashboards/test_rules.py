@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hilbert_monitor.runs.alerts import KINDS
 from hilbert_monitor.runs.exposition import Exposition, RunSamples
-from hilbert_monitor.runs.metrics import CATALOGUE, FAMILIES
+from hilbert_monitor.runs.families import FAMILIES
+from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.runs.record import RunInfo, StepRecord
+from hilbert_monitor.runs.states import STALLED_AFTER, STATUSES
 from tests.support.programs import needs
 
 DASHBOARDS = Path(__file__).parents[2] / "dashboards"
@@ -61,6 +64,22 @@ def queries():
     """What the runbooks ask."""
     for path in sorted(RUNBOOKS.glob("*.md")):
         yield from re.findall(r"```promql\n(.*?)```", path.read_text(), re.S)
+
+
+# What they name
+
+
+def test_states_and_kinds_that_are_named_exist():
+    for label, known in (("status", STATUSES), ("kind", KINDS)):
+        texts = [*expressions(), *(path.read_text() for path in TESTS)]
+        named = [names for text in texts for names in re.findall(rf'\b{label}=~?\\?"([\w|]+)', text)]
+        assert named
+        assert {name for names in named for name in names.split("|")} <= {*known}
+
+
+def test_the_runbook_knows_the_patience_of_a_run():
+    text = (RUNBOOKS / "RunStalled.md").read_text()
+    assert f"({STALLED_AFTER:g} s)" in text
 
 
 # promtool

@@ -12,15 +12,15 @@ import torch
 from typer.testing import CliRunner
 
 from hilbert_monitor import HilbertMonitor, Probe, geometry
-from hilbert_monitor.bench.measure import Comparison
+from hilbert_monitor.bench.measure import BenchResult
 from hilbert_monitor.cli import app
 from hilbert_monitor.doctor import ddp, exactness, increment, interference, overhead, report
-from hilbert_monitor.doctor.device import Sizes, choose
+from hilbert_monitor.doctor.device import CheckSizes, choose
 from hilbert_monitor.doctor.finding import CLAIMS, Check, Finding, Outcome, examine
 from tests.support.references import all_pairs_diameter, deltas, length
 
 CPU = torch.device("cpu")
-SMALL = Sizes(cloud=(700, 16, 64), updates=4, head=(300, 16), turns=1, patience=60)
+SMALL = CheckSizes(cloud=(700, 16, 64), updates=4, head=(300, 16), turns=1, patience=60)
 
 
 def doctor(*args):
@@ -34,7 +34,7 @@ def only(monkeypatch):
 
     def run(room, sizes=SMALL):
         monkeypatch.setattr(report, "ROOMS", (room,))
-        monkeypatch.setattr(Sizes, "of", lambda *_, **__: sizes)
+        monkeypatch.setattr(CheckSizes, "of", lambda *_, **__: sizes)
         return doctor("--device", "cpu")
 
     return run
@@ -136,7 +136,7 @@ def test_nothing_of_a_device_is_touched_before_its_checks_run():
     names = {check.case for check in increment.checks(cuda, SMALL)}
     assert "AdamW capturable, lr a tensor" in names
     for room in (exactness, interference, overhead):
-        assert all(callable(check.call) for check in room.checks(cuda, Sizes.of(cuda, quick=False)))
+        assert all(callable(check.call) for check in room.checks(cuda, CheckSizes.of(cuda, quick=False)))
 
 
 # Exactness
@@ -215,7 +215,7 @@ def test_a_probe_that_raises_is_found(only, monkeypatch):
     def broken(S):
         raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
 
-    monkeypatch.setattr("hilbert_monitor.monitor.probe.row_diameter", broken)
+    monkeypatch.setattr("hilbert_monitor.monitor.measurement.row_diameter", broken)
     assert_failed(only(increment), "increment", "TypeError: Cannot convert a MPS Tensor")
 
 
@@ -284,7 +284,7 @@ def test_a_training_that_is_not_reproducible_is_skipped_and_says_so(only, monkey
 
 def test_two_runs_that_are_equal_by_chance_convict_nobody():
     runs = iter([1, 2, 1, 3])
-    assert interference.unchanged(lambda _: ({"weights": [torch.tensor(next(runs))]}, [])) is None
+    assert interference.compare_runs(lambda _: ({"weights": [torch.tensor(next(runs))]}, [])) is None
 
 
 def test_the_sign_of_zero_and_a_nan_are_bits_too():
@@ -368,7 +368,7 @@ def timed(*shares):
     left = list(shares)
 
     def measure(*_):
-        yield Comparison("overhead", "", "with the monitor", 1 + left.pop(0), "without", 1.0)
+        yield BenchResult("overhead", "", "with the monitor", 1 + left.pop(0), "without", 1.0)
 
     return measure
 

@@ -323,7 +323,7 @@ def test_a_branch_with_a_name_of_its_own_leaves_its_parent_alone(tmp_path):
 @pytest.mark.parametrize("history", [None, {}, {"diameter": [1.0]}])
 def test_a_history_that_cannot_be_read_costs_the_history_alone(history):
     watch, kept = HilbertMonitor(panel_size=50, run_dir=None, on_blowup=[]), Recorder()
-    watch.sinks = (kept,)
+    watch.options.sinks = (kept,)
     module = Module("torch")
     trainer = fit(module, watch, steps=2)
     watch.load_state_dict({"step": 2, "tokens": 8, "history": history})

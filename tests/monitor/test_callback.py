@@ -143,7 +143,7 @@ def test_what_fails_costs_records_and_not_the_run(options):
     module, plain = Module("rownorm"), Module("rownorm")
     monitor = HilbertMonitor(diameter_every=3, perturbation_every=4, panel_size=50, **options)
     assert same(everything(module, fit(module, monitor)), everything(plain, fit(plain)))
-    assert monitor.guard.failures or monitor.probe.guard.failures
+    assert monitor.session.guard.failures
     with pytest.raises(Exception, match=r".+"):
         fit(Module("rownorm"), HilbertMonitor(diameter_every=3, perturbation_every=4, strict=True, **options))
 
@@ -165,7 +165,7 @@ def test_rownorm_alone_is_named_and_bounded():
     module, kept = Module("rownorm"), Recorder()
     monitor = HilbertMonitor(diameter_every=1, perturbation_every=0, sinks=[kept], strict=True)
     fit(module, monitor)
-    assert isinstance(monitor.probe.source.optimizer, RowNorm)
+    assert isinstance(monitor.session.probe.source.optimizer, RowNorm)
     assert all(r.diameter <= r.ceiling * (1 + 1e-6) for r in kept.records)
 
 
@@ -334,7 +334,7 @@ def test_of_a_stream_the_first_validation_is_kept_and_nobody_else_asks_for_it():
     monitor = HilbertMonitor(diameter_every=0, perturbation_every=4, panel_size=50, sinks=[kept], strict=True)
     run_on(DataLoader(data, batch_size=4), monitor, num_sanity_val_steps=0)
     assert data.asked == UPDATES // 4
-    assert monitor.probe.panel.hash == Panel.of_batches([Text(1).ids[:4], Text(1).ids[4:8]], 50).hash
+    assert monitor.session.probe.panel.hash == Panel.of_batches([Text(1).ids[:4], Text(1).ids[4:8]], 50).hash
     assert [r.step for r in kept.records if r.perturbation_rms is not None] == [8, 12]
 
 
@@ -348,7 +348,7 @@ def test_a_sanity_check_that_delivers_enough_gives_the_panel_to_the_first_step()
 def test_the_papers_panel_is_the_first_validation_batches_as_they_come():
     monitor = HilbertMonitor(panel="paper", panel_size=50, perturbation_every=4, strict=True)
     seen = []
-    monitor.on_train_end = lambda *_: seen.append(monitor.probe.panel)
+    monitor.on_train_end = lambda *_: seen.append(monitor.session.probe.panel)
     run_on(DataLoader(Text(1), batch_size=4, sampler=range(47, -1, -1)), monitor)
     assert seen[0].hash == Panel.of_batches(Text(1).ids.flip(0).split(4), 50).hash
 
@@ -357,7 +357,7 @@ def test_validation_data_loaded_late_is_the_panel_from_then_on():
     kept = Recorder()
     monitor = HilbertMonitor(diameter_every=0, perturbation_every=4, panel_size=50, sinks=[kept], strict=True)
     run_on(DataLoader(Text(1), batch_size=4, shuffle=True), monitor, num_sanity_val_steps=0)
-    assert monitor.probe.panel.hash == Panel.of_tokens(Text(1).ids, 50).hash
+    assert monitor.session.probe.panel.hash == Panel.of_tokens(Text(1).ids, 50).hash
     assert kept.records[-1].perturbation_rms > 0
 
 

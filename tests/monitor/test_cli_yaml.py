@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hilbert_monitor import HilbertMonitor
+from hilbert_monitor import HilbertMonitor, Prometheus
 from hilbert_monitor.runs.alerts import Rules
 from tests.support.decoders import Plain
 
@@ -142,11 +142,7 @@ ARGUMENTS = {
     "on_blowup": ["stop", ["warn", "checkpoint", "https://example.org/hook"], [f"{HERE}.told"], []],
     "sinks": [[], [{"class_path": f"{HERE}.Prints"}], [{"class_path": f"{HERE}.Prints", "init_args": {"prefix": "x"}}]],
     "prometheus_port": [None, 0],
-    "prometheus_address": ["127.0.0.1"],
-    "prometheus_tls": [None],
-    "prometheus_registry": [None],
-    "prometheus_stalled_after": [60.0],
-    "prometheus_linger": [0.0],
+    "prometheus": [None, {"port": 0, "stalled_after": 60.0, "tls": ["cert.pem", "key.pem"], "linger": 0.0}],
     "progress_bar": [False, True],
     "strict": [False, True],
 }
@@ -156,7 +152,7 @@ MADE = {f"{HERE}.states": states, f"{HERE}.bare_states": bare_states, f"{HERE}.d
 
 
 def test_the_list_of_arguments_is_the_constructors():
-    assert list(ARGUMENTS) == list(inspect.signature(HilbertMonitor).parameters)
+    assert [*ARGUMENTS, "moved"] == list(inspect.signature(HilbertMonitor).parameters)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +163,14 @@ def test_an_argument_is_read_printed_and_read_back(name, value, tmp_path, capsys
     again = tmp_path / "again.yaml"
     again.write_text(text)
     monitor = monitor_of(cli("--config", again))
-    got = monitor.guard.strict if name == "strict" else getattr(monitor, name)
+    if name == "prometheus_port":
+        assert monitor.options.prometheus == (None if value is None else Prometheus(port=value))
+        return
+    got = monitor.progress_bar if name == "progress_bar" else getattr(monitor.options, name)
     if name == "rules" and value is not None:
         assert got == Rules(**value)
+    elif name == "prometheus" and value is not None:
+        assert got == Prometheus(**value | {"tls": tuple(value["tls"])})
     elif name == "sinks":
         assert [sink.prefix for sink in got] == [sink.get("init_args", {}).get("prefix", "D(S)") for sink in value]
     else:
@@ -178,7 +179,8 @@ def test_an_argument_is_read_printed_and_read_back(name, value, tmp_path, capsys
 
 def test_the_printed_config_has_every_argument_and_its_default(tmp_path, capsys):
     found = arguments_of(printed(written(tmp_path), capsys))
-    defaults = {name: p.default for name, p in inspect.signature(HilbertMonitor).parameters.items()}
+    parameters = inspect.signature(HilbertMonitor).parameters
+    defaults = {name: parameters[name].default for name in ARGUMENTS}
     assert {name: tuple(value) if name == "sinks" else value for name, value in found.items()} == defaults
 
 
@@ -201,7 +203,7 @@ def test_arguments_can_be_given_on_the_command_line_too(tmp_path):
     callback = "--trainer.callbacks+=hilbert_monitor.HilbertMonitor"
     options = ["--trainer.callbacks.diameter_every=7", "--trainer.callbacks.bracket=null"]
     monitor = monitor_of(cli("--trainer.accelerator=cpu", "--trainer.logger=false", callback, *options))
-    assert (monitor.diameter_every, monitor.bracket) == (7, None)
+    assert (monitor.options.diameter_every, monitor.options.bracket) == (7, None)
 
 
 @pytest.mark.parametrize("panel", ["loader", [k % V for k in range(60)]], ids=["loader", "ids"])

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from hilbert_monitor import HilbertMonitor
-from hilbert_monitor.monitor.exporter import Exporter
+from hilbert_monitor.monitor.exporter import Exporter, Prometheus
 from hilbert_monitor.runs.exposition import RunSamples
 from hilbert_monitor.runs.log import find_runs
 from hilbert_monitor.runs.record import RunInfo, StepRecord
@@ -43,15 +43,15 @@ class Scraper:
         self.monitor, self.texts = monitor, []
 
     def write(self, record):
-        self.texts.append(get(self.monitor.outputs._exporter.port))
+        self.texts.append(get(self.monitor.session.outputs._exporter.port))
 
 
 def test_a_run_serves_its_metrics_while_it_trains(tmp_path):
     monitor = HilbertMonitor(
-        panel_size=50, prometheus_port=0, prometheus_linger=0.1, strict=True, run_dir=str(tmp_path), run_name="scraped"
+        panel_size=50, prometheus=Prometheus(port=0, linger=0.1), strict=True, run_dir=str(tmp_path), run_name="scraped"
     )
     scraper = Scraper(monitor)
-    monitor.sinks = (scraper,)
+    monitor.options.sinks = (scraper,)
     module = Module("adamw")
     fit(module, monitor)
     assert len(scraper.texts) >= UPDATES
@@ -67,7 +67,7 @@ def test_a_run_serves_its_metrics_while_it_trains(tmp_path):
 
 def test_the_metrics_are_gone_when_the_run_has_ended_and_nobody_scraped(tmp_path):
     monitor, kept = HilbertMonitor(panel_size=50, prometheus_port=0, strict=True), Recorder()
-    monitor.sinks = (kept,)
+    monitor.options.sinks = (kept,)
     began = time.monotonic()
     fit(Module("adamw"), monitor)
     [run] = find_runs("runs")
@@ -86,7 +86,7 @@ def test_training_is_the_same_with_and_without_metrics():
 
 
 def test_both_formats_are_served(samples):
-    exporter = Exporter(samples, port=0)
+    exporter = Exporter(samples, Prometheus(port=0))
     assert "# EOF" not in get(exporter.port)
     assert get(exporter.port, accept="application/openmetrics-text; version=1.0.0").endswith("# EOF\n")
     exporter.stop()
@@ -96,7 +96,7 @@ def test_a_port_that_is_taken_gives_the_next_one_and_says_so_once(samples):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.warns(UserWarning, match=f"port {port} is taken: the metrics are at port") as said:
-            exporter = Exporter(samples, port=port)
+            exporter = Exporter(samples, Prometheus(port=port))
         assert len(said) == 1
         assert exporter.port > port
         assert "hilbert_step_diameter" in get(exporter.port)
@@ -104,10 +104,10 @@ def test_a_port_that_is_taken_gives_the_next_one_and_says_so_once(samples):
 
 
 def test_it_listens_on_this_machine_alone_unless_told_otherwise(samples):
-    exporter = Exporter(samples, port=0)
+    exporter = Exporter(samples, Prometheus(port=0))
     assert exporter._server.server_address[0] == "127.0.0.1"
     exporter.stop()
-    exporter = Exporter(samples, port=0, address="0.0.0.0")
+    exporter = Exporter(samples, Prometheus(port=0, address="0.0.0.0"))
     assert exporter._server.server_address[0] == "0.0.0.0"
     exporter.stop()
 
@@ -117,7 +117,7 @@ def test_tls(samples, tmp_path):
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
     make += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(make, check=True, capture_output=True)
-    exporter = Exporter(samples, port=0, tls=(str(certificate), str(key)))
+    exporter = Exporter(samples, Prometheus(port=0, tls=(str(certificate), str(key))))
     context = ssl.create_default_context(cafile=str(certificate))
     assert "hilbert_step_diameter" in get(exporter.port, scheme="https", context=context)
     with pytest.raises(OSError, match=r"closed|reset|refused|HTTP"):
@@ -127,7 +127,7 @@ def test_tls(samples, tmp_path):
 
 def test_a_registry_of_ones_own_can_be_given(samples):
     registry = CollectorRegistry()
-    exporter = Exporter(samples, port=None, registry=registry)
+    exporter = Exporter(samples, Prometheus(port=None, registry=registry))
     assert exporter.port is None
     assert b"hilbert_step_diameter" in generate_latest(registry)
     exporter.end("finished")
@@ -144,7 +144,7 @@ def test_importing_registers_nothing():
 
 
 def test_after_the_end_it_waits_for_one_more_scrape_and_goes(samples):
-    exporter = Exporter(samples, port=0, linger=20.0)
+    exporter = Exporter(samples, Prometheus(port=0, linger=20.0))
     port = exporter.port
     get(port)
     began = time.monotonic()
@@ -163,10 +163,10 @@ def test_after_the_end_it_waits_for_one_more_scrape_and_goes(samples):
 
 def test_a_process_that_was_scraped_stays_for_its_last_scrape():
     code = (
-        "from hilbert_monitor.monitor.exporter import Exporter\n"
+        "from hilbert_monitor.monitor.exporter import Exporter, Prometheus\n"
         "from hilbert_monitor.runs.exposition import RunSamples\n"
         "from hilbert_monitor.runs.record import RunInfo\n"
-        "e = Exporter(RunSamples(lambda: RunInfo(id='run')), port=0, linger=30)\n"
+        "e = Exporter(RunSamples(lambda: RunInfo(id='run')), Prometheus(port=0, linger=30))\n"
         "print(e.port, flush=True); input(); e.end('failed')"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -184,10 +184,10 @@ def test_a_process_that_was_scraped_stays_for_its_last_scrape():
 def test_a_killed_process_frees_its_port_though_its_forked_workers_live():
     code = (
         "import os, time\n"
-        "from hilbert_monitor.monitor.exporter import Exporter\n"
+        "from hilbert_monitor.monitor.exporter import Exporter, Prometheus\n"
         "from hilbert_monitor.runs.exposition import RunSamples\n"
         "from hilbert_monitor.runs.record import RunInfo\n"
-        "e = Exporter(RunSamples(lambda: RunInfo(id='run')), port=0)\n"
+        "e = Exporter(RunSamples(lambda: RunInfo(id='run')), Prometheus(port=0))\n"
         "child = os.fork()\n"
         "if not child: time.sleep(60); os._exit(0)\n"
         "print(e.port, child, flush=True); time.sleep(60)"
@@ -206,12 +206,12 @@ def test_a_killed_process_frees_its_port_though_its_forked_workers_live():
 
 
 def test_a_port_that_cannot_be_had_costs_the_metrics_and_not_the_run(tmp_path):
-    monitor, kept = HilbertMonitor(panel_size=50, prometheus_port=0, prometheus_address="203.0.113.7"), Recorder()
-    monitor.sinks = (kept,)
+    monitor, kept = HilbertMonitor(panel_size=50, prometheus=Prometheus(port=0, address="203.0.113.7")), Recorder()
+    monitor.options.sinks = (kept,)
     with pytest.warns(UserWarning, match="exporter failed"):
         fit(Module("adamw"), monitor)
     assert len(kept.records) == UPDATES
-    assert monitor.guard.failures["exporter"] == 1
+    assert monitor.session.guard.failures["exporter"] == 1
 
 
 def test_what_fails_is_counted_by_its_name(samples):
@@ -219,9 +219,9 @@ def test_what_fails_is_counted_by_its_name(samples):
         def write(self, record):
             raise OSError("disk full")
 
-    monitor = HilbertMonitor(panel_size=50, prometheus_port=0, prometheus_linger=0.1)
+    monitor = HilbertMonitor(panel_size=50, prometheus=Prometheus(port=0, linger=0.1))
     scraper = Scraper(monitor)
-    monitor.sinks = (Bad(), scraper)
+    monitor.options.sinks = (Bad(), scraper)
     with pytest.warns(UserWarning, match="Bad failed"):
         fit(Module("adamw"), monitor)
     assert 'hilbert_monitor_failures_total{head="AdamW",run="' in scraper.texts[-1]
@@ -230,7 +230,7 @@ def test_what_fails_is_counted_by_its_name(samples):
 
 def test_a_scrape_never_holds_up_a_step(samples):
     """Two hundred scrapes while records are written: every count is whole."""
-    exporter = Exporter(samples, port=0)
+    exporter = Exporter(samples, Prometheus(port=0))
     thread = threading.Thread(target=lambda: [get(exporter.port) for _ in range(50)])
     thread.start()
     for step in range(2, 2000):

@@ -144,10 +144,9 @@ def test_records_are_those_of_full_forward_passes_with_plain_logits(form):
     snapshots, kept = Snapshots(), Recorder()
     monitor = HilbertMonitor(diameter_every=2, perturbation_every=3, panel_size=POSITIONS, sinks=[kept])
     fit(gpt2(tie_word_embeddings=False), monitor, snapshots, form=form)
-    assert not monitor.guard.failures
-    assert not monitor.probe.guard.failures
-    assert monitor.probe.head_name == "model.lm_head"
-    assert monitor.probe.remarks == []
+    assert not monitor.session.guard.failures
+    assert monitor.session.probe.head.name == "model.lm_head"
+    assert monitor.session.probe.remarks == []
     by_step = {record.step: record for record in kept.records}
     assert sorted(by_step) == list(range(1, UPDATES + 1))
     for step, record in by_step.items():
@@ -170,7 +169,7 @@ def test_records_are_those_of_full_forward_passes_with_plain_logits(form):
 def test_positions_are_neither_padding_nor_ignored_labels(form):
     monitor = HilbertMonitor(diameter_every=0, perturbation_every=UPDATES, panel_size=POSITIONS, strict=True)
     fit(gpt2(tie_word_embeddings=False), monitor, form=form)
-    panel = monitor.probe.panel
+    panel = monitor.session.probe.panel
     assert panel.size == POSITIONS
     expected = Panel.of_batches(validation(), POSITIONS)
     assert panel.hash == expected.hash
@@ -217,7 +216,7 @@ def test_a_tied_head_is_warned_of_once_and_measured_all_the_same():
     said = [str(warning.message) for warning in seen if "hilbert_monitor" in str(warning.message)]
     assert len(said) == 1
     assert "an embedding's too" in said[0]
-    assert monitor.probe.remarks == [said[0].partition("identity not exact, ")[2]]
+    assert monitor.session.probe.remarks == [said[0].partition("identity not exact, ")[2]]
     assert [record.step for record in kept.records] == list(range(1, UPDATES + 1))
     last = kept.records[-1]
     S = snapshots.change(UPDATES)

@@ -298,7 +298,7 @@ class LeavesAHook(HilbertMonitor):
 
 
 class NeverLetsGo(HilbertMonitor):
-    def _close(self):
+    def teardown(self, trainer, pl_module, stage):
         pass
 
 

@@ -22,8 +22,9 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from hilbert_monitor.monitor.batches import input_ids, positions_of, token_ids
 from hilbert_monitor.monitor.hidden import HeadNotReached, hidden_states
-from hilbert_monitor.monitor.panel import Panel, input_ids, positions_of, token_ids
+from hilbert_monitor.monitor.panel import Panel
 from tests.support.decoders import Plain, Wrapper, seeded
 from tests.support.ranks import in_ranks
 

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 
 from hilbert_monitor.geometry import projected_row_norm, row_diameter
-from hilbert_monitor.optim import RowNorm, _matrix_optimizer
+from hilbert_monitor.optim import RowNorm, _chunks
 from tests.support.optim_references import LRS, assert_walks_agree, gradients, rotation, rownorm_steps, walk
 from tests.support.references import normal
 
@@ -92,7 +92,7 @@ def test_rows_taken_a_few_at_a_time_make_the_same_step(center, seed, V, d, rows,
     options = {"lrs": [0.1, 0.2, 0.3], "eps": 0.1, "weight_decay": 0.1, "center": center}
     whole = walk(RowNorm, W, grads, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_matrix_optimizer, "CACHE_BYTES", rows * d * 4)
+        patch.setattr(_chunks, "CACHE_BYTES", rows * d * 4)
         chunked = walk(RowNorm, W, grads, **options)
     if center == "none":
         assert_walks_agree(chunked, whole)

@@ -30,7 +30,7 @@ def test_every_file_is_on_one_side_and_its_text_can_be_read_back(files, tmp_path
 
 def test_what_was_made_once_is_read_back_and_other_texts_are_made_anew(files, tmp_path, monkeypatch):
     first = corpus(files, 300, cache=tmp_path / "cache")
-    monkeypatch.setattr(module, "_made", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(module, "_tokenize", lambda *_: pytest.fail("made again"))
     again = corpus(files, 300, cache=tmp_path / "cache")
     assert np.array_equal(first.train, again.train)
     assert first.tokenizer_json == again.tokenizer_json

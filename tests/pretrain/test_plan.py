@@ -285,7 +285,7 @@ def test_a_monitor_that_measures_less_costs_less():
     )
     assert every.monitor_share["flops"] > seldom.monitor_share["flops"] > never.monitor_share["flops"]
     assert every.monitor["bracket"].flops == 0  # the search takes its place
-    assert never.monitor["exact search, typical"] == never.monitor["panel"] == on_paper.Cost()
+    assert never.monitor["exact search, typical"] == never.monitor["panel"] == on_paper.MonitorCost()
 
 
 def test_twice_the_nodes_take_half_the_time_but_for_the_monitor():

@@ -62,8 +62,8 @@ def test_a_diameter_far_above_the_last_ones_is_reported_in_its_step(factor, at):
 @pytest.mark.parametrize(("factor", "steps"), [(10, 1), (3, 1), (3, 1000)])
 def test_a_learning_rate_that_jumps_is_not_divided_out(at, factor, steps):
     rates = [warmup_cosine(t, 1000) * (factor if at <= t < at + steps else 1) for t in range(1000)]
-    found = kinds(record(t + 1, lr, ratio) for t, (lr, ratio) in enumerate(zip(rates, noisy(1000), strict=True)))
-    assert found == [(at + 1, "diameter")]
+    alerts = kinds(record(t + 1, lr, ratio) for t, (lr, ratio) in enumerate(zip(rates, noisy(1000), strict=True)))
+    assert alerts == [(at + 1, "diameter")]
 
 
 def test_an_alert_for_a_jump_says_that_it_is_the_learning_rate():
@@ -103,8 +103,8 @@ def test_a_learning_rate_of_before_lost_records_is_led_on():
 
 def test_a_lasting_blow_up_is_reported_once_and_again_when_it_has_doubled():
     ratios = [10.0] * 50 + [40.0] * 10 + [100.0] * 5 + [10.0] * 20 + [40.0]
-    found = [step for step, _ in kinds(record(t + 1, ratio=r) for t, r in enumerate(ratios))]
-    assert found == [51, 61, 86]
+    steps = [step for step, _ in kinds(record(t + 1, ratio=r) for t, r in enumerate(ratios))]
+    assert steps == [51, 61, 86]
 
 
 def test_a_new_level_becomes_the_usual_one():

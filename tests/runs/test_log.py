@@ -178,11 +178,11 @@ records = st.builds(
 def test_any_record_survives_and_only_lone_surrogates_become_their_escapes(record):
     line = _lines.line_of(record)
     assert b"\n" not in line
-    (found,) = _lines.items(line + b"\n", as_record)
+    (item,) = _lines.items(line + b"\n", as_record)
     escaped = repr(record)
     for code in {ord(c) for text in _texts_of(record) for c in text if 0xD800 <= ord(c) < 0xE000}:
         escaped = escaped.replace(f"\\u{code:x}", f"\\\\u{code:x}")
-    assert repr(found) == escaped
+    assert repr(item) == escaped
 
 
 def _texts_of(record):
@@ -243,18 +243,18 @@ def test_settings_that_json_does_not_know_are_kept_as_text(tmp_path):
         "list": [True, 1, 1.5, None, ("a",)],
     }
     writer = RunWriter.open(tmp_path, RunInfo(name="a", config=config))
-    found = RunReader(writer.folder).info.config
+    config = RunReader(writer.folder).info.config
     writer.close()
-    assert found["path"] == "/x/y"
-    assert "StepRecord" in found["class"]
-    assert found["bad"] == "<Unprintable that cannot be shown>"
-    assert len(found["long"]) == 1000
-    assert found["nan"] == "nan"
-    assert found["huge"] == "<int that cannot be shown>"
-    assert found["(1, 2)"] == {"3": None}
-    assert found["text"] == "\\ud800\x00\U0001f600"
-    assert found["list"] == [True, 1, 1.5, None, ["a"]]
-    assert found["set"] == [1]
+    assert config["path"] == "/x/y"
+    assert "StepRecord" in config["class"]
+    assert config["bad"] == "<Unprintable that cannot be shown>"
+    assert len(config["long"]) == 1000
+    assert config["nan"] == "nan"
+    assert config["huge"] == "<int that cannot be shown>"
+    assert config["(1, 2)"] == {"3": None}
+    assert config["text"] == "\\ud800\x00\U0001f600"
+    assert config["list"] == [True, 1, 1.5, None, ["a"]]
+    assert config["set"] == [1]
 
 
 def test_what_becomes_known_later_is_a_further_line_of_the_same_attempt(begin):
@@ -323,16 +323,16 @@ lines = st.lists(
 
 def model(written):
     """What counts, by the rule and not by the reader."""
-    kept, alerts, torn = {}, [], 0
+    places, alerts, torn = {}, [], 0
     for place, (kind, value) in enumerate(written):
         if kind == "step":
-            kept[value] = place
+            places[value] = place
             alerts.append((value, place))
         elif kind == "attempt":
-            kept = {number: place for number, place in kept.items() if number <= value}
+            places = {number: place for number, place in places.items() if number <= value}
             alerts = [(number, place) for number, place in alerts if number <= value]
         torn += kind == "torn"
-    return kept, alerts, torn
+    return places, alerts, torn
 
 
 def text_of(written):
@@ -351,7 +351,7 @@ def text_of(written):
 def test_any_sequence_of_attempts_reads_as_the_rule_says_at_once_and_when_followed(tmp_path_factory, written, cuts):
     folder = tmp_path_factory.mktemp("run")
     reader, data = RunReader(folder), b"".join(text_of(written))
-    kept, alerts, torn = model(written)
+    places, alerts, torn = model(written)
     seen, offset, seen_torn = {}, 0, 0
     for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(data)], strict=True):
         with open(folder / "steps.jsonl", "ab") as file:
@@ -361,15 +361,15 @@ def test_any_sequence_of_attempts_reads_as_the_rule_says_at_once_and_when_follow
                 seen = {number: place for number, place in seen.items() if number <= news.keep}
             seen |= {record.step: record.tokens for record in news.records}
             offset, seen_torn = news.offset, seen_torn + news.torn
-    assert seen == kept
+    assert seen == places
     assert (offset, seen_torn) == (len(data), torn)
-    found = [(record.step, record.tokens) for record in reader.steps()]
-    assert sorted(found) == sorted(kept.items())
-    assert [place for _, place in found] == sorted(kept.values())
+    pairs = [(record.step, record.tokens) for record in reader.steps()]
+    assert sorted(pairs) == sorted(places.items())
+    assert [place for _, place in pairs] == sorted(places.values())
     (folder / "alerts.jsonl").write_bytes(data)
     assert [(a.step, a.value) for a in reader.alerts()] == alerts
     assert reader.state(0.0).step == (
-        max(kept) if kept else min((v for k, v in written if k == "attempt"), default=0) or None
+        max(places) if places else min((v for k, v in written if k == "attempt"), default=0) or None
     )
     assert reader.torn == 2 * torn
 
@@ -383,12 +383,12 @@ def test_a_log_of_many_blocks_reads_as_one(begin):
                 file.write(b'{"step": 1, "tim\n')
         file.write(b'{"attempt": 2, "first_step": 5000}\n' + _lines.line_of(step(1, tokens=7)) + b"\n")
     reader = RunReader(writer.folder)
-    found = list(reader.steps())
-    assert [record.step for record in found] == [*range(2, 5001), 1]
-    assert (found[-1].tokens, reader.torn) == (7, 3)
+    records = list(reader.steps())
+    assert [record.step for record in records] == [*range(2, 5001), 1]
+    assert (records[-1].tokens, reader.torn) == (7, 3)
     *_, news = reader.follow()
     assert news.offset == os.path.getsize(writer.folder / "steps.jsonl")
-    assert all(len(record.skipped) == record.step % 300 for record in found[:-1])
+    assert all(len(record.skipped) == record.step % 300 for record in records[:-1])
     assert len(list(reader.follow())) > 3
 
 
@@ -439,10 +439,10 @@ def test_kill_9_at_any_moment_loses_no_record_that_was_written(tmp_path):
         with open(here, "rb") as pipe:
             written = len(pipe.read())
         reader = RunReader(folder)
-        found = list(reader.steps())
-        assert [record.step for record in found] == list(range(1, len(found) + 1))
-        assert len(found) in (before + written, before + written + 1)
-        assert all(record.train_loss == record.step / 2 for record in found)
+        records = list(reader.steps())
+        assert [record.step for record in records] == list(range(1, len(records) + 1))
+        assert len(records) in (before + written, before + written + 1)
+        assert all(record.train_loss == record.step / 2 for record in records)
         assert reader.torn <= round_ % 8  # Linux may cut short the write that a kill comes into
     assert len(find_runs(tmp_path)) > 20
     assert sum(len(numbers(reader.folder)) for reader in find_runs(tmp_path)) > 500
@@ -483,8 +483,8 @@ def test_a_full_disk_costs_records_and_writing_resumes_when_there_is_room(tmp_pa
 
     assert outcome(work) == 0
     reader = RunReader(tmp_path / "a")
-    found = [record.step for record in reader.steps()]
-    assert found == ([1, 6, 7] if size < WHOLE else [1, 2, 6, 7])
+    steps = [record.step for record in reader.steps()]
+    assert steps == ([1, 6, 7] if size < WHOLE else [1, 2, 6, 7])
     assert reader.torn == (size not in (0, WHOLE, WHOLE + 1))
 
 
@@ -702,9 +702,9 @@ def test_where_there_are_no_locks_the_heartbeat_decides_and_the_user_is_told(beg
     with pytest.warns(UserWarning, match="no locks in .*: only a heartbeat tells"):
         first = begin()
     assert RunReader(first.folder).state().status == "running"
-    with pytest.warns() as told:
+    with pytest.warns() as warned:
         assert begin().id == "a-2"
-    assert "run 'a' is being written by another process: this is 'a-2'" in str(told[-1].message)
+    assert "run 'a' is being written by another process: this is 'a-2'" in str(warned[-1].message)
     with living_writer(tmp_path, "b") as (pid, _):
         kill(pid)
     assert RunReader(tmp_path / "b").state().status == "killed"

@@ -1,4 +1,7 @@
-"""The page in a real browser: Chromium, visitors whose pages are watched, and what is drawn as plotly has it."""
+"""The page in a real browser: fixtures that start Chromium and open pages, functions that wait and read plots.
+
+`training` is a run that another process writes, for tests of the live page.
+"""
 
 import json
 import subprocess
@@ -14,9 +17,9 @@ from playwright.sync_api import sync_playwright
 from tests.support.programs import needs
 
 PATIENCE = 30.0
-"""Seconds after which what was waited for will not come: machines that test are busy."""
-COMPARED = ("loss", "diameter", "perturbation", "ratio")
-OF_A_RUN = ("diameter", "saturation", "perturbation", "loss", "learning_rate", "cost")
+"""Seconds to wait for anything on a page. It is long because test machines are busy."""
+COMPARE_PANELS = ("loss", "diameter", "perturbation", "ratio")
+RUN_PANELS = ("diameter", "saturation", "perturbation", "loss", "learning_rate", "cost")
 WIDE = {"viewport": {"width": 1280, "height": 900}}
 VIOLATIONS = """
 window.violations = [];
@@ -25,7 +28,11 @@ document.addEventListener("securitypolicyviolation", (event) => window.violation
 
 
 class Visitor:
-    """Somebody's own browser. What no page of ours may do, and did, is in `troubles`."""
+    """A browser context with its own cookies. It collects in `troubles` what no page of ours may do.
+
+    These are console messages, errors, failed requests, requests to other hosts, dialogs and violations of the content
+    security policy.
+    """
 
     def __init__(self, browser, base, **options):
         self.base, self.host, self.troubles = base.partition("?")[0].rstrip("/"), urlsplit(base).netloc, []
@@ -33,43 +40,46 @@ class Visitor:
         self.context.set_default_timeout(1000 * PATIENCE)
         self.context.add_init_script(VIOLATIONS)
         note = self.troubles.append
-        self.context.on("console", lambda said: said.type in ("error", "warning") and note(f"console: {said.text}"))
-        self.context.on("weberror", lambda thrown: note(f"error: {thrown.error}"))
-        self.context.on("requestfailed", self._failed)
-        self.context.on("response", lambda got: got.status >= 400 and note(f"{got.status}: {got.url}"))
-        self.context.on("request", self._asked)
-        self.context.on("dialog", self._spoken_to)
+        self.context.on(
+            "console", lambda message: message.type in ("error", "warning") and note(f"console: {message.text}")
+        )
+        self.context.on("weberror", lambda error: note(f"error: {error.error}"))
+        self.context.on("requestfailed", self._on_failed_request)
+        self.context.on(
+            "response", lambda response: response.status >= 400 and note(f"{response.status}: {response.url}")
+        )
+        self.context.on("request", self._on_request)
+        self.context.on("dialog", self._on_dialog)
 
     def open(self, path="/"):
-        """A new tab."""
+        """Open a path in a new tab, and return the page."""
         page = self.context.new_page()
         page.goto(self.base + path)
         return page
 
     def leave(self):
-        """Close all tabs, while there is still a service that they could ask."""
+        """Close all tabs. Call it while the service still runs: requests of the pages would fail otherwise."""
         for page in self.context.pages:
             self.troubles += page.evaluate("window.violations ?? []")
         self.context.close()
 
-    def _failed(self, request):
+    def _on_failed_request(self, request):
         if "ERR_ABORTED" not in (request.failure or ""):  # the browser left, or began a download
             self.troubles.append(f"failed: {request.url}, {request.failure}")
 
-    def _asked(self, request):
-        place = urlsplit(request.url)
-        if place.scheme not in ("data", "blob") and place.netloc != self.host:
-            self.troubles.append(f"somebody else was asked: {request.url}")
+    def _on_request(self, request):
+        url = urlsplit(request.url)
+        if url.scheme not in ("data", "blob") and url.netloc != self.host:
+            self.troubles.append(f"request to another host: {request.url}")
 
-    def _spoken_to(self, dialog):
+    def _on_dialog(self, dialog):
         self.troubles.append(f"dialog: {dialog.message}")
         dialog.dismiss()
 
 
-@pytest.fixture(
-    scope="module", name="chromium"
-)  # while it is open its loop is the thread's: later tests could not run their own
+@pytest.fixture(scope="module", name="chromium")
 def chromium_fixture():
+    """A Chromium. It is closed after each module: its event loop blocks those of other tests in the thread."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=needs("chromium"), args=["--no-sandbox"])
         yield browser
@@ -78,7 +88,10 @@ def chromium_fixture():
 
 @pytest.fixture(name="visit")
 def visit_fixture(chromium):
-    """Visitors of a service. In the end none of them may have seen any trouble, unless `troubled` ones."""
+    """A function that makes Visitors. At the end of the test it fails if one has troubles.
+
+    A visitor made with `troubled=True` may have them.
+    """
     visitors = []
 
     def make(base, troubled=False, **options):
@@ -93,40 +106,43 @@ def visit_fixture(chromium):
 
 
 def go(page, path):
-    """Go to another view within the document, as a link of ours does."""
+    """Go to another view within the document, as the links on the page do."""
     page.evaluate("(path) => (history.pushState(null, '', path), dispatchEvent(new PopStateEvent('popstate')))", path)
 
 
 def until(page, script, argument=None, timeout=PATIENCE):
-    """Ask a page until its answer is true, and return it. (What playwright has for it needs eval.)"""
+    """Evaluate a script again and again until its result is true, and return the result.
+
+    Playwright's own `wait_for_function` needs eval, which the content security policy forbids.
+    """
     deadline = time.monotonic() + timeout
-    while not (found := page.evaluate(script, argument)):
-        assert time.monotonic() < deadline, f"{script} {argument}: still {found!r}; {said(page)[:2000]}"
+    while not (result := page.evaluate(script, argument)):
+        assert time.monotonic() < deadline, f"{script} {argument}: still {result!r}; {visible_text(page)[:2000]}"
         page.wait_for_timeout(20)
-    return found
+    return result
 
 
-def said(page):
-    """The text of a page as it is seen."""
+def visible_text(page):
+    """The text that a page shows."""
     return page.evaluate("document.body.innerText")
 
 
-def says(page, text):
-    """Wait until a page says something."""
+def wait_for_text(page, text):
+    """Wait until a page shows a text."""
     until(page, "(text) => document.body.innerText.includes(text)", text)
 
 
-def drawn(page, *panels):
-    """Wait until panels are drawn, those of the comparison if none are named."""
+def wait_for_panels(page, *panels):
+    """Wait until panels are drawn; by default all panels of the comparison."""
     script = """(panels) => panels.every((panel) => {
         const plot = document.querySelector(`[data-panel=${panel}] .plot`);
         return plot?.querySelector(".main-svg") && plot._fullLayout?.xaxis?._length;
     })"""
-    until(page, script, list(panels or COMPARED))
+    until(page, script, list(panels or COMPARE_PANELS))
 
 
 def traces(page, panel):
-    """What a panel draws: its traces, each with name, x, y and whether it is hidden."""
+    """The traces of a panel: name, legend group, x, y, mode, and whether each is hidden."""
     script = """(panel) => (document.querySelector(`[data-panel=${panel}] .plot`).data ?? []).map((trace) => ({
         name: trace.name, group: trace.legendgroup, x: trace.x, y: trace.y, mode: trace.mode,
         hidden: trace.visible === false}))"""
@@ -134,20 +150,20 @@ def traces(page, panel):
 
 
 def ranges(page, *panels):
-    """The x ranges of panels."""
+    """The visible x ranges of panels; by default of all panels of the comparison."""
     script = """(panels) => panels.map((panel) =>
         [...document.querySelector(`[data-panel=${panel}] .plot`).layout.xaxis.range])"""
-    return page.evaluate(script, list(panels or COMPARED))
+    return page.evaluate(script, list(panels or COMPARE_PANELS))
 
 
-def plotted(page, panel, condition):
-    """Wait until a condition holds of a panel's plot, with its `data`, its `layout` and its `range` of x."""
-    place = f"document.querySelector('[data-panel={panel}] .plot')"
-    until(page, f"(({{data = [], layout = {{}}}}, range = layout.xaxis?.range ?? []) => {condition})({place} ?? {{}})")
+def wait_for_plot(page, panel, condition):
+    """Wait until a JavaScript condition on a panel's `data`, `layout` and x `range` is true."""
+    plot = f"document.querySelector('[data-panel={panel}] .plot')"
+    until(page, f"(({{data = [], layout = {{}}}}, range = layout.xaxis?.range ?? []) => {condition})({plot} ?? {{}})")
 
 
 def drag(page, panel, first, last):
-    """Drag out a range of x across a panel."""
+    """Drag the pointer across a panel from one x coordinate to another, which zooms in."""
     page.locator(f"[data-panel={panel}] .plot").scroll_into_view_if_needed()
     script = """([panel, ...ends]) => {
         const plot = document.querySelector(`[data-panel=${panel}] .plot`), {xaxis, yaxis} = plot._fullLayout;
@@ -163,17 +179,17 @@ def drag(page, panel, first, last):
 
 
 def hover(page, panel):
-    """Move the pointer to and fro over the middle of a panel until it says what is there."""
+    """Move the pointer over the middle of a panel until a hover text appears."""
     page.locator(f"[data-panel={panel}] .plot").scroll_into_view_if_needed()
     box = page.locator(f"[data-panel={panel}] .nsewdrag").bounding_box()
     deadline = time.monotonic() + PATIENCE
     while not page.locator(f"[data-panel={panel}] .hoverlayer text").count():
-        assert time.monotonic() < deadline, f"nothing is said of {panel}"
+        assert time.monotonic() < deadline, f"{panel} shows no hover text"
         page.mouse.move(box["x"] + box["width"] * (0.4 + time.monotonic() % 0.2), box["y"] + box["height"] / 2)
 
 
-def is_live(page):
-    """Wait until events come in."""
+def wait_until_live(page):
+    """Wait until the page receives live events."""
     until(page, "document.querySelector('#live').dataset.status === 'live'")
 
 
@@ -182,47 +198,47 @@ import json, sys, time
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo
 from tests.support.services import record
-root, about = sys.argv[1], json.loads(sys.argv[2])
-writer = RunWriter.open(root, RunInfo(**about))
+root, info = sys.argv[1], json.loads(sys.argv[2])
+writer = RunWriter.open(root, RunInfo(**info))
 print(writer.id, flush=True)
 for line in sys.stdin:
-    kind, given = json.loads(line)
+    kind, fields = json.loads(line)
     if kind == "record":
-        writer.write(record(**given))
+        writer.write(record(**fields))
     else:
-        writer.alert(Alert(**given))
+        writer.alert(Alert(**fields))
     print(time.time(), flush=True)
 writer.close()
 """
 
 
 class Training:
-    """A run that another process writes."""
+    """A run that another process writes on request."""
 
     def __init__(self, process):
         self._process, self.id = process, process.stdout.readline().strip()
 
     def write(self, step, **changes):
-        """A record; returns when it was written."""
+        """Write a record, and return the time at which it was written."""
         return self._send("record", {"step": step, "time": time.time(), **changes})
 
-    def alert(self, **about):
-        """An alert; returns when it was written."""
-        return self._send("alert", about)
+    def alert(self, **fields):
+        """Write an alert, and return the time at which it was written."""
+        return self._send("alert", fields)
 
-    def _send(self, kind, about):
-        self._process.stdin.write(json.dumps([kind, about]) + "\n")
+    def _send(self, kind, fields):
+        self._process.stdin.write(json.dumps([kind, fields]) + "\n")
         self._process.stdin.flush()
         return float(self._process.stdout.readline())
 
 
 @contextmanager
-def training(root, **about):
-    """A process that writes a run, and ends it with the block."""
-    usual = {"head_optimizer": "RowNorm", "model": "GPT", "seed": 0, "panel_hash": "panel"}
-    command = [sys.executable, "-c", WRITER, str(root), json.dumps(usual | about)]
-    place = Path(__file__).parents[2]
-    with subprocess.Popen(command, cwd=place, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+def training(root, **info):
+    """Start a process that writes a run. The run ends with the block."""
+    defaults = {"head_optimizer": "RowNorm", "model": "GPT", "seed": 0, "panel_hash": "panel"}
+    command = [sys.executable, "-c", WRITER, str(root), json.dumps(defaults | info)]
+    repository = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=repository, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Training(process)
         finally:

@@ -1,4 +1,7 @@
-"""Matrices of update rows, of the kinds that optimizers make and of the kinds that break searches."""
+"""Random matrices of update rows, V rows of d coordinates: the kinds that optimizers make, and hard cases for searches.
+
+KINDS lists the functions that tests are parametrized with.
+"""
 
 import math
 
@@ -7,24 +10,26 @@ from torch.nn.functional import normalize
 
 
 def gaussian(V, d, seed):
+    """Independent Gaussian entries."""
     return torch.randn(V, d, generator=_g(seed))
 
 
 def sphere(V, d, seed):
+    """Unit rows in random directions."""
     return normalize(gaussian(V, d, seed), dim=1)
 
 
 def heavy_tailed(V, d, seed):
-    """AdamW early on: a few long rows, many short ones, all leaning one way."""
+    """Like AdamW early in training: a few long rows, many short ones, all shifted in one direction."""
     size = torch.rand(V, 1, generator=_g(seed + 1)).clamp_min(1e-3).pow(-0.5)
     return size * sphere(V, d, seed) + gaussian(1, d, seed + 2)
 
 
 def row_normalised(V, d, seed):
-    """RowNorm: unit rows, most of them in one cluster, the others opposite to it."""
-    seen = torch.rand(V, 1, generator=_g(seed + 1)) < 0.05
+    """Like RowNorm: unit rows, most of them in one cluster, the others opposite to it."""
+    opposite = torch.rand(V, 1, generator=_g(seed + 1)) < 0.05
     lean = sphere(1, d, seed + 2)
-    return normalize(torch.where(seen, -lean + sphere(V, d, seed), lean + 0.1 * sphere(V, d, seed)), dim=1)
+    return normalize(torch.where(opposite, -lean + sphere(V, d, seed), lean + 0.1 * sphere(V, d, seed)), dim=1)
 
 
 def low_rank(V, d, seed):
@@ -34,26 +39,28 @@ def low_rank(V, d, seed):
 
 
 def flat(V, d, seed):
-    """Unit rows of a small subspace, where bounds along its directions are as sharp as rounding lets them be."""
+    """Unit rows of a small subspace. Bounds along its directions are exact up to rounding."""
     k = min(d, 4)
     basis, _ = torch.linalg.qr(gaussian(d, k, seed + 1).double())
     return (sphere(V, k, seed).double() @ basis.T).float()
 
 
 def two_clusters(V, d, seed):
+    """Two tight clusters at distance one."""
     S = 1e-4 * gaussian(V, d, seed)
     S[V // 2 :] += sphere(1, d, seed + 1)
     return S
 
 
 def one_outlier(V, d, seed):
-    """A hub that is far from everything, so that every other row is a partner."""
+    """One row far from all others, so that every other row could be the partner in the longest pair."""
     S = 1e-3 * gaussian(V, d, seed)
     S[seed % V] += 5 * sphere(1, d, seed + 1)[0]
     return S
 
 
 def mostly_zero(V, d, seed):
+    """One row in fifty is not zero."""
     S = torch.zeros(V, d)
     rows = torch.randperm(V, generator=_g(seed))[: max(2, V // 50)]
     S[rows] = gaussian(len(rows), d, seed + 1)
@@ -61,6 +68,7 @@ def mostly_zero(V, d, seed):
 
 
 def repeated(V, d, seed):
+    """Each row stands about twenty times."""
     return gaussian(max(2, V // 20), d, seed)[torch.randint(max(2, V // 20), (V,), generator=_g(seed + 1))]
 
 
@@ -79,7 +87,7 @@ KINDS = [
 
 
 def simplex_vertices(V, d, seed):
-    """Every pair of distinct rows ties: V rows at the d coordinate points."""
+    """V rows, each one of d coordinate points: all pairs of distinct rows have the same distance."""
     return torch.eye(d)[torch.randint(d, (V,), generator=_g(seed))] / math.sqrt(2)
 
 

@@ -1,4 +1,4 @@
-"""Dockerfiles and the compose file as tests read them, and an image's build stage done without a container engine."""
+"""Read Dockerfiles and the compose file, and run an image's build stage without a container engine."""
 
 import os
 import re
@@ -14,7 +14,7 @@ DOCKER = ROOT / "docker"
 
 
 def instructions(dockerfile):
-    """The instructions of a Dockerfile, stage by stage: pairs of a keyword and the rest."""
+    """The stages of a Dockerfile. A stage is a list of instructions, each a pair of keyword and arguments."""
     text = re.sub(r"^\s*#.*\n", "", dockerfile.read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     stages = []
@@ -26,36 +26,36 @@ def instructions(dockerfile):
 
 
 def build(stage, folder):
-    """Do what a build stage does in a folder that stands for the root; return the environment it leaves.
+    """Run the instructions of a build stage in an empty folder that takes the place of the image's root.
 
-    Nothing is there but what is copied. Programs in front of PATH are those of the interpreter that runs the tests.
+    The interpreter that runs the tests comes first on PATH. Returns the environment variables at the end of the stage.
     """
-    inside = re.compile(r"(?<![\w.])/(?=(?:build|opt)\b)")  # paths of the image
+    image_root = re.compile(r"(?<![\w.])/(?=(?:build|opt)\b)")  # paths of the image
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    place = folder
+    workdir = folder
     for keyword, rest in stage:
-        here = inside.sub(f"{folder}/", rest)
+        argument = image_root.sub(f"{folder}/", rest)
         if keyword == "WORKDIR":
-            place = Path(here)
-            place.mkdir(parents=True)
+            workdir = Path(argument)
+            workdir.mkdir(parents=True)
         elif keyword == "ENV":
-            name, _, value = here.partition("=")
+            name, _, value = argument.partition("=")
             env[name] = value.replace("$PATH", env["PATH"])
         elif keyword == "COPY":
             *sources, target = rest.split()
             for source in sources:
-                copy(ROOT / source, place / target / (source if target.endswith("/") else ""))
+                copy(ROOT / source, workdir / target / (source if target.endswith("/") else ""))
         elif keyword == "RUN":
-            done = subprocess.run(["sh", "-c", here], cwd=place, env=env, capture_output=True, text=True)
-            assert done.returncode == 0, f"{here}\n{done.stdout}{done.stderr}"
+            process = subprocess.run(["sh", "-c", argument], cwd=workdir, env=env, capture_output=True, text=True)
+            assert process.returncode == 0, f"{argument}\n{process.stdout}{process.stderr}"
         else:
-            assert keyword == "FROM", f"{keyword} is not known here"
+            assert keyword == "FROM", f"this function cannot run {keyword}"
     return env
 
 
 def copy(source, target):
-    """Copy a file or a folder, without what .dockerignore leaves out."""
+    """Copy a file or a folder, without the compiled files that .dockerignore excludes."""
     if source.is_dir():
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
     else:
@@ -65,19 +65,19 @@ def copy(source, target):
 VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
 
 
-def compose(**given):
-    """The compose file, with variables as given or else as they are by default."""
+def compose(**variables):
+    """The compose file as a dict. Variables that are not passed have their defaults."""
 
     def value(match):
         name, kind, text = match.groups()
-        assert name in given or kind == "-", f"{name} has no default: {text}"
-        return given.get(name, text)
+        assert name in variables or kind == "-", f"{name} has no default: {text}"
+        return variables.get(name, text)
 
     return yaml.safe_load(VARIABLE.sub(value, (DOCKER / "compose.yml").read_text()))
 
 
 def mounts(service):
-    """What a service mounts: source, target, mode."""
+    """The volumes of a service: source, target and mode of each."""
     for volume in service.get("volumes", ()):
         source, target, *mode = volume.split(":")
         yield source, target, (mode or ["rw"])[0]

@@ -1,4 +1,4 @@
-"""Small decoders of the shapes that people train: plain, tied, padded, with raw parameters, in wrappers."""
+"""Small decoders of the kinds that people train: plain, tied, with raw parameters, inside a wrapper."""
 
 import torch
 from torch import nn
@@ -6,6 +6,8 @@ from torch.nn.functional import cross_entropy
 
 
 class Block(nn.Module):
+    """A residual feed-forward block."""
+
     def __init__(self, d, bias):
         super().__init__()
         self.norm = nn.LayerNorm(d, bias=bias)
@@ -17,7 +19,7 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    """Embedding, a list of blocks, a norm and a head of its own."""
+    """An embedding, blocks, a norm and an untied LM head."""
 
     def __init__(self, V=23, d=6, blocks=2, bias=False, head_rows=None):
         super().__init__()
@@ -37,7 +39,7 @@ class Plain(nn.Module):
 
 
 class Tied(Plain):
-    """The head's weight is the embedding's."""
+    """Head and embedding share their weight."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -45,7 +47,7 @@ class Tied(Plain):
 
 
 class HuggingFace(Plain):
-    """Says which module its head is; the name would not."""
+    """Its head has an unusual name, and `get_output_embeddings` returns it, as in Hugging Face models."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -60,7 +62,7 @@ class HuggingFace(Plain):
 
 
 class Square(nn.Module):
-    """As many tokens as coordinates: every matrix could be the head. The head's name is given, if it has one."""
+    """Vocabulary and width are equal, so that by its shape every matrix could be the head."""
 
     def __init__(self, d=6, blocks=2, head_name="unembed"):
         super().__init__()
@@ -77,7 +79,7 @@ class Square(nn.Module):
 
 
 class RawPositions(Plain):
-    """Positions as a parameter with two dimensions of no module, biases everywhere, and a matrix of one row."""
+    """Has matrices that belong to no Linear or Embedding, biases everywhere, and a matrix of one row."""
 
     def __init__(self, **kwargs):
         super().__init__(bias=True, **kwargs)
@@ -95,7 +97,7 @@ class RawPositions(Plain):
 
 
 class Wrapper(nn.Module):
-    """A model under a name, as a LightningModule has it ("model") and torch.compile ("_orig_mod")."""
+    """A module that has a model as a child: "model" in a LightningModule, "_orig_mod" under torch.compile."""
 
     def __init__(self, model, name="model"):
         super().__init__()
@@ -103,19 +105,19 @@ class Wrapper(nn.Module):
 
 
 def seeded(kind, seed=0, **kwargs):
-    """A decoder whose weights are a function of the seed."""
+    """A decoder whose weights depend only on the seed. The global random state is left alone."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return kind(**kwargs)
 
 
 def batch(seed, V=23, length=7):
-    """Tokens and the tokens that follow them."""
+    """Random tokens, and the token that follows each of them."""
     text = torch.randint(V, (4, length + 1), generator=torch.Generator().manual_seed(seed))
     return text[:, :-1], text[:, 1:]
 
 
 def loss_of(model, seed, V=23):
-    """Cross entropy of the next token on the batch of that seed."""
+    """The cross entropy of the next token on the batch with this seed."""
     tokens, targets = batch(seed, V)
     return cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())

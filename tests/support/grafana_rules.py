@@ -1,38 +1,40 @@
-"""The rules of Grafana's dashboard-linter, by name: each gives what it has against a dashboard, as panel and text.
+"""The rules of Grafana's dashboard-linter. A rule yields what is wrong with a dashboard: a panel's title and a text.
 
-Written after its published documents. Where ours is stricter, it says so.
+They follow the published documentation of the linter. The docstring of a rule says where it is stricter.
 """
 
 import re
 
 
 def panels(board):
+    """The panels of a dashboard, without its rows."""
     return [panel for panel in board["panels"] if panel["type"] != "row"]
 
 
 def targets(board):
+    """Every query of a dashboard, with its panel."""
     return [(panel, target) for panel in panels(board) for target in panel["targets"]]
 
 
-def asked(board):
-    """The variables that are queries."""
+def query_variables(board):
+    """The template variables whose values are queried from Prometheus, by name."""
     return {v["name"]: v for v in board["templating"]["list"] if v["type"] == "query"}
 
 
 def template_datasource_rule(board):
-    found = [v for v in board["templating"]["list"] if v["type"] == "datasource"]
-    if [(v["name"], v["label"], v["query"]) for v in found] != [("datasource", "Data source", "prometheus")]:
+    sources = [v for v in board["templating"]["list"] if v["type"] == "datasource"]
+    if [(v["name"], v["label"], v["query"]) for v in sources] != [("datasource", "Data source", "prometheus")]:
         yield "", "there is not one variable for the data source, by its usual name"
 
 
 def template_job_rule(board, name="job"):
-    variable = asked(board).get(name)
+    variable = query_variables(board).get(name)
     if variable is None:
         yield "", f"no variable {name}"
     else:
-        wanted = {"label": name.title(), "multi": True, "allValue": ".+"}
-        if wanted.items() - {k: v for k, v in variable.items() if k in wanted}.items():
-            yield "", f"variable {name} is not {wanted}"
+        expected = {"label": name.title(), "multi": True, "allValue": ".+"}
+        if expected.items() - {k: v for k, v in variable.items() if k in expected}.items():
+            yield "", f"variable {name} is not {expected}"
         if variable["datasource"]["uid"] != "${datasource}":
             yield "", f"variable {name} has a data source of its own"
 
@@ -42,13 +44,13 @@ def template_instance_rule(board):
 
 
 def template_label_promql_rule(board):
-    for name, variable in asked(board).items():
+    for name, variable in query_variables(board).items():
         if not re.fullmatch(r"label_values\(hilbert_\w+(\{[^{}]*\})?, \w+\)", variable["query"]):
             yield "", f"variable {name} asks {variable['query']}"
 
 
 def template_on_time_change_reload_rule(board):
-    for name, variable in asked(board).items():
+    for name, variable in query_variables(board).items():
         if variable["refresh"] != 2:
             yield "", f"variable {name} stays as it is when the time changes"
 
@@ -67,7 +69,7 @@ def panel_title_description_rule(board):
 
 
 UNITS = {"none", "short", "sci", "locale", "percentunit", "s", "ops", "cps", "dateTimeAsIso"}
-"""Those of Grafana's that we use."""
+"""The units of Grafana that our dashboards use."""
 
 
 def panel_units_rule(board):
@@ -85,14 +87,14 @@ def panel_no_targets_rule(board):
 
 
 def target_promql_rule(board):
-    """Whether it is PromQL at all only Prometheus can say, see below."""
+    """No query is empty. Whether it is valid PromQL is tested with Prometheus itself."""
     for panel, target in targets(board):
         if not target["expr"].strip():
             yield panel["title"], "has an empty query"
 
 
 def target_rate_interval_rule(board):
-    """Also for increase, which the linter leaves free."""
+    """Stricter than the linter, which does not look at `increase`."""
     for panel, target in targets(board):
         for window in re.findall(r"\b(?:rate|irate|increase)\([^\[]*\[([^\]]*)\]", target["expr"]):
             if window != "$__rate_interval":

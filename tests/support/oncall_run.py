@@ -1,7 +1,7 @@
-"""A small training run to be on call for: `python -m tests.support.oncall_run NAME FOLDER [fault]`, on one CPU thread.
+"""A small training run with a fault, for the tests of alerts: `python -m tests.support.oncall_run NAME FOLDER [FAULT]`.
 
-Faults: "rate", ten times the learning rate for one step; "error", an exception; "wait", a run with loader workers that
-goes on until it is killed.
+Faults: "rate" multiplies the learning rate by ten for one step; "error" raises an exception; "wait" trains with loader
+workers until the process is killed.
 """
 
 import logging
@@ -12,14 +12,14 @@ import lightning
 import torch
 from torch.utils.data import DataLoader
 
-from hilbert_monitor import HilbertMonitor
+from hilbert_monitor import HilbertMonitor, Prometheus
 from tests.support.training import Module, Text
 
 STEPS, FAULT = 240, 160
 
 
 class Accident(lightning.Callback):
-    """Ten times the learning rate for one step, or an exception, at a step of the middle."""
+    """Causes the fault "rate" or "error" at step FAULT."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -51,8 +51,7 @@ def main(name, folder, fault=""):
         run_dir=folder,
         run_name=name,
         on_blowup=[],
-        prometheus_port=0,
-        prometheus_stalled_after=15.0,
+        prometheus=Prometheus(port=0, stalled_after=15.0),
     )
     trainer = lightning.Trainer(
         accelerator="cpu",

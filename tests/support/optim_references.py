@@ -1,4 +1,7 @@
-"""The optimizers in fp64, step by step from the paper's equations and sharing no code with the package."""
+"""Reference optimizers in fp64, written from the paper's equations. They share no code with the package.
+
+The functions *_steps return the weights and the increment, (W, S), after each step.
+"""
 
 import math
 
@@ -12,7 +15,7 @@ LRS = [0.0, 0.3, 0.02, 1.0, 0.0, 0.1]
 
 
 def rownorm_steps(U, grads, lrs, momentum=0.95, eps=1e-8, weight_decay=0.0, center="none"):
-    """Practical projected RowNorm: (U, S) after each step. Without `center` P is left out on both sides."""
+    """Practical projected RowNorm. With `center="none"` the projections P are left out."""
     U, B = U.double(), torch.zeros_like(U, dtype=torch.float64)
     P = torch.eye(len(U), dtype=torch.float64)
     if center == "both":
@@ -28,7 +31,7 @@ def rownorm_steps(U, grads, lrs, momentum=0.95, eps=1e-8, weight_decay=0.0, cent
 
 
 def newton_schulz(N, steps=5, eps=1e-5):
-    """Divide by the Frobenius norm and iterate one matrix, transposed if it is tall."""
+    """Newton-Schulz iteration on a matrix divided by its Frobenius norm, transposed if it is tall."""
     X = N.double()
     if X.shape[0] > X.shape[1]:
         return newton_schulz(N.T, steps, eps).T
@@ -40,7 +43,7 @@ def newton_schulz(N, steps=5, eps=1e-5):
 
 
 def muon_steps(W, grads, lrs, momentum=0.95, weight_decay=0.1, nesterov=True, ns_steps=5, eps=1e-5):
-    """Muon: (W, S) after each step."""
+    """Muon."""
     m, n = W.shape
     W, M = W.double(), torch.zeros_like(W, dtype=torch.float64)
     steps = []
@@ -54,7 +57,7 @@ def muon_steps(W, grads, lrs, momentum=0.95, weight_decay=0.1, nesterov=True, ns
 
 
 def walk(make, W, grads, lrs, **options):
-    """The same of an optimizer of the package, on one parameter: (W, S) after each step."""
+    """Steps of an optimizer of the package on one parameter: (W, S) after each, as the references return them."""
     p = Parameter(W.clone())
     optimizer = make([p], lr=lrs[0], **options)
     steps = []
@@ -67,22 +70,22 @@ def walk(make, W, grads, lrs, **options):
 
 
 def rotation(basis):
-    """Orthogonal matrix from a square one."""
+    """An orthogonal matrix, from the QR decomposition of a square one."""
     return torch.linalg.qr(basis)[0]
 
 
 def gradients(seed, shape, steps=6, scale=1.0, dtype=torch.float64):
-    """Gaussian gradients of some steps."""
+    """Random gradients, one for each step."""
     return [normal(seed + t, *shape, scale=scale).to(dtype) for t in range(steps)]
 
 
 def close(actual, expected, atol, rtol=0.0):
-    """Assert that two tensors agree, compared in fp64."""
+    """Assert that two tensors agree in fp64."""
     torch.testing.assert_close(actual.detach().double(), expected.detach().double(), rtol=rtol, atol=atol)
 
 
 def assert_walks_agree(actual, expected, atol=0.0, rtol=0.0):
-    """Assert that every (W, S) of two walks agree."""
+    """Assert that two lists of (W, S) agree at every step."""
     for step, reference in zip(actual, expected, strict=True):
         for a, b in zip(step, reference, strict=True):
             close(a, b, atol, rtol)
@@ -99,7 +102,7 @@ def adam_steps(
     amsgrad=False,
     maximize=False,
 ):
-    """Adam, AdamW if `decoupled`: (U, S) after each step."""
+    """AdamW; Adam if not `decoupled`."""
     U, (b1, b2) = U.double(), betas
     m, v, top = (torch.zeros_like(U) for _ in range(3))
     steps = []
@@ -117,7 +120,7 @@ def adam_steps(
 
 
 def sgd_steps(U, grads, lrs, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False):
-    """SGD, whose decay is part of S: (U, S) after each step."""
+    """SGD. Its weight decay is part of S."""
     U, B = U.double(), None
     steps = []
     for G, lr in zip(grads, lrs, strict=True):

@@ -1,4 +1,8 @@
-"""Checks what proves a bound on T(G), in NumPy, over all pairs: trusts nothing but the potential and the flow."""
+"""Verify the certificates of bounds on T(G) in NumPy, over all pairs of rows.
+
+A potential proves a lower bound, a flow an upper bound. Nothing else of the package's result is used. P G are the
+centred rows of G.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +16,37 @@ Array = NDArray[np.float64]
 
 
 def centred(G: Tensor) -> Array:
+    """P G: the rows of G minus their mean."""
     rows = G.double().cpu().numpy()
     return rows - rows.mean(0)
 
 
 def diameter(points: Array) -> float:
+    """The largest distance between two points."""
     return max(float(np.linalg.norm(points - p, axis=1).max()) for p in points)
 
 
 def proved_below(G: Tensor, potential: Tensor) -> float:
-    """What a potential proves: <P G, Phi> / D(Phi)."""
+    """The lower bound that a potential Phi proves: <P G, Phi> / D(Phi)."""
     points = potential.double().cpu().numpy()
-    width = diameter(points)
-    return float((centred(G) * points).sum()) / width if width else 0.0
+    size = diameter(points)
+    return float((centred(G) * points).sum()) / size if size else 0.0
 
 
 def proved_above(G: Tensor, y: dict[tuple[int, int], Array]) -> float:
-    """What a flow proves: its length, if it balances P G."""
+    """The upper bound that a flow proves: the sum of its lengths, after a check that it balances P G."""
     g = centred(G)
-    left = g.copy()
+    residual = g.copy()
     for (i, j), vector in y.items():
         assert i < j
-        left[i] -= vector
-        left[j] += vector
-    assert np.abs(left).max() <= 1e-11 * np.abs(g).sum() + 1e-14 * len(g) * np.abs(G.double().cpu().numpy()).max()
+        residual[i] -= vector
+        residual[j] += vector
+    assert np.abs(residual).max() <= 1e-11 * np.abs(g).sum() + 1e-14 * len(g) * np.abs(G.double().cpu().numpy()).max()
     return float(sum(np.linalg.norm(vector) for vector in y.values()))
 
 
 def edges(i: Tensor, j: Tensor, flow: Tensor) -> dict[tuple[int, int], Array]:
+    """A flow by pair of rows; the vectors of a pair that occurs twice are added."""
     pairs = zip(i.tolist(), j.tolist(), flow.cpu().numpy(), strict=True)
     y: dict[tuple[int, int], Array] = {}
     for a, b, vector in pairs:
@@ -48,7 +55,7 @@ def edges(i: Tensor, j: Tensor, flow: Tensor) -> dict[tuple[int, int], Array]:
 
 
 def spread(G: Tensor, flow: TensionFlow) -> dict[tuple[int, int], Array]:
-    """The flow among rows that a flow among groups stands for."""
+    """The flow among rows that a flow among groups of rows describes."""
     g, group, x = centred(G), flow.group.cpu().numpy(), flow.points.cpu().numpy()
     K = len(x)
     norm = np.linalg.norm(g, axis=1) * (group >= 0)

@@ -1,11 +1,11 @@
-"""What a call does beside returning: the precision it multiplies in."""
+"""Record the precision in which a call multiplies matrices."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class MatmulPrecision(TorchDispatchMode):
-    """Records the dtype and the fp32 setting of every matrix product."""
+    """Within the block, records the dtype and the fp32 settings of every matrix product in `seen`."""
 
     def __init__(self):
         super().__init__()

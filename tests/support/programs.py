@@ -1,4 +1,4 @@
-"""Programs that are no Python packages and that tests run for real."""
+"""Programs that tests run and that are not Python packages, such as Chromium and Prometheus."""
 
 import os
 import shutil
@@ -7,9 +7,9 @@ import pytest
 
 
 def needs(program: str) -> str:
-    """Return where a program is. Where there is none the test is skipped; under CI=true it fails."""
-    found = shutil.which(program)
-    if found is None:
-        say = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
-        say(f"{program} is not installed: `make programs` says how")
-    return found
+    """Return the path of a program. If it is not installed the test is skipped, or fails under CI=true."""
+    path = shutil.which(program)
+    if path is None:
+        stop = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        stop(f"{program} is not installed: `make programs` says how")
+    return path

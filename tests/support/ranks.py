@@ -1,4 +1,4 @@
-"""Run a function in several processes that talk over gloo, and collect what each returns."""
+"""Run a function in several processes, the ranks of a gloo process group, and collect their results."""
 
 import time
 
@@ -8,7 +8,15 @@ import torch.multiprocessing as mp
 
 
 def in_ranks(function, folder, *args, world=2, patience=300):
-    """Call `function(rank, world, *args)` in `world` processes; return their results in the order of the ranks."""
+    """Call `function(rank, world, *args)` in `world` processes; return their results in the order of the ranks.
+
+    Args:
+        function: a function of a module, so that it can be pickled.
+        folder: where the processes meet and leave their results.
+        args: further arguments of the function.
+        world: the number of processes.
+        patience: seconds after which the processes are killed.
+    """
     folder.mkdir(exist_ok=True, parents=True)
     ranks = mp.spawn(_rank, (function, world, str(folder), args), nprocs=world, join=False)
     deadline = time.monotonic() + patience

@@ -1,4 +1,4 @@
-"""Slow references in fp64, written from the definitions and sharing no code with the package."""
+"""Slow reference computations in fp64, written from the definitions. They share no code with the package."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 
 
 def normal(seed, *shape, scale=1.0):
-    """Gaussian fp64 tensor, a function of its seed."""
+    """A Gaussian fp64 tensor that depends only on its seed."""
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -23,7 +23,7 @@ def all_pairs_diameter(S):
 
 
 def length(S, pair):
-    """|s_i - s_j| with correctly rounded sums."""
+    """|s_i - s_j|, with a correctly rounded sum of squares."""
     i, j = pair
     return math.sqrt(math.fsum((a - b) ** 2 for a, b in zip(S[i].tolist(), S[j].tolist(), strict=True)))
 
@@ -56,7 +56,7 @@ def regular_simplex(k, dtype=torch.float64):
 
 
 def blocked_diameter(S, block=1024):
-    """Longest pair by fp64 Gram blocks, each block's longest measured again from differences."""
+    """The longest |s_i - s_j|, for many rows: fp64 Gram blocks, with the longest of each block computed again."""
     X = S.double() - S.double().mean(0)
     square = (X * X).sum(1)
     best = 0.0

@@ -1,4 +1,4 @@
-"""Folders of runs for the service's tests, and the service over them."""
+"""Write folders of runs, and start the service on them, in this process or in another."""
 
 import math
 import re
@@ -20,8 +20,8 @@ IMAGE = "<img src=x onerror=alert(1)>"
 
 
 def record(step, **changes):
-    """A step of a healthy run."""
-    usual = {
+    """A record of a healthy run, with changes."""
+    defaults = {
         "time": 1_700_000_000.0 + step,
         "tokens": 1000 * step,
         "train_loss": 10.0 / step,
@@ -46,15 +46,15 @@ def record(step, **changes):
         "seconds": {"diameter": 0.25, "panel": 0.5},
         "share": 0.01,
     }
-    return StepRecord(step=step, **(usual | changes))
+    return StepRecord(step=step, **(defaults | changes))
 
 
-def write_run(root, name, records=(), alerts=(), error=None, **about):
-    """A run that has ended; its id."""
-    usual = {"head_optimizer": "RowNorm", "model": "GPT", "seed": 0, "panel_hash": "panel"}
-    writer = RunWriter.open(root, RunInfo(name=name, **(usual | about)))
-    for one in records:
-        writer.write(one)
+def write_run(root, name, records=(), alerts=(), error=None, **info):
+    """Write a run that has ended, and return its id."""
+    defaults = {"head_optimizer": "RowNorm", "model": "GPT", "seed": 0, "panel_hash": "panel"}
+    writer = RunWriter.open(root, RunInfo(name=name, **(defaults | info)))
+    for step in records:
+        writer.write(step)
     for alert in alerts:
         writer.alert(alert)
     writer.close(error)
@@ -62,7 +62,7 @@ def write_run(root, name, records=(), alerts=(), error=None, **about):
 
 
 def write_zoo(root):
-    """Runs of every kind: well, failed, hostile, empty, broken, foreign, not a run at all."""
+    """Write one run of every kind: healthy, failed, hostile, copied, empty and broken; and a folder that is no run."""
     for seed in (0, 1):
         for head, factor in (("AdamW", 50.0), ("RowNorm", 1.0)):
             steps = [
@@ -91,7 +91,7 @@ def write_zoo(root):
 
 @contextmanager
 def client_of(root, **options):
-    """A client of the service over a folder, whose runs were read once; and the index."""
+    """A test client of the service over a folder, in this process. Its `index` has read the runs once."""
     index = Index(root)
     index.refresh()
     with TestClient(create_app(index, **options), base_url="http://127.0.0.1:8000") as client:
@@ -100,15 +100,15 @@ def client_of(root, **options):
 
 
 @contextmanager
-def served(*arguments):
-    """`hilbert-monitor serve` in a process of its own: the process, its address and what it said first."""
+def running_service(*arguments):
+    """Run `hilbert-monitor serve` in another process: yields the process, its URL and the first line of its output."""
     command = [sys.executable, "-m", "hilbert_monitor", "serve", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         first = process.stdout.readline()
-        found = re.search(r"http://\S+", first)
-        assert found, first
-        yield process, found[0], first
+        url = re.search(r"http://\S+", first)
+        assert url, first
+        yield process, url[0], first
     finally:
         process.kill()
         process.wait()

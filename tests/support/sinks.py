@@ -1,8 +1,8 @@
-"""A sink for tests."""
+"""A sink that keeps its records in memory."""
 
 
 class Recorder:
-    """Keeps its records: of each step the last, which knows most."""
+    """Keeps the last record of each step, which is the most complete one."""
 
     def __init__(self):
         self.by_step = {}

@@ -16,6 +16,8 @@ V, UPDATES = 37, 12
 
 
 class Text(Dataset):
+    """Sequences of nine random tokens."""
+
     def __init__(self, seed, items=48):
         self.ids = torch.randint(0, V, (items, 9), generator=torch.Generator().manual_seed(seed))
 
@@ -27,12 +29,17 @@ class Text(Dataset):
 
 
 class Module(lightning.LightningModule):
+    """A small decoder with dropout.
+
+    Args:
+        make: its optimizer: "adamw" or "rownorm" as in the paper, or torch's AdamW ("torch") or SGD ("sgd").
+    """
+
     def __init__(self, make="adamw"):
         super().__init__()
         torch.manual_seed(0)
         self.model, self.make = Plain(V, 16), make
         self.dropout = nn.Dropout(0.2)
-        self.seen = []
 
     def forward(self, tokens):
         return self.model.lm_head(self.dropout(self.model.hidden(tokens)))
@@ -54,6 +61,7 @@ class Module(lightning.LightningModule):
 
 
 def fit(module, *callbacks, precision="32-true", workers=0, accumulate=2, logger=False, **options):
+    """Train a module for UPDATES updates, with a validation every six batches. Returns the trainer."""
     torch.manual_seed(1)
     trainer = lightning.Trainer(
         accelerator="cpu",

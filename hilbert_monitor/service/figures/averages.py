@@ -1,7 +1,7 @@
-"""Curves of several runs as one: pointwise means, deviations and ratios, aligned by update or by token.
+"""Combine the curves of several runs point by point: means, deviations and ratios.
 
-Wall time aligns nothing, for no two runs are measured at the same moment: on that axis runs are aligned by update, and
-what they have in common stands at the mean of their times.
+Points are matched by update or by token count. Two runs never measure at the same moment, so for a time axis points are
+matched by update as well, and the combined point is drawn at the mean of the runs' times.
 """
 
 from __future__ import annotations
@@ -18,172 +18,192 @@ from hilbert_monitor.service.following.columns import Floats
 from .plot_options import Axis
 from .series import Series
 
+Counts = NDArray[np.int64]
 Keys = NDArray[Any]
-Places = slice | NDArray[np.int64]
+"""What points are matched by: the steps or the token counts of a curve."""
+Positions = slice | NDArray[np.int64]
+"""Where the keys of one curve are among the keys of all curves."""
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """Some curves' mean wherever at least one of them has a finite value."""
+class MeanCurve:
+    """The mean of several curves, at every point where at least one of them has a finite value."""
 
     x: Floats
     mean: Floats
-    """nan where it is not finite."""
+    """nan where the sum overflows."""
     deviation: Floats
-    """Of the sample; nan where there is but one value."""
-    runs: NDArray[np.int64]
-    """How many have a value."""
+    """Sample standard deviation; nan where only one curve has a value."""
+    runs: Counts
+    """How many curves have a finite value."""
     smallest: Floats
-    """Of the positive values; infinite where there is none."""
+    """The smallest positive value; infinite where no value is positive."""
+
+    def __getitem__(self, rows: slice) -> MeanCurve:
+        return MeanCurve(self.x[rows], self.mean[rows], self.deviation[rows], self.runs[rows], self.smallest[rows])
 
 
 @dataclass(frozen=True, slots=True)
-class Ratios:
-    """The mean of some curves over that of their partners, wherever a pair has both."""
+class RatioCurve:
+    """The ratio of two means over pairs of curves, at every point where a pair has two finite values."""
 
     x: Floats
     ratio: Floats
     """nan where it is not finite."""
-    pairs: NDArray[np.int64]
-    """How many have both values."""
+    pairs: Counts
+    """How many pairs have two finite values."""
+
+    def __getitem__(self, rows: slice) -> RatioCurve:
+        return RatioCurve(self.x[rows], self.ratio[rows], self.pairs[rows])
 
 
-def pointwise(curves: Sequence[Series], axis: Axis, *, smooth: float = 0.0, spread: bool = True) -> Means:
-    """Mean and deviation of some curves. The last that were worked out are kept: of most groups nothing is new.
+def mean_curve(curves: Sequence[Series], axis: Axis, *, smooth: float = 0.0, spread: bool = True) -> MeanCurve:
+    """Pointwise mean and deviation of some curves.
+
+    The last result is cached in the first curve: a page asks for all groups again and again, and most have no new data.
 
     Args:
-        curves: one of each run.
-        axis: what they are drawn against.
-        smooth: weight of the moving average that is taken of each curve first.
-        spread: whether deviation and smallest value are wanted; else they are nan.
+        curves: one per run.
+        axis: the x axis of the figure.
+        smooth: weight of the moving average that is applied to each curve before the mean.
+        spread: whether to compute deviation and smallest value; if not, they are nan.
     """
-    memo = curves[0].memo if curves else {}
-    place, key = ("means", smooth > 0, spread), (axis, smooth, *(curve.number for curve in curves))
-    known = memo.get(place)
-    if known is None or known[0] != key:
-        known = memo[place] = key, _pointwise(curves, axis, smooth, spread)
-    found: Means = known[1]
-    return found
+    cache = curves[0].cache if curves else {}
+    slot, key = ("means", smooth > 0, spread), (axis, smooth, *(curve.number for curve in curves))
+    entry = cache.get(slot)
+    if entry is None or entry[0] != key:
+        entry = cache[slot] = key, _mean_curve(curves, axis, smooth, spread)
+    means: MeanCurve = entry[1]
+    return means
 
 
-def _pointwise(curves: Sequence[Series], axis: Axis, smooth: float, spread: bool) -> Means:
-    curves = [curve for curve in (curve.on(axis) for curve in curves) if len(curve)]
-    keys, places = align([_keys(curve, axis) for curve in curves])
-    parts = [_Part(curve, at, smooth) for curve, at in zip(curves, places, strict=True)]
-    total, count = np.zeros(len(keys)), _count(parts, len(keys))
+def _mean_curve(curves: Sequence[Series], axis: Axis, smooth: float, spread: bool) -> MeanCurve:
+    curves = [curve for curve in (curve.with_x(axis) for curve in curves) if len(curve)]
+    keys, positions = align([_keys(curve, axis) for curve in curves])
+    aligned = [_AlignedCurve(curve, at, smooth) for curve, at in zip(curves, positions, strict=True)]
+    total, count = np.zeros(len(keys)), _finite_counts(aligned, len(keys))
     with np.errstate(all="ignore"):
-        for part in parts:
-            total[part.at] += part.filled(part.values)
+        for curve in aligned:
+            total[curve.at] += curve.zero_filled(curve.values)
         mean = total / count
-        deviation, smallest = _spread(parts, mean, count) if spread else np.full((2, len(keys)), np.nan)
-        x = _mean_place(parts, axis, count) if axis == "time" else keys.astype(np.float64)
+        deviation, smallest = (
+            _deviation_and_smallest(aligned, mean, count) if spread else np.full((2, len(keys)), np.nan)
+        )
+        x = _mean_times(aligned, count) if axis == "time" else keys.astype(np.float64)
     columns = (x, np.where(np.isfinite(mean), mean, np.nan), deviation, count, smallest)
-    some = count > 0
-    return Means(*(columns if some.all() else [column[some] for column in columns]))
+    rows = count > 0
+    return MeanCurve(*(columns if rows.all() else [column[rows] for column in columns]))
 
 
-def paired(pairs: Sequence[tuple[Series, Series]], axis: Axis, *, smooth: float = 0.0) -> Ratios:
+def ratio_curve(pairs: Sequence[tuple[Series, Series]], axis: Axis, *, smooth: float = 0.0) -> RatioCurve:
     """Mean of the first curves over mean of the second ones; a pair counts where both have a finite value."""
-    pairs = [(a, b) for a, b in ((a.on(axis), b.on(axis)) for a, b in pairs) if len(a) and len(b)]
-    keys, places = align([_keys(curve, axis) for pair in pairs for curve in pair])
-    over, under, total, count = (np.zeros(len(keys), dtype) for dtype in (float, float, float, np.int64))
+    pairs = [(a, b) for a, b in ((a.with_x(axis), b.with_x(axis)) for a, b in pairs) if len(a) and len(b)]
+    keys, positions = align([_keys(curve, axis) for pair in pairs for curve in pair])
+    numerator, denominator, hours = np.zeros((3, len(keys)))
+    count = np.zeros(len(keys), np.int64)
     with np.errstate(all="ignore"):
         for number, (a, b) in enumerate(pairs):
-            at, rows = _shared((a, places[2 * number]), (b, places[2 * number + 1]), len(keys))
-            over[at] += a.smoothed(smooth)[rows[0]]
-            under[at] += b.smoothed(smooth)[rows[1]]
+            at, rows = _common_points((a, positions[2 * number]), (b, positions[2 * number + 1]), len(keys))
+            numerator[at] += a.smoothed(smooth)[rows[0]]
+            denominator[at] += b.smoothed(smooth)[rows[1]]
             count[at] += 1
             if axis == "time":
-                total[at] += (a.along(axis)[rows[0]] + b.along(axis)[rows[1]]) / 2
-        ratio = over / under
-        x = total / count if axis == "time" else keys.astype(np.float64)
-    some = count > 0
-    return Ratios(x[some], np.where(np.isfinite(ratio), ratio, np.nan)[some], count[some])
+                hours[at] += (a.x(axis)[rows[0]] + b.x(axis)[rows[1]]) / 2
+        ratio = numerator / denominator
+        x = hours / count if axis == "time" else keys.astype(np.float64)
+    rows_with_pairs = count > 0
+    return RatioCurve(
+        x[rows_with_pairs], np.where(np.isfinite(ratio), ratio, np.nan)[rows_with_pairs], count[rows_with_pairs]
+    )
 
 
-Placed = tuple[Series, Places]
-
-
-def _shared(a: Placed, b: Placed, length: int) -> tuple[Places, tuple[Places, Places]]:
-    """Where both of two curves have a finite value: among all keys, and in each of them."""
-    if isinstance(a[1], slice) and isinstance(b[1], slice) and a[0].finite and b[0].finite:
+def _common_points(
+    a: tuple[Series, Positions], b: tuple[Series, Positions], length: int
+) -> tuple[Positions, tuple[Positions, Positions]]:
+    """Where two aligned curves both have a finite value: positions among all keys, and rows of each curve."""
+    if isinstance(a[1], slice) and isinstance(b[1], slice) and a[0].all_finite and b[0].all_finite:
         both = slice(min(a[1].stop, b[1].stop))
         return both, (both, both)
     rows = np.full((2, length), -1)
     for row, (curve, at) in zip(rows, (a, b), strict=True):
         row[at] = np.where(np.isfinite(curve.values), np.arange(len(curve)), -1)
-    there = np.flatnonzero((rows >= 0).all(axis=0))
-    return there, (rows[0, there], rows[1, there])
+    common = np.flatnonzero((rows >= 0).all(axis=0))
+    return common, (rows[0, common], rows[1, common])
 
 
-def align(keys: Sequence[Keys]) -> tuple[Keys, list[Places]]:
-    """All keys that occur, in order, and of each array where its keys are among them.
+def align(keys: Sequence[Keys]) -> tuple[Keys, list[Positions]]:
+    """Merge sorted arrays of keys: return all keys in order, and the positions of each array's keys among them.
 
-    Arrays that begin alike, as those of runs that measure at the same steps do, are aligned without a search.
+    Runs that measure at the same steps have arrays that begin alike. Those are aligned by slices, without a search.
     """
     if not keys:
         return np.empty(0), []
     longest = max(keys, key=len)
     if (longest[1:] > longest[:-1]).all():
-        found = [_places(longest, array) for array in keys]
-        places = [place for place in found if place is not None]
-        if len(places) == len(keys):
-            return longest, places
-        strange = [array for array, place in zip(keys, found, strict=True) if place is None]
+        candidates = [_positions(longest, array) for array in keys]
+        positions = [candidate for candidate in candidates if candidate is not None]
+        if len(positions) == len(keys):
+            return longest, positions
+        others = [array for array, candidate in zip(keys, candidates, strict=True) if candidate is None]
     else:
-        strange = list(keys)
-    union = np.unique(np.concatenate([longest, *strange]))
+        others = list(keys)
+    union = np.unique(np.concatenate([longest, *others]))
     return union, [np.searchsorted(union, array) for array in keys]
 
 
-def _places(keys: Keys, some: Keys) -> Places | None:
-    """Where some keys are among others, or None if not all of them are."""
-    if np.array_equal(keys[: len(some)], some):
-        return slice(len(some))
-    places = np.minimum(np.searchsorted(keys, some), len(keys) - 1)
-    return places if np.array_equal(keys[places], some) else None
+def _positions(keys: Keys, subset: Keys) -> Positions | None:
+    """The positions of some keys among others, or None if not all of them are there."""
+    if np.array_equal(keys[: len(subset)], subset):
+        return slice(len(subset))
+    positions = np.minimum(np.searchsorted(keys, subset), len(keys) - 1)
+    return positions if np.array_equal(keys[positions], subset) else None
 
 
-class _Part:
-    """What one curve has to add, and where."""
+class _AlignedCurve:
+    """A curve, smoothed, and the positions of its points among the points of all curves."""
 
-    def __init__(self, curve: Series, at: Places, smooth: float) -> None:
+    def __init__(self, curve: Series, at: Positions, smooth: float) -> None:
         self.curve, self.at, self.values = curve, at, curve.smoothed(smooth)
-        self.there: NDArray[np.bool_] | bool = curve.finite or np.isfinite(self.values)
+        self.finite: NDArray[np.bool_] | bool = curve.all_finite or np.isfinite(self.values)
+        """Where the values are finite, or True if all are."""
 
-    def filled(self, values: Floats) -> Floats:
-        """Zero where the curve has no finite value."""
-        return values if self.there is True else np.where(self.there, values, 0.0)
+    def zero_filled(self, numbers: Floats) -> Floats:
+        """Some numbers, one per point, with zero where the curve's value is not finite."""
+        return numbers if self.finite is True else np.where(self.finite, numbers, 0.0)
 
 
-def _count(parts: Sequence[_Part], length: int) -> NDArray[np.int64]:
-    """How many curves have a finite value, by place; whole beginnings are counted by where they end."""
+def _finite_counts(curves: Sequence[_AlignedCurve], length: int) -> Counts:
+    """How many curves have a finite value at each position.
+
+    A curve that fills the positions from 0 to its end is counted once, at that end, and the counts are summed up from
+    the right afterwards.
+    """
     count, ends = np.zeros(length, np.int64), np.zeros(length + 1, np.int64)
-    for part in parts:
-        if isinstance(part.at, slice) and part.there is True:
-            ends[part.at.stop] += 1
+    for curve in curves:
+        if isinstance(curve.at, slice) and curve.finite is True:
+            ends[curve.at.stop] += 1
         else:
-            count[part.at] += part.there
+            count[curve.at] += curve.finite
     return count + np.cumsum(ends[::-1])[::-1][1:]
 
 
-def _spread(parts: Sequence[_Part], mean: Floats, count: NDArray[np.int64]) -> tuple[Floats, Floats]:
-    """Sample deviation, and the smallest positive value."""
+def _deviation_and_smallest(curves: Sequence[_AlignedCurve], mean: Floats, count: Counts) -> tuple[Floats, Floats]:
+    """The sample standard deviation, and the smallest positive value."""
     squares, smallest = np.zeros(len(mean)), np.full(len(mean), np.inf)
-    for part in parts:
-        away = part.values - mean[part.at]
-        squares[part.at] += part.filled(away * away)
-        positive = np.where(part.values > 0, part.values, np.inf)
-        smallest[part.at] = np.minimum(smallest[part.at], positive)
+    for curve in curves:
+        difference = curve.values - mean[curve.at]
+        squares[curve.at] += curve.zero_filled(difference * difference)
+        positive = np.where(curve.values > 0, curve.values, np.inf)
+        smallest[curve.at] = np.minimum(smallest[curve.at], positive)
     deviation = np.sqrt(squares / (count - 1))
     return np.where((count > 1) & np.isfinite(deviation), deviation, np.nan), smallest
 
 
-def _mean_place(parts: Sequence[_Part], axis: Axis, count: NDArray[np.int64]) -> Floats:
-    """Mean of the curves' own places, where they have a value."""
+def _mean_times(curves: Sequence[_AlignedCurve], count: Counts) -> Floats:
+    """The mean time of the curves that have a finite value, in hours since the start of each run."""
     total = np.zeros(len(count))
-    for part in parts:
-        total[part.at] += part.filled(part.curve.along(axis))
+    for curve in curves:
+        total[curve.at] += curve.zero_filled(curve.curve.x("time"))
     return total / count
 
 

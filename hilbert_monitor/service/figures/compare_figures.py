@@ -1,19 +1,20 @@
-"""Figures of several runs: loaded series in, plotly figures as plain dicts out, no files.
+"""Figures that compare runs: RunSeries in, plotly figures as plain dicts out. No file is read or written.
 
-Runs are grouped by the optimizer of their head. A group of several has its pointwise mean over the runs that have a
-value there and a band of one sample standard deviation, and each run's own line, faint, where the view asks for it; a
-single run is a line. Or else every run is a line. A moving average is taken of each run before the mean; what it is
-taken of stays behind it, faint, so that nothing which it hides is lost.
-On a logarithmic axis the lower edge of a band is the mean minus the deviation, but at least half the smallest value of
-the runs there, so that it stays positive; a value that is not positive has no place there and is a gap.
-A trace has at most 2,000 points: `thin` keeps the smallest and the largest value of every stretch.
+Runs are grouped by the optimizer of their LM head. A group of several runs is drawn as its mean, with a band of one
+sample standard deviation; on request with the line of each run behind it. A single run is drawn as a line. The options
+may also ask for one line per run, without means.
+
+- Smoothing is applied to each run before the mean is taken. The unsmoothed curve is drawn behind, faint, so that
+  smoothing hides nothing.
+- On a logarithmic axis a value that is not positive is a gap. The lower edge of a band stays positive there: it is at
+  least half the smallest value of the runs.
+- A trace has at most 2,000 points, see `downsampling`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -21,61 +22,68 @@ from hilbert_monitor.service.following.columns import Floats
 from hilbert_monitor.service.following.text import label
 
 from . import style
-from .averages import Means, Ratios, paired, pointwise
-from .comparison import BASE, OURS, Pair, axis_of, by_optimizer, pair_up, same_panel
-from .downsampling import POINTS, thin
-from .plot_options import PLAIN, Axis, PlotOptions
+from .averages import MeanCurve, mean_curve
+from .comparison import BASELINE, CANDIDATE, Pair, by_optimizer, pair_ratios, pair_up, same_panel, with_axis
+from .downsampling import POINTS, downsample
+from .plot_options import PLAIN, PlotOptions
 from .series import RunSeries, Series
-from .style import Figure, Theme, Trace, colour, template
+from .style import Figure, Trace, colour, template
 
-__all__ = ["PANELS", "Figure", "Theme", "colour", "curves", "diameter", "loss", "perturbation", "ratio", "template"]
+__all__ = ["PANELS", "diameter", "loss", "perturbation", "ratio", "template"]
 
 FAINT = 0.35
-"""Opacity of what stands behind a mean."""
-NAMED = 24
-"""Runs that a legend has room for; of more it names the optimizers."""
-RATIOS = {"diameter": ("D(S)", "#8A6FD1", "solid"), "perturbation_rms": ("Hilbert RMS", "#009E73", "dot")}
-"""Curves that have a ratio, and what it looks like."""
-METRICS = {"loss": ("validation_loss", "train_loss"), "diameter": ("diameter",), "perturbation": ("perturbation_rms",)}
-"""Curves of a panel."""
+"""Opacity of the lines behind a mean or a smoothed line."""
+LEGEND_RUNS = 24
+"""The largest number of runs that the legend names one by one. If there are more it names the optimizers."""
+RATIO_STYLES = {"diameter": ("D(S)", "#8A6FD1", "solid"), "perturbation_rms": ("Hilbert RMS", "#009E73", "dot")}
+"""The curves that have a ratio, and the name, colour and dash of each ratio."""
 
 
-def loss(runs: Sequence[RunSeries], view: PlotOptions = PLAIN, aside: Collection[str] = ()) -> Figure:
-    """Validation loss, and thinner the training loss.
+def loss(runs: Sequence[RunSeries], options: PlotOptions = PLAIN, excluded: Collection[str] = ()) -> Figure:
+    """The validation loss, and the training loss as a thinner line.
 
     Args:
-        runs: of one model.
-        view: how they are looked at.
-        aside: ids of runs that are drawn, but in no mean.
+        runs: runs of one model.
+        options: how to draw them.
+        excluded: ids of runs that are drawn but enter no mean.
     """
-    view, log = _settled(view, runs), view.logarithmic(False)
-    few = replace(view, smooth=0.0)  # validation losses are few, and smooth by themselves
-    traces = _training(runs, view, aside, log=log) + _metric(runs, "validation_loss", few, aside, log=log)
+    options, log = with_axis(options, runs), options.logarithmic(False)
+    unsmoothed = replace(options, smooth=0.0)  # validation losses are few, and smooth by themselves
+    traces = _training_traces(runs, options, excluded, log=log)
+    traces += _metric_traces(runs, "validation_loss", unsmoothed, excluded, log=log)
     style.name_groups(traces)
-    late = None if log else style.late_range([c for r in runs for c in (r.validation_loss, r.train_loss)], view)
-    return style.figure("Loss", traces, view, log=log, **({"range": late} if late else {}))
+    losses = [curve for run in runs for curve in (run.validation_loss, run.train_loss)]
+    y_range = None if log else style.late_range(losses, options)
+    return style.figure("Loss", traces, options, log=log, **({"range": y_range} if y_range else {}))
 
 
-def diameter(runs: Sequence[RunSeries], view: PlotOptions = PLAIN, aside: Collection[str] = ()) -> Figure:
-    """Row diameter D(S) of the step, on a logarithmic axis unless the view says else; arguments as for `loss`."""
-    view, log = _settled(view, runs), view.logarithmic(True)
-    traces = style.name_groups(_metric(runs, "diameter", view, aside, log=log))
-    return style.figure("Row diameter D(S)", traces, view, log=log)
+def diameter(runs: Sequence[RunSeries], options: PlotOptions = PLAIN, excluded: Collection[str] = ()) -> Figure:
+    """The row diameter D(S) of the step, by default on a logarithmic axis. Arguments as for `loss`."""
+    options, log = with_axis(options, runs), options.logarithmic(True)
+    traces = style.name_groups(_metric_traces(runs, "diameter", options, excluded, log=log))
+    return style.figure("Row diameter D(S)", traces, options, log=log)
 
 
-def perturbation(runs: Sequence[RunSeries], view: PlotOptions = PLAIN, aside: Collection[str] = ()) -> Figure:
-    """Hilbert RMS perturbation of the panel, likewise; no mean over different panels."""
-    view, log = _settled(view, runs), view.logarithmic(True)
-    traces = style.name_groups(_metric(runs, "perturbation_rms", view, aside, log=log))
-    return style.figure("Hilbert RMS", traces, view, log=log)
+def perturbation(runs: Sequence[RunSeries], options: PlotOptions = PLAIN, excluded: Collection[str] = ()) -> Figure:
+    """The Hilbert RMS perturbation of the panel, by default on a logarithmic axis. Arguments as for `loss`.
+
+    Runs with different panels have no mean.
+    """
+    options, log = with_axis(options, runs), options.logarithmic(True)
+    traces = style.name_groups(_metric_traces(runs, "perturbation_rms", options, excluded, log=log))
+    return style.figure("Hilbert RMS", traces, options, log=log)
 
 
-def ratio(runs: Sequence[RunSeries], view: PlotOptions = PLAIN, aside: Collection[str] = ()) -> Figure:
-    """AdamW's mean over RowNorm's, of D(S) and of Hilbert RMS, over the pairs that have both; none without a pair."""
-    view, log = _settled(view, runs), view.logarithmic(False)
-    pairs = pair_up(run for run in runs if run.id not in aside)
-    traces = style.name_groups([trace for name in RATIOS for trace in _ratio(pairs, name, view)])
-    return style.figure(f"{BASE} / {OURS}", traces, view, log=log, **({} if log else {"rangemode": "tozero"}))
+def ratio(runs: Sequence[RunSeries], options: PlotOptions = PLAIN, excluded: Collection[str] = ()) -> Figure:
+    """AdamW's mean over RowNorm's, of D(S) and of Hilbert RMS, over the pairs. Arguments as for `loss`.
+
+    Without a pair the figure has no trace.
+    """
+    options, log = with_axis(options, runs), options.logarithmic(False)
+    pairs = pair_up(run for run in runs if run.id not in excluded)
+    traces = style.name_groups([trace for name in RATIO_STYLES for trace in _ratio_traces(pairs, name, options)])
+    yaxis = {} if log else {"rangemode": "tozero"}
+    return style.figure(f"{BASELINE} / {CANDIDATE}", traces, options, log=log, **yaxis)
 
 
 PANELS: dict[str, Callable[..., Figure]] = {
@@ -86,264 +94,180 @@ PANELS: dict[str, Callable[..., Figure]] = {
 }
 
 
-def _settled(view: PlotOptions, runs: Sequence[RunSeries]) -> PlotOptions:
-    """A view that has its axis."""
-    return view if view.axis else replace(view, axis=axis_of(runs))
+# Lines of single runs
 
 
-def _axis(view: PlotOptions) -> Axis:
-    return view.axis or "updates"
-
-
-# Traces
-
-
-def _metric(
-    runs: Sequence[RunSeries], name: str, view: PlotOptions, aside: Collection[str], *, log: bool
+def _metric_traces(
+    runs: Sequence[RunSeries], name: str, options: PlotOptions, excluded: Collection[str], *, log: bool
 ) -> list[Trace]:
-    """All traces of a metric."""
+    """All traces of a metric: means and bands of the groups, and the lines of runs that are asked for."""
     runs = [run for run in runs if len(run.curve(name))]
-    if view.group == "run":
-        return _each(runs, name, view, aside, log=log)
+    if options.group == "run":
+        return _traces_by_run(runs, name, options, excluded, log=log)
     traces: list[Trace] = []
     for optimizer, group in by_optimizer(runs).items():
-        counted = [run for run in group if run.id not in aside]
-        averaged = len(counted) > 1 and (name != "perturbation_rms" or same_panel(counted))
+        counted = [run for run in group if run.id not in excluded]
+        has_mean = len(counted) > 1 and (name != "perturbation_rms" or same_panel(counted))
         for run in group:
-            if not averaged and run.id not in aside:
-                traces += _line(run, name, view, len(runs), log=log)
-            elif view.seeds or not averaged:
-                traces.append(_behind(run, name, view, len(runs), log=log, aside=run.id in aside))
-        if averaged:
-            traces += _mean(optimizer, [run.curve(name) for run in counted], view, log=log)
+            if not has_mean and run.id not in excluded:
+                traces += _run_lines(run, name, options, len(runs), log=log)
+            elif options.seeds or not has_mean:
+                traces.append(_faint_line(run, name, options, len(runs), log=log, excluded=run.id in excluded))
+        if has_mean:
+            traces += _mean_traces(optimizer, [run.curve(name) for run in counted], options, log=log)
     return traces
 
 
-def _each(runs: Sequence[RunSeries], name: str, view: PlotOptions, aside: Collection[str], *, log: bool) -> list[Trace]:
-    """A line for each run, in a shade of its optimizer's colour and under its own name, if a legend has the room."""
+def _traces_by_run(
+    runs: Sequence[RunSeries], name: str, options: PlotOptions, excluded: Collection[str], *, log: bool
+) -> list[Trace]:
+    """A line for each run, in a shade of its optimizer's colour. It has a legend entry of its own if there is room."""
     traces: list[Trace] = []
     for optimizer, group in by_optimizer(runs).items():
         for number, run in enumerate(group):
             color, dash = style.shade(colour(optimizer), number)
-            for trace in _line(run, name, view, len(runs), log=log):
+            for trace in _run_lines(run, name, options, len(runs), log=log):
                 width = min(trace["line"]["width"], 1.75)
-                trace["line"] = {"color": color, "width": width, "dash": "dot" if run.id in aside else dash}
-                if len(runs) <= NAMED:
+                trace["line"] = {"color": color, "width": width, "dash": "dot" if run.id in excluded else dash}
+                if len(runs) <= LEGEND_RUNS:
                     trace |= {"name": label(run.label), "legendgroup": label(run.id, 200)}
                 traces.append(trace)
     return traces
 
 
-def _line(run: RunSeries, name: str, view: PlotOptions, among: int, *, log: bool) -> list[Trace]:
-    """One run's line, and behind a smooth one what it is made of."""
-    line = style.line(run.curve(name), view, log=log, points=_points(among), smooth=view.smooth) | _of(run)
-    line |= {"opacity": 1.0, "line": {"color": colour(run.optimizer), "width": 2.5}}
-    if not view.smooth:
+def _run_lines(run: RunSeries, name: str, options: PlotOptions, line_count: int, *, log: bool) -> list[Trace]:
+    """One run's line; if it is smoothed, the unsmoothed curve comes first, faint.
+
+    Args:
+        run: the run.
+        name: the curve.
+        options: how to draw it.
+        line_count: the number of lines in the figure, which limits the points of each.
+        log: whether the y axis is logarithmic.
+    """
+    line = style.line(run.curve(name), options, log=log, points=_points(line_count), smooth=options.smooth)
+    line |= _run_labels(run) | {"opacity": 1.0, "line": {"color": colour(run.optimizer), "width": 2.5}}
+    if not options.smooth:
         return [line]
-    return [_behind(run, name, view, among, log=log, aside=False) | {"hoverinfo": "skip"}, line]
+    return [_faint_line(run, name, options, line_count, log=log, excluded=False) | {"hoverinfo": "skip"}, line]
 
 
-def _behind(run: RunSeries, name: str, view: PlotOptions, among: int, *, log: bool, aside: bool) -> Trace:
-    """One run's values as they are, faint; dotted if it is in no mean."""
-    trace = style.line(run.curve(name), view, log=log, points=_points(among)) | _of(run)
-    if aside:
+def _faint_line(
+    run: RunSeries, name: str, options: PlotOptions, line_count: int, *, log: bool, excluded: bool
+) -> Trace:
+    """One run's curve, unsmoothed and faint; dotted if the run enters no mean."""
+    trace = style.line(run.curve(name), options, log=log, points=_points(line_count)) | _run_labels(run)
+    if excluded:
         trace["meta"] += f", {label(run.status)}"
-    trace["line"] = {"color": colour(run.optimizer), "width": 1, "dash": "dot" if aside else "solid"}
+    trace["line"] = {"color": colour(run.optimizer), "width": 1, "dash": "dot" if excluded else "solid"}
     return trace | {"opacity": FAINT}
 
 
-def _of(run: RunSeries) -> Trace:
-    about = f"seed {run.seed}" if run.seed is not None else "no seed"
-    return _named(label(run.optimizer)) | {"meta": f"{label(run.label)}, {about}"}
+def _run_labels(run: RunSeries) -> Trace:
+    """A run's legend group and the name in its hover text."""
+    seed = f"seed {run.seed}" if run.seed is not None else "no seed"
+    return _legend_group(label(run.optimizer)) | {"meta": f"{label(run.label)}, {seed}"}
 
 
-def _named(name: str) -> Trace:
-    """What makes traces toggle together."""
+def _legend_group(name: str) -> Trace:
+    """The name and the group of a trace. The traces of a group are toggled together."""
     return {"type": "scatter", "name": name, "legendgroup": name}
 
 
-def _points(among: int) -> int:
-    """Points of a line among so many."""
-    return POINTS if among <= 12 else max(24_000 // among, 100)
+def _points(line_count: int) -> int:
+    """The number of points of each line in a figure with so many lines."""
+    return POINTS if line_count <= 12 else max(24_000 // line_count, 100)
 
 
-def _mean(optimizer: str, curves: Sequence[Series], view: PlotOptions, *, log: bool) -> list[Trace]:
-    """Mean and band of some curves, the mean last."""
-    axis, color, common = _axis(view), colour(optimizer), _named(label(optimizer))
-    found = _cut(pointwise(curves, axis, smooth=view.smooth), view)
-    mean, lower, upper = style.shown(found.mean, log), *_edges(found, log)
-    kept = thin([lower, upper, mean])
-    onward = found.x[kept] >= np.maximum.accumulate(found.x[kept]) if len(kept) else np.empty(0, bool)
-    inside = kept[onward & ~np.isnan(lower[kept]) & ~np.isnan(upper[kept])]
-    edge = common | {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+# Means and ratios
+
+
+def _mean_traces(optimizer: str, curves: Sequence[Series], options: PlotOptions, *, log: bool) -> list[Trace]:
+    """The band and the mean of some curves, the mean last."""
+    axis, color, group = options.x_axis, colour(optimizer), _legend_group(label(optimizer))
+    means = _visible_means(curves, options)
+    mean, lower, upper = style.plottable(means.mean, log), *_band_edges(means, log)
+    rows = downsample([lower, upper, mean])
+    forward = means.x[rows] >= np.maximum.accumulate(means.x[rows]) if len(rows) else np.empty(0, bool)
+    band_rows = rows[forward & ~np.isnan(lower[rows]) & ~np.isnan(upper[rows])]
+    edge = group | {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
     fill = {"fill": "tonexty", "fillcolor": style.faded(color)}
-    strong = style.drawn(found.x, mean, kept, axis, [_spoken(found, place) for place in kept.tolist()])
-    return [
-        style.drawn(found.x, lower, inside, axis) | edge,
-        style.drawn(found.x, upper, inside, axis) | edge | fill,
-        *([_thin_mean(curves, replace(view, smooth=0.0), color, log=log) | common] if _hides(view) else []),
-        strong | common | {"line": {"color": color, "width": 2.5}, "meta": label(optimizer)},
+    mean_line = style.xy(means.x, mean, rows, axis, [_hover_text(means, row) for row in rows.tolist()])
+    traces = [
+        style.xy(means.x, lower, band_rows, axis) | edge,
+        style.xy(means.x, upper, band_rows, axis) | edge | fill,
     ]
+    if options.smooth and not options.seeds:  # with seeds, the lines of the runs show the unsmoothed values
+        traces.append(_thin_mean(curves, replace(options, smooth=0.0), color, log=log) | group)
+    return [*traces, mean_line | group | {"line": {"color": color, "width": 2.5}, "meta": label(optimizer)}]
 
 
-def _hides(view: PlotOptions) -> bool:
-    """Whether a smooth mean has nothing behind it: where each run's line is, that is not smooth."""
-    return view.smooth > 0 and not view.seeds
-
-
-def _thin_mean(curves: Sequence[Series], view: PlotOptions, color: str, *, log: bool) -> Trace:
-    """A thin line of the mean, faint and silent."""
-    found = _cut(pointwise(curves, _axis(view), smooth=view.smooth, spread=False), view)
-    mean = style.shown(found.mean, log)
-    trace = style.drawn(found.x, mean, thin([mean]), _axis(view))
+def _thin_mean(curves: Sequence[Series], options: PlotOptions, color: str, *, log: bool) -> Trace:
+    """The mean of some curves as a thin, faint line without a hover text."""
+    means = _visible_means(curves, options, spread=False)
+    mean = style.plottable(means.mean, log)
+    trace = style.xy(means.x, mean, downsample([mean]), options.x_axis)
     return trace | {"opacity": FAINT, "line": {"color": color, "width": 1}, "hoverinfo": "skip"}
 
 
-def _training(runs: Sequence[RunSeries], view: PlotOptions, aside: Collection[str], *, log: bool) -> list[Trace]:
-    """The training loss: of each optimizer a thin line of its mean, or of its only run; or of each run."""
+def _training_traces(
+    runs: Sequence[RunSeries], options: PlotOptions, excluded: Collection[str], *, log: bool
+) -> list[Trace]:
+    """The training loss as thin lines: the mean of each optimizer, or each run."""
     runs = [run for run in runs if len(run.train_loss)]
     traces: list[Trace] = []
-    if view.group == "run":
-        for trace in _each(runs, "train_loss", view, aside, log=log):
+    if options.group == "run":
+        for trace in _traces_by_run(runs, "train_loss", options, excluded, log=log):
             line = trace["line"] | {"width": 1}
             traces.append(
                 trace | {"meta": f"{trace['meta']}, training", "opacity": 0.5 * trace["opacity"], "line": line}
             )
         return traces
-    for optimizer, group in by_optimizer(run for run in runs if run.id not in aside).items():
+    for optimizer, group in by_optimizer(run for run in runs if run.id not in excluded).items():
         name, curves = f"{label(optimizer)}, training", [run.train_loss for run in group]
-        common = _named(name) | {"legendrank": 2000, "meta": name}
-        if view.smooth:
-            raw = _thin_mean(curves, replace(view, smooth=0.0), colour(optimizer), log=log)
-            traces.append(raw | common | {"opacity": 0.2})
-        mean = _thin_mean(curves, view, colour(optimizer), log=log) | common | {"opacity": 0.55}
+        common = _legend_group(name) | {"legendrank": 2000, "meta": name}
+        if options.smooth:
+            unsmoothed = _thin_mean(curves, replace(options, smooth=0.0), colour(optimizer), log=log)
+            traces.append(unsmoothed | common | {"opacity": 0.2})
+        mean = _thin_mean(curves, options, colour(optimizer), log=log) | common | {"opacity": 0.55}
         del mean["hoverinfo"]
         traces.append(mean)
     return traces
 
 
-def _ratio(pairs: Sequence[Pair], name: str, view: PlotOptions) -> list[Trace]:
-    """The ratio of the pairs' means, and behind a smooth one what it is made of."""
+def _ratio_traces(pairs: Sequence[Pair], name: str, options: PlotOptions) -> list[Trace]:
+    """The ratio of the pairs' means; if it is smoothed, the unsmoothed ratio comes first, faint."""
     traces = []
-    text, color, dash = RATIOS[name]
-    for smooth in sorted({0.0, view.smooth}):
-        found = _ratios(pairs, name, view, smooth)
-        if not len(found.x):
+    text, color, dash = RATIO_STYLES[name]
+    for smooth in sorted({0.0, options.smooth}):
+        ratios = pair_ratios(pairs, name, options.x_axis, smooth)
+        ratios = ratios[style.window(ratios.x, options)]
+        if not len(ratios.x):
             continue
-        y, strong = style.shown(found.ratio, log=True), smooth == view.smooth
-        trace = style.drawn(found.x, y, thin([y]), _axis(view)) | _named(text)
+        y, strong = style.plottable(ratios.ratio, log=True), smooth == options.smooth
+        trace = style.xy(ratios.x, y, downsample([y]), options.x_axis) | _legend_group(text)
         trace |= {"line": {"color": color, "width": 2 if strong else 1, "dash": dash}}
-        trace |= {"meta": f"{text}, {BASE} / {OURS}"} if strong else {"opacity": FAINT, "hoverinfo": "skip"}
+        trace |= {"meta": f"{text}, {BASELINE} / {CANDIDATE}"} if strong else {"opacity": FAINT, "hoverinfo": "skip"}
         traces.append(trace)
     return traces
 
 
-# Numbers
+def _visible_means(curves: Sequence[Series], options: PlotOptions, *, spread: bool = True) -> MeanCurve:
+    """The mean of some curves in the visible range."""
+    means = mean_curve(curves, options.x_axis, smooth=options.smooth, spread=spread)
+    return means[style.window(means.x, options)]
 
 
-def _cut(means: Means, view: PlotOptions) -> Means:
-    """Means in the view's range."""
-    part = style.window(means.x, view)
-    return Means(means.x[part], means.mean[part], means.deviation[part], means.runs[part], means.smallest[part])
-
-
-def _ratios(pairs: Sequence[Pair], name: str, view: PlotOptions, smooth: float) -> Ratios:
-    """Ratios in the view's range."""
-    found = paired([(a.curve(name), b.curve(name)) for a, b in pairs], _axis(view), smooth=smooth)
-    part = style.window(found.x, view)
-    return Ratios(found.x[part], found.ratio[part], found.pairs[part])
-
-
-def _edges(means: Means, log: bool) -> tuple[Floats, Floats]:
-    """The edges of the band."""
+def _band_edges(means: MeanCurve, log: bool) -> tuple[Floats, Floats]:
+    """The lower and the upper edge of the band around a mean."""
     lower, upper = means.mean - means.deviation, means.mean + means.deviation
     if log:
         least = np.where(np.isfinite(means.smallest), means.smallest / 2, 0.0)
         lower, upper = np.maximum(lower, least), np.maximum(upper, least)
-    return style.shown(lower, log), style.shown(upper, log)
+    return style.plottable(lower, log), style.plottable(upper, log)
 
 
-def _spoken(means: Means, place: int) -> str:
-    runs, deviation = int(means.runs[place]), float(means.deviation[place])
+def _hover_text(means: MeanCurve, row: int) -> str:
+    """The deviation and the number of runs at a point of a mean."""
+    runs, deviation = int(means.runs[row]), float(means.deviation[row])
     return "(one run)" if runs == 1 else f"± {deviation:.3g}, {runs} runs" if deviation == deviation else f"{runs} runs"
-
-
-# Every value
-
-WHERE: dict[Axis, int] = {"updates": 0, "tokens": 1, "time": 2}
-"""Columns of a place: step, tokens, hours."""
-COLUMNS = ("optimizer", "run", "seed", "metric", "step", "tokens", "hours", "value", "smoothed", "deviation", "runs")
-RATIO_COLUMNS = ("metric", "step", "tokens", "hours", "ratio", "smoothed", "pairs")
-Row = tuple[Any, ...]
-
-
-def curves(
-    panel: str, runs: Sequence[RunSeries], view: PlotOptions = PLAIN, aside: Collection[str] = ()
-) -> tuple[tuple[str, ...], Iterator[Row]]:
-    """Every value of a panel in the view's range, as the header and the rows of a table; nothing is thinned.
-
-    Args:
-        panel: one of PANELS.
-        runs: of one model.
-        view: as for the figure. With groups by optimizer the means come after the runs.
-        aside: ids of runs that are in no mean.
-    """
-    view = _settled(view, runs)
-    counted = [run for run in runs if run.id not in aside]
-    if panel == "ratio":
-        return RATIO_COLUMNS, (row for name in RATIOS for row in _ratio_rows(pair_up(counted), name, view))
-    return COLUMNS, _panel_rows(METRICS[panel], runs, counted, view)
-
-
-def _panel_rows(
-    names: Sequence[str], runs: Sequence[RunSeries], counted: Sequence[RunSeries], view: PlotOptions
-) -> Iterator[Row]:
-    for name in names:
-        for run in runs:
-            yield from _run_rows(run, name, view)
-        for optimizer, group in by_optimizer(counted).items() if view.group == "optimizer" else ():
-            if name != "perturbation_rms" or same_panel(group):
-                yield from _mean_rows(optimizer, group, name, view)
-
-
-def _run_rows(run: RunSeries, name: str, view: PlotOptions) -> Iterator[Row]:
-    curve = run.curve(name).on(_axis(view))
-    rows = style.inside(curve.along(_axis(view)), view)
-    smoothed = style.numbers(curve.smoothed(view.smooth)[rows]) if view.smooth else [None] * len(rows)
-    hours = style.numbers(curve.along("time")[rows]) if curve.has("time") else [None] * len(rows)
-    tokens = [None if number is None else int(number) for number in style.numbers(curve.tokens[rows])]
-    columns = (curve.steps[rows].tolist(), tokens, hours, curve.values[rows].tolist(), smoothed)
-    for row in zip(*columns, strict=True):
-        yield run.optimizer, run.id, run.seed, name, *row, None, None
-
-
-def _mean_rows(optimizer: str, group: Sequence[RunSeries], name: str, view: PlotOptions) -> Iterator[Row]:
-    series = [run.curve(name) for run in group]
-    found = pointwise(series, _axis(view))
-    rows = style.inside(found.x, view)
-    smooth = pointwise(series, _axis(view), smooth=view.smooth, spread=False).mean[rows] if view.smooth else None
-    smoothed = [None] * len(rows) if smooth is None else style.numbers(smooth)
-    columns = (
-        style.numbers(found.mean[rows]),
-        smoothed,
-        style.numbers(found.deviation[rows]),
-        found.runs[rows].tolist(),
-    )
-    for place, *row in zip(found.x[rows].tolist(), *columns, strict=True):
-        yield optimizer, "mean", None, name, *_at(place, view), *row
-
-
-def _ratio_rows(pairs: Sequence[Pair], name: str, view: PlotOptions) -> Iterator[Row]:
-    found = _ratios(pairs, name, replace(view, x0=None, x1=None), 0.0)
-    rows = style.inside(found.x, view)
-    smooth = _ratios(pairs, name, replace(view, x0=None, x1=None), view.smooth).ratio[rows] if view.smooth else None
-    smoothed = [None] * len(rows) if smooth is None else style.numbers(smooth)
-    columns = (found.x[rows].tolist(), style.numbers(found.ratio[rows]), smoothed, found.pairs[rows].tolist())
-    for place, ratio_, smooth_, count in zip(*columns, strict=True):
-        yield name, *_at(place, view), ratio_, smooth_, count
-
-
-def _at(place: float, view: PlotOptions) -> tuple[float | None, ...]:
-    """A place in its column."""
-    found = place if view.axis == "time" else int(place)
-    return tuple(found if column == WHERE[_axis(view)] else None for column in range(3))

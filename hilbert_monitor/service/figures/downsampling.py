@@ -1,4 +1,4 @@
-"""Fewer points of a curve, in which everything that stands out is still there."""
+"""Reduce a curve to a few thousand points and keep every spike."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ from tsdownsample import MinMaxDownsampler
 from hilbert_monitor.service.following.columns import Floats
 
 POINTS = 2000
-"""Points to a trace, at most."""
+"""Largest number of points in a trace."""
 
-# It passes over nan; of a stretch of nothing else it gives the first place.
-_extremes: Any = MinMaxDownsampler()  # type: ignore[no-untyped-call]
+# The downsampler ignores nan. For a stretch of nothing but nan it returns the first index.
+_min_max: Any = MinMaxDownsampler()  # type: ignore[no-untyped-call]
 
 
-def thin(columns: Sequence[Floats], points: int = POINTS) -> NDArray[np.int64]:
-    """Places to keep of some columns of equal length: of every stretch where each column is smallest and largest.
+def downsample(columns: Sequence[Floats], points: int = POINTS) -> NDArray[np.int64]:
+    """Choose which rows of a table to draw, and return their indices in increasing order.
 
-    Only finite values are compared. First and last are kept too. Nothing is left out of columns that are short enough.
+    The rows are cut into stretches of equal length. Of each stretch the result has the rows where each column has its
+    smallest and its largest finite value. It also has the first and the last row. If there are at most `points` rows,
+    it has all of them.
+
+    Args:
+        columns: columns of equal length.
+        points: how many rows to keep at most.
     """
     length = len(columns[0])
     if length <= points:
         return np.arange(length)
-    buckets = max((points - 2) // (2 * len(columns)), 1)
-    kept = [np.array([0, length - 1])]
+    stretches = max((points - 2) // (2 * len(columns)), 1)
+    indices = [np.array([0, length - 1])]
     for column in columns:
         values = np.ascontiguousarray(column, np.float64)
         if np.isinf(values).any():
             values = np.where(np.isinf(values), np.nan, values)
-        kept.append(_extremes.downsample(values, n_out=2 * buckets).astype(np.int64))
-    return np.unique(np.concatenate(kept))
+        indices.append(_min_max.downsample(values, n_out=2 * stretches).astype(np.int64))
+    return np.unique(np.concatenate(indices))

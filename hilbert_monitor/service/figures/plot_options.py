@@ -1,4 +1,4 @@
-"""How curves are looked at: what a page asks for, and a figure obeys."""
+"""The options of a plot: axis, scale, smoothing, grouping and the visible range. A web page sends them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,35 @@ Group = Literal["optimizer", "run"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotOptions:
-    """A way to look at curves."""
+    """How to draw a set of curves."""
 
     axis: Axis | None = None
-    """None for tokens, if every point has them, and else updates. Time is in hours since the run began."""
+    """The x axis. None means tokens if every point has a token count, and updates otherwise.
+
+    Time is in hours since the start of the run.
+    """
     smooth: float = 0.0
-    """Weight of what came before in a moving average, at least 0 and less than 1; 0 for none."""
+    """Weight of earlier values in a moving average: 0 turns smoothing off, and it must be less than 1."""
     scale: Scale = "auto"
+    """The scale of the y axis. With "auto" each panel chooses its own."""
     group: Group = "optimizer"
-    """One mean for each optimizer, or a line for each run."""
+    """Whether to draw one mean per optimizer or one line per run."""
     seeds: bool = False
-    """Whether each run's line stands behind the mean."""
+    """Whether to draw the line of each run behind the mean of its optimizer."""
     x0: float | None = None
+    """Start of the visible range of the x axis, or None for no limit."""
     x1: float | None = None
-    """The range of the axis that is drawn, all of it if None."""
+    """End of the visible range of the x axis, or None for no limit."""
+
+    @property
+    def x_axis(self) -> Axis:
+        """The x axis to draw: updates if none was chosen."""
+        return self.axis or "updates"
 
     def logarithmic(self, auto: bool) -> bool:
-        """Whether the values have a logarithmic axis, where `auto` says what is best."""
+        """Whether the y axis is logarithmic. `auto` is the answer for the scale "auto"."""
         return auto if self.scale == "auto" else self.scale == "log"
 
 
 PLAIN = PlotOptions()
-"""All of every curve, as it is."""
+"""The default options: whole curves, not smoothed."""

@@ -1,4 +1,7 @@
-"""Runs as tables and figures see them: series of numbers, already loaded."""
+"""The curves of a run as arrays in memory, for the statistics and the figures.
+
+A `Series` is one metric of one run. A `RunSeries` is one run with its four curves.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +16,29 @@ import numpy as np
 from hilbert_monitor.runs.log import RunReader, RunState
 from hilbert_monitor.runs.record import RunInfo
 from hilbert_monitor.service.following.columns import Columns, Floats, Steps, Table, present
-from hilbert_monitor.service.following.published import PAPER, model_of_size
+from hilbert_monitor.service.following.snapshot import model_of
 
 from .plot_options import Axis
 
-_NONE: Floats = np.empty(0)
+_EMPTY: Floats = np.empty(0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Series:
-    """One metric of one run, by step, where it was measured. A value may be nan or infinite."""
+    """The values of one metric of one run, at the steps where it was measured. A value may be nan or infinite."""
 
     steps: Steps = field(default_factory=lambda: np.empty(0, np.int64))
-    tokens: Floats = field(default_factory=lambda: _NONE)
-    """nan where they are not known, as they may be throughout."""
-    times: Floats = field(default_factory=lambda: _NONE)
-    """Seconds since the epoch."""
-    values: Floats = field(default_factory=lambda: _NONE)
-    began: float = 0.0
-    """When the run did, in the same seconds."""
-    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What was worked out of this series, for the next who asks: the numbers in it never change."""
+    tokens: Floats = field(default_factory=lambda: _EMPTY)
+    """Training tokens seen at each step; nan where unknown."""
+    times: Floats = field(default_factory=lambda: _EMPTY)
+    """Time of each step in seconds since the epoch; nan where unknown."""
+    values: Floats = field(default_factory=lambda: _EMPTY)
+    start_time: float = 0.0
+    """When the run started, in seconds since the epoch."""
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """Results computed from this series. They stay valid because the arrays never change."""
     number: int = field(default_factory=count().__next__, repr=False)
-    """Of this series and no other."""
+    """A number that no other series of this process has, for cache keys."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", np.asarray(self.steps, np.int64))
@@ -48,75 +51,80 @@ class Series:
 
     @property
     def last(self) -> float | None:
-        """The value of the last record that has one."""
+        """The last value, or None for an empty series."""
         return float(self.values[-1]) if len(self.values) else None
 
     @property
-    def finite(self) -> bool:
-        """Whether every value is."""
-        if "finite" not in self.memo:
-            self.memo["finite"] = bool(np.isfinite(self.values).all())
-        return bool(self.memo["finite"])
+    def all_finite(self) -> bool:
+        """Whether no value is nan or infinite."""
+        if "finite" not in self.cache:
+            self.cache["finite"] = bool(np.isfinite(self.values).all())
+        return bool(self.cache["finite"])
 
-    def along(self, axis: Axis) -> Floats:
-        """Where the points stand on an axis: updates, tokens, or hours since the run began."""
+    def x(self, axis: Axis) -> Floats:
+        """The x coordinate of each point: updates, tokens, or hours since the run started."""
         if axis == "time":
-            return (self.times - self.began) / 3600
+            return (self.times - self.start_time) / 3600
         return self.tokens if axis == "tokens" else self.steps.astype(np.float64)
 
-    def end(self, axis: Axis) -> float:
-        """Where the last point stands."""
-        return float(Series(self.steps[-1:], self.tokens[-1:], self.times[-1:], began=self.began).along(axis)[0])
+    def last_x(self, axis: Axis) -> float:
+        """The x coordinate of the last point."""
+        last = Series(self.steps[-1:], self.tokens[-1:], self.times[-1:], start_time=self.start_time)
+        return float(last.x(axis)[0])
 
-    def after(self, axis: Axis, place: float) -> int:
-        """The first point beyond a place on an axis."""
+    def index_after(self, axis: Axis, x: float) -> int:
+        """The index of the first point to the right of an x coordinate."""
         if axis == "time":
-            return int(np.searchsorted(self.times, self.began + 3600 * place, "right"))
-        return int(np.searchsorted(self.tokens if axis == "tokens" else self.steps, place, "right"))
+            return int(np.searchsorted(self.times, self.start_time + 3600 * x, "right"))
+        return int(np.searchsorted(self.tokens if axis == "tokens" else self.steps, x, "right"))
 
-    def has(self, axis: Axis) -> bool:
-        """Whether every point has a place on an axis."""
+    def has_x(self, axis: Axis) -> bool:
+        """Whether every point has an x coordinate on an axis."""
         if axis == "updates":
             return True
-        if axis not in self.memo:
-            places = self.tokens if axis == "tokens" else self.times
-            self.memo[axis] = bool(np.isfinite(places).all())
-        return bool(self.memo[axis])
+        if axis not in self.cache:
+            self.cache[axis] = bool(self._known_x(axis).all())
+        return bool(self.cache[axis])
 
-    def on(self, axis: Axis) -> Series:
-        """The points that have a place on an axis."""
-        if self.has(axis):
+    def with_x(self, axis: Axis) -> Series:
+        """The points that have an x coordinate on an axis."""
+        if self.has_x(axis):
             return self
-        places = self.tokens if axis == "tokens" else self.times
-        rows = np.isfinite(places)
-        return Series(self.steps[rows], self.tokens[rows], self.times[rows], self.values[rows], self.began)
+        rows = self._known_x(axis)
+        return Series(self.steps[rows], self.tokens[rows], self.times[rows], self.values[rows], self.start_time)
+
+    def _known_x(self, axis: Axis) -> Any:
+        return np.isfinite(self.tokens if axis == "tokens" else self.times)
 
     def smoothed(self, weight: float) -> Floats:
-        """The values as an exponential moving average; those of the last weight that was asked for are kept."""
+        """The moving average of the values; the values themselves if the weight is zero.
+
+        Only the result for the last weight is cached.
+        """
         if not weight:
             return self.values
-        known: tuple[float, Floats] | None = self.memo.get("smoothed")
-        if known is None or known[0] != weight:
-            known = self.memo["smoothed"] = weight, smoothed(self.values, weight)
-        return known[1]
+        entry: tuple[float, Floats] | None = self.cache.get("smoothed")
+        if entry is None or entry[0] != weight:
+            entry = self.cache["smoothed"] = weight, moving_average(self.values, weight)
+        return entry[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSeries:
-    """One run: what it is compared by, and its curves."""
+    """One run: its four curves, and the properties by which runs are grouped and compared."""
 
     id: str
     name: str = ""
     optimizer: str = "unknown"
-    """Of the LM head."""
+    """The optimizer of the LM head."""
     model: str = "model"
-    """Equal for runs of one size, which alone are compared."""
+    """The size of the model. Only runs with the same model are compared."""
     seed: int | None = None
     panel_hash: str = ""
     started: float = 0.0
     status: str = "finished"
     step: int | None = None
-    """The last one."""
+    """The last step."""
     validation_loss: Series = field(default_factory=Series)
     train_loss: Series = field(default_factory=Series)
     diameter: Series = field(default_factory=Series)
@@ -124,24 +132,24 @@ class RunSeries:
 
     @property
     def label(self) -> str:
-        """What the user calls it, or its id."""
+        """The name that the user gave the run, or its id."""
         return self.name or self.id
 
     def curve(self, name: str) -> Series:
-        """A curve by the name of its field."""
-        found: Series = getattr(self, name)
-        return found
+        """The curve with this field name."""
+        series: Series = getattr(self, name)
+        return series
 
 
 CURVES = ("validation_loss", "train_loss", "diameter", "perturbation_rms")
-"""Fields of a StepRecord that are Series of a RunSeries."""
+"""The fields of a StepRecord that become a Series of a RunSeries."""
 
 
 def read_run(reader: RunReader, state: RunState | None = None, table: Table | None = None) -> RunSeries:
-    """Load a run's curves from its log, or from what was read of it."""
+    """Load a run. State and table are read from its log unless the caller has them already."""
     attempts = reader.attempts
-    began = attempts[0].started if attempts else None
-    return run_series(reader.info, state or reader.state(), table or read_table(reader), began)
+    started = attempts[0].started if attempts else None
+    return run_series(reader.info, state or reader.state(), table or read_table(reader), started)
 
 
 def read_table(reader: RunReader) -> Table:
@@ -152,104 +160,95 @@ def read_table(reader: RunReader) -> Table:
     return columns.table
 
 
-def run_series(info: RunInfo, state: RunState, table: Table, began: float | None = None) -> RunSeries:
-    """A run's curves from its records; a column that every record has is not copied.
+def run_series(info: RunInfo, state: RunState, table: Table, started: float | None = None) -> RunSeries:
+    """Make a run's curves from its records. A column without gaps is not copied.
 
     Args:
-        info: what the newest attempt says of the run.
-        state: where it stands.
-        table: its records.
-        began: when the first attempt did; if nobody knows, the first record is where wall time begins.
+        info: the description of the run that its newest attempt wrote.
+        state: the run's status and last step.
+        table: the run's records.
+        started: when the first attempt started, or None if that is unknown.
     """
-    start = origin(table, began)
-    curves: dict[str, Any] = {name: series_of(table, table.column(name), start) for name in CURVES}
-    return RunSeries(**_about(info, state), **curves)
+    start_time = origin(table, started)
+    curves: dict[str, Any] = {name: series_of(table, table.column(name), start_time) for name in CURVES}
+    return RunSeries(**_description(info, state), **curves)
 
 
-class Loaded:
-    """The runs that were made into RunSeries. One is made anew only if its records are others than before."""
+class RunSeriesCache:
+    """The RunSeries of live runs. It makes the curves of a run again only when the run has a new table."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Table, RunInfo, RunState, RunSeries]] = {}
+        self._entries: dict[str, tuple[Table, RunInfo, RunState, RunSeries]] = {}
 
-    def get(self, key: str, info: RunInfo, state: RunState, table: Table, began: float | None = None) -> RunSeries:
-        """As `run_series`, of the run with this key, which is its id."""
-        known = self._known.get(key)
-        if known is None or known[0] is not table:
-            found = replace(run_series(info, state, table, began), id=key)
-        elif known[1] is info and known[2] is state:
-            return known[3]
+    def get(self, id: str, info: RunInfo, state: RunState, table: Table, started: float | None = None) -> RunSeries:
+        """The RunSeries with this id. The other arguments are those of `run_series`."""
+        entry = self._entries.get(id)
+        if entry is None or entry[0] is not table:
+            run = replace(run_series(info, state, table, started), id=id)
+        elif entry[1] is info and entry[2] is state:
+            return entry[3]
         else:
-            found = replace(known[3], **{**_about(info, state), "id": key})
-        self._known[key] = table, info, state, found
-        return found
+            run = replace(entry[3], **{**_description(info, state), "id": id})
+        self._entries[id] = table, info, state, run
+        return run
 
-    def forget(self, keys: Collection[str]) -> None:
-        """Let go of all runs but these."""
-        self._known = {key: known for key, known in list(self._known.items()) if key in keys}
+    def keep_only(self, ids: Collection[str]) -> None:
+        """Drop every run whose id is not among these."""
+        self._entries = {id: entry for id, entry in list(self._entries.items()) if id in ids}
 
 
-def series_of(table: Table, values: Floats, began: float) -> Series:
-    """The rows of a table where a column has a value."""
+def series_of(table: Table, values: Floats, start_time: float) -> Series:
+    """Make a series from a column of a table, without the rows where the column has no value."""
     rows = present(values)
-    picked = slice(None) if rows.all() else np.flatnonzero(rows)
-    if not isinstance(picked, slice) and not len(picked):
+    selection = slice(None) if rows.all() else np.flatnonzero(rows)
+    if not isinstance(selection, slice) and not len(selection):
         return Series()
     tokens, times = table.column("tokens"), table.column("time")
-    return Series(table.steps[picked], tokens[picked], times[picked], values[picked], began)
+    return Series(table.steps[selection], tokens[selection], times[selection], values[selection], start_time)
 
 
-def origin(table: Table, began: float | None) -> float:
-    """Where wall time begins: with the first attempt, or the first record if that is not known or not before it."""
+def origin(table: Table, started: float | None) -> float:
+    """The origin of the time axis, in seconds since the epoch.
+
+    It is the start of the first attempt. If that is unknown or later than the first record, it is the first record.
+    """
     times = table.columns.get("time")
     first = float(times[0]) if times is not None and len(times) else 0.0
-    return began if began and (began <= first or not math.isfinite(first)) else first
+    return started if started and (started <= first or not math.isfinite(first)) else first
 
 
-def smoothed(values: Floats, weight: float) -> Floats:
-    """Exponential moving average, in which the first values count as what they are and not as zeros.
+def moving_average(values: Floats, weight: float) -> Floats:
+    """Exponential moving average, normalised so that the first values are not pulled towards zero.
 
         y_t = sum_i weight^(t - i) x_i / sum_i weight^(t - i),  i = 0 .. t
 
-    What is not finite has no part in it and stays a gap. The sum above is made stretch by stretch: in one of n points
-    it is a running sum of weight^-i x_i, as long as weight^-n is a number. The sum below is a geometric one.
+    Values that are not finite are left out of the sums, and the result is nan there. The denominator is a geometric
+    sum. The numerator is a running sum of weight^-i x_i, computed in stretches that are short enough for weight^-i not
+    to overflow; each stretch carries the sum of those before it.
     """
-    there = np.isfinite(values)
-    x = values[there]
+    finite = np.isfinite(values)
+    x = values[finite]
     largest = float(np.abs(x).max(initial=0.0))
     if not largest:
-        return np.where(there, values, np.nan)
+        return np.where(finite, values, np.nan)
     length = int(min(max(math.log(1e60) / -math.log(weight), 1), len(x)))
-    rows = -(-len(x) // length)
-    padded = np.zeros(rows * length)
+    stretches = -(-len(x) // length)
+    padded = np.zeros(stretches * length)
     padded[: len(x)] = x / largest
-    fading = weight ** np.arange(length)
-    sums = np.cumsum(padded.reshape(rows, length) / fading, axis=1) * fading
-    carried = [0.0]
-    for end in sums[:-1, -1].tolist():
-        carried.append(end + carried[-1] * weight**length)
-    sums += np.outer(carried, weight * fading)
-    counted = -np.expm1(np.arange(1, len(x) + 1) * math.log(weight)) / (1 - weight)
-    found = np.full(len(values), np.nan)
-    found[there] = sums.ravel()[: len(x)] / counted * largest
-    return found
+    powers = weight ** np.arange(length)
+    sums = np.cumsum(padded.reshape(stretches, length) / powers, axis=1) * powers
+    carry = [0.0]
+    for stretch_sum in sums[:-1, -1].tolist():
+        carry.append(stretch_sum + carry[-1] * weight**length)
+    sums += np.outer(carry, weight * powers)
+    weights = -np.expm1(np.arange(1, len(x) + 1) * math.log(weight)) / (1 - weight)
+    averages = np.full(len(values), np.nan)
+    averages[finite] = sums.ravel()[: len(x)] / weights * largest
+    return averages
 
 
-def model_of(info: RunInfo) -> str:
-    """The model's size, as its config or else its class says; the paper's name for it where the parameters are that.
-
-    A run that takes the paper's name for another number of parameters does not get it.
-    """
-    size, parameters = info.config.get("size"), info.config.get("parameters")
-    counted = isinstance(parameters, int) and not isinstance(parameters, bool)
-    if counted and (name := model_of_size(parameters)):
-        return name
-    sized = isinstance(size, (str, int)) and not isinstance(size, bool) and str(size).strip()
-    label = str(size).strip() if sized else info.model or "model"
-    return f"{label}, {parameters:,} parameters" if counted and (label in PAPER or not sized) else label
-
-
-def _about(info: RunInfo, state: RunState) -> dict[str, Any]:
+def _description(info: RunInfo, state: RunState) -> dict[str, Any]:
+    """The fields of a RunSeries that are not curves."""
     return {
         "id": info.id,
         "name": info.name,

@@ -1,7 +1,7 @@
-"""A run's records as columns, which grow as its log does.
+"""A run's records as columns that grow with its log.
 
-What a record does not have is MISSING: a nan with a payload of its own, as R's NA is one, so that a loss that is nan
-stays told apart from a loss that nobody measured.
+A value that a record does not have is MISSING: a nan with a payload of its own, like R's NA. So a loss that is nan
+and a loss that was not measured stay different.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from sys import intern
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hilbert_monitor.runs.log import News
-from hilbert_monitor.runs.record import StepRecord
+from hilbert_monitor.runs.metrics import CATALOGUE, GUIDES
+from hilbert_monitor.runs.record import Pair, StepRecord
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -25,107 +26,110 @@ Steps = NDArray[np.int64]
 _BITS = 0x7FF8_0000_0000_07A2
 MISSING: float = struct.unpack("<d", struct.pack("<Q", _BITS))[0]
 
-NUMBERS = (
-    "time",
-    "tokens",
-    "train_loss",
-    "validation_loss",
-    "learning_rate",
-    "diameter",
-    "diameter_lower",
-    "diameter_upper",
-    "ceiling",
-    "rounding",
-    "row_norm",
-    "row_token",
-    "gradient_row_norm",
-    "gradient_row_token",
-    "gradient_balance",
-    "nonfinite_rows",
-    "perturbation_rms",
-    "perturbation_max",
-    "hidden_norm",
-    "hidden_norm_rms",
-    "spectral_norm",
-    "gauge_waste",
-    "backward_bound",
-    "efficiency_lower",
-    "efficiency_upper",
-    "moment_efficiency_lower",
-    "moment_efficiency_upper",
-    "share",
-)
+
+def _fields(*types: object) -> tuple[str, ...]:
+    """Fields of a StepRecord that have one of some types, its step left out: that has a place of its own."""
+    return tuple(name for name, type_ in get_type_hints(StepRecord).items() if type_ in types and name != "step")
+
+
+NUMBERS = _fields(float, int, float | None, int | None)
 """Fields of a StepRecord that are columns of the same name."""
-PAIRS = ("pair", "perturbation_pair")
+PAIRS = _fields(Pair, Pair | None)
 """Fields that are two columns each: "pair.0" and "pair.1"."""
+PAIR_COLUMNS = tuple(f"{name}.{end}" for name in PAIRS for end in (0, 1))
+WHOLE = {*_fields(int, int | None), *PAIR_COLUMNS}
+"""Columns of whole numbers."""
+FORMULAS = {metric.field: metric.formula for metric in (*CATALOGUE, *GUIDES) if metric.formula is not None}
+"""Columns that are worked out of others when they are asked for."""
 SECONDS = "seconds."
-"""What a part of measuring cost is the column "seconds.PART"."""
+"""Seconds that a part of measuring took are the column "seconds.PART"."""
 PARTS = 16
-"""Such columns at most: a log of others may name any."""
+"""How many such columns a run has at most: a foreign log may name any number of parts."""
 TEXT = 80
-"""Characters of a token that are kept."""
+"""Characters of a token's text that are stored, at most."""
+BLOCK = 4096
+"""Rows that are looked through at once for a last value."""
 
 _numbers = operator.attrgetter(*NUMBERS)
 
 
 def present(values: Floats) -> NDArray[np.bool_]:
-    """Where a column has a value, be it nan."""
+    """Where a column has a value, which may be nan."""
     return np.not_equal(values.view(np.int64), _BITS)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The records that count, by step. Nothing in it changes; a run that goes on gets another."""
+    """The records of a run that count, sorted by step. A table never changes; a run that grows gets a new one."""
 
     steps: Steps = field(default_factory=lambda: np.empty(0, np.int64))
     columns: Mapping[str, Floats] = field(default_factory=dict)
-    """Each as long as the steps. A column that no record has is not there."""
+    """Each as long as the steps. A column that no record has is left out."""
     texts: Mapping[int, str] = field(default_factory=dict)
-    """Tokens whose text is known."""
+    """Texts of tokens, where they are known."""
 
     def __len__(self) -> int:
         return len(self.steps)
 
+    def get(self, name: str) -> Floats | None:
+        """A column, also one that follows from others; None if no record has it."""
+        values = self._rows(name, slice(None))
+        return values if values is not None and (name in self.columns or present(values).any()) else None
+
     def column(self, name: str) -> Floats:
         """A column, MISSING throughout if no record has it."""
-        found = self.columns.get(name)
-        return np.full(len(self), MISSING) if found is None else found
+        values = self.get(name)
+        return np.full(len(self), MISSING) if values is None else values
 
     def last(self, name: str) -> float | None:
-        """The last value that there is of a column."""
-        values = self.columns.get(name)
-        if values is None:
-            return None
-        for stop in range(len(values), 0, -4096):
-            rows = np.flatnonzero(present(values[max(stop - 4096, 0) : stop]))
-            if len(rows):
-                return float(values[max(stop - 4096, 0) + rows[-1]])
+        """The last value of a column that is not missing, as far back as that may be."""
+        for stop in range(len(self), 0, -BLOCK):
+            values = self._rows(name, slice(max(stop - BLOCK, 0), stop))
+            if values is None:
+                return None
+            places = np.flatnonzero(present(values))
+            if len(places):
+                return float(values[places[-1]])
         return None
+
+    def _rows(self, name: str, rows: slice) -> Floats | None:
+        """Some rows of a column; None without it, or without a column that it follows from."""
+        formula = FORMULAS.get(name)
+        if formula is None:
+            values = self.columns.get(name)
+            return None if values is None else values[rows]
+        if not self.columns.keys() >= {*formula.fields}:
+            return None
+        parts = {field: self.columns[field][rows] for field in formula.fields}
+        with np.errstate(all="ignore"):
+            known = np.logical_and.reduce([present(part) for part in parts.values()])
+            known &= np.not_equal(formula.divisor(parts.__getitem__), 0)
+            return np.where(known, formula.apply(parts.__getitem__), MISSING)
 
 
 class Columns:
-    """What makes a run's Tables. A Table that was given out never changes: rows are added behind its end.
+    """Builds a run's Tables. A Table that was handed out never changes: rows are added behind its end.
 
     Args:
-        table: what is already known of the run.
+        table: the rows to start from.
     """
 
     def __init__(self, table: Table | None = None) -> None:
         table = table or Table()
         self._rows = len(table)
         self._steps, self._columns, self._texts = table.steps, dict(table.columns), dict(table.texts)
-        self._given = False
-        """Whether a Table has the texts that are here."""
+        self._is_shared = False
+        """Whether a Table that was handed out holds this dictionary of texts."""
 
     @property
     def table(self) -> Table:
-        """All that was taken so far."""
+        """All rows so far."""
         columns = {name: values[: self._rows] for name, values in self._columns.items()}
-        self._given = True
+        self._is_shared = True
         return Table(self._steps[: self._rows], columns, self._texts)
 
     def take(self, news: News) -> None:
-        """Take what a log has new."""
+        """Add the new records of a log."""
         if news.keep is not None:
             self._truncate(int(np.searchsorted(self._steps[: self._rows], news.keep, "right")))
         if news.records:
@@ -133,7 +137,7 @@ class Columns:
             self._add(sorted(news.records, key=lambda record: record.step))
 
     def _add(self, records: Sequence[StepRecord]) -> None:
-        """Add records, which have increasing steps; those that replace earlier ones go in their place."""
+        """Add records, sorted by step. A record of a step that is there already replaces it."""
         steps = np.array([record.step for record in records], np.int64)
         new = self._known(_columns(records))
         first = int(np.searchsorted(self._steps[: self._rows], steps[0]))
@@ -149,54 +153,54 @@ class Columns:
             self._columns[name] = values
 
     def _known(self, new: dict[str, Floats]) -> dict[str, Floats]:
-        """New columns, without parts of the cost that are too many."""
+        """New columns, without parts of measuring beyond the limit."""
         parts = [name for name in {**self._columns, **new} if name.startswith(SECONDS)]
         return {name: values for name, values in new.items() if name not in parts[PARTS:]}
 
     def _merged(self, first: int, steps: Steps, new: dict[str, Floats]) -> tuple[Steps, dict[str, Floats]]:
-        """Our rows from one on, together with new ones that take their place."""
+        """Our rows from `first` on, merged with new rows; of two with the same step the new one counts."""
         both = np.concatenate([self._steps[first : self._rows], steps])
         old = self._rows - first
         order = np.argsort(both, kind="stable")
         last = np.append(np.diff(both[order]) > 0, True)
-        kept = order[last]
+        rows = order[last]
         columns = {}
         for name in {*self._columns, *new}:
             before = self._columns[name][first : self._rows] if name in self._columns else np.full(old, MISSING)
-            columns[name] = np.concatenate([before, new.get(name, np.full(len(steps), MISSING))])[kept]
-        return both[kept], columns
+            columns[name] = np.concatenate([before, new.get(name, np.full(len(steps), MISSING))])[rows]
+        return both[rows], columns
 
     def _truncate(self, rows: int) -> None:
-        """Drop what comes after some rows, in arrays of their own: given out Tables still have it."""
+        """Drop all but the first rows, in new arrays: Tables that were handed out still hold the old ones."""
         if rows < self._rows:
             self._rows = rows
             self._steps = self._steps[:rows].copy()
             self._columns = {name: values[:rows].copy() for name, values in self._columns.items()}
 
     def _note_texts(self, records: Sequence[StepRecord]) -> None:
-        said: dict[int, str] = {}
+        texts: dict[int, str] = {}
         for record in records:
             if record.pair is not None and record.pair_text is not None:
-                said |= zip(record.pair, record.pair_text, strict=True)
+                texts |= zip(record.pair, record.pair_text, strict=True)
             if record.perturbation_pair is not None and record.perturbation_pair_text is not None:
-                said |= zip(record.perturbation_pair, record.perturbation_pair_text, strict=True)
-        new = {token: intern(text[:TEXT]) for token, text in said.items() if token not in self._texts}
-        if new and self._given:  # a Table has these texts, and keeps them as they are
-            self._texts, self._given = dict(self._texts), False
+                texts |= zip(record.perturbation_pair, record.perturbation_pair_text, strict=True)
+        new = {token: intern(text[:TEXT]) for token, text in texts.items() if token not in self._texts}
+        if new and self._is_shared:  # a Table holds this dictionary: leave it as it is
+            self._texts, self._is_shared = dict(self._texts), False
         self._texts |= new
 
 
 def _columns(records: Sequence[StepRecord]) -> dict[str, Floats]:
-    """The columns of some records, without those that none of them has."""
-    found: dict[str, Sequence[Any]] = dict(zip(NUMBERS, zip(*map(_numbers, records), strict=True), strict=True))
+    """The columns of some records; those that no record has are left out."""
+    columns: dict[str, Sequence[Any]] = dict(zip(NUMBERS, zip(*map(_numbers, records), strict=True), strict=True))
     for name in PAIRS:
         pairs = [getattr(record, name) or (None, None) for record in records]
         for end in (0, 1):
-            found[f"{name}.{end}"] = [pair[end] for pair in pairs]
-    found["skipped"] = [1.0 if record.skipped else None for record in records]
+            columns[f"{name}.{end}"] = [pair[end] for pair in pairs]
+    columns["skipped"] = [1.0 if record.skipped else None for record in records]
     parts = sorted({part for record in records for part in record.seconds})
-    found |= {SECONDS + part: [record.seconds.get(part) for record in records] for part in parts}
-    return {name: _floats(values) for name, values in found.items() if any(value is not None for value in values)}
+    columns |= {SECONDS + part: [record.seconds.get(part) for record in records] for part in parts}
+    return {name: _floats(values) for name, values in columns.items() if any(value is not None for value in values)}
 
 
 def _floats(values: Sequence[Any]) -> Floats:
@@ -204,7 +208,7 @@ def _floats(values: Sequence[Any]) -> Floats:
 
 
 def _room(values: Any, rows: int, wanted: int) -> Any:
-    """An array with place for so many rows, of which the first are kept; MISSING fills a column that is new."""
+    """An array with room for `wanted` rows that keeps the first `rows`; MISSING fills a new column."""
     if wanted <= len(values) and values.flags.writeable:
         return values
     grown = np.full(max(wanted, 2 * rows if rows > 64 else wanted), MISSING if values.dtype == np.float64 else 0)

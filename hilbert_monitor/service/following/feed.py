@@ -1,7 +1,7 @@
-"""News of runs for any number of listeners: a ring of events with ids, written by one thread.
+"""Events about runs for any number of listeners: a ring buffer of events with ids, written by one thread.
 
-A listener that comes back with the id of the last event it had gets what it missed, each event once. One that was away
-for longer than the ring remembers, or knows another server's ids, is told to begin anew.
+A listener that reconnects with the id of the last event it had gets the events it missed, each once. One that was away
+for longer than the buffer reaches back, or has an id of another server, gets the event "reset".
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import msgspec
 from hilbert_monitor.runs.json_values import plain
 
 REMEMBERED = 16 << 20
-"""Bytes of events that are kept for those who come back."""
+"""Bytes of events that are stored for listeners that reconnect."""
 
 
 class Event(NamedTuple):
-    """Something new."""
+    """A message about something that changed."""
 
     id: str
     name: str
@@ -31,16 +31,16 @@ class Event(NamedTuple):
 
 
 class Feed:
-    """A ring of events.
+    """A ring buffer of events.
 
     Args:
-        remembered: bytes of events that are kept.
+        remembered: bytes of events that are stored.
     """
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self.epoch = secrets.token_hex(4)
         self.listeners = 0
-        """How many listen now."""
+        """How many listeners are connected."""
         self._remembered, self._size, self._count = remembered, 0, 0
         self._events: deque[Event] = deque()
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class Feed:
         self._closed = False
 
     def publish(self, name: str, data: Any) -> None:
-        """Tell all listeners, from any thread."""
+        """Send an event to all listeners, from any thread."""
         text = msgspec.json.encode(plain(data)).decode()
         with self._lock:
             self._count += 1
@@ -59,14 +59,15 @@ class Feed:
         self._ring()
 
     def close(self) -> None:
-        """Send all listeners home, from any thread."""
+        """Disconnect all listeners, from any thread."""
         self._closed = True
         self._ring()
 
     async def listen(self, after: str | None = None) -> AsyncIterator[Event]:
-        """What happens from now on, or from the event of an id on, until the feed is closed.
+        """Yield events from now on, or those after the event with an id, until the feed is closed.
 
-        The first event is "hello", or "reset" for an id that is not remembered: begin anew.
+        The first event is "hello". It is "reset" for an id that is not known any more: the listener has to fetch
+        everything anew.
         """
         bell = (asyncio.get_running_loop(), asyncio.Event())
         with self._lock:
@@ -98,14 +99,14 @@ class Feed:
         return f"{self.epoch}-{place}"
 
     def _place(self, id: str) -> int | None:
-        """The place of an id that this feed gave and remembers."""
+        """The place of an event by its id; None for an id that is not of this feed."""
         epoch, _, number = id.partition("-")
         if epoch != self.epoch or not number.isdecimal() or len(number) > 18 or int(number) > self._count:
             return None
         return int(number)
 
     def _since(self, place: int) -> list[Event] | None:
-        """Events after a place; None if some of them are forgotten."""
+        """Events after a place; None if some of them are no longer stored."""
         with self._lock:
             new = self._count - place
             return None if new > len(self._events) else [self._events[i] for i in range(-new, 0)]

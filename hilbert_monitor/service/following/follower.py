@@ -1,4 +1,4 @@
-"""One run that is followed: how far its log was read, and what is wrong with it."""
+"""Follows one run: reads on in its log, and makes snapshots of what is known."""
 
 from __future__ import annotations
 
@@ -11,50 +11,51 @@ from pathlib import Path
 from hilbert_monitor.runs.json_values import clean
 from hilbert_monitor.runs.log import ALERTS, END, INFO, STEPS, News, RunReader, RunState
 from hilbert_monitor.runs.record import Alert, RunInfo
+from hilbert_monitor.runs.states import ENDED, LIVE
 
-from .cache import Cache, Cached
+from .cache import Cache, CachedTable
 from .columns import Columns
 from .snapshot import UNKNOWN, RunSnapshot
 
 FILES = (INFO, STEPS, ALERTS, END)
-ASK_AGAIN = {"running": 1.0, "stalled": 1.0, "killed": 10.0}
-"""Seconds after which a run's state is asked again although nothing was written, where it may change by itself."""
+ASK_AGAIN: dict[str, float] = {"running": 1.0, "stalled": 1.0, "killed": 10.0}
+"""Seconds after which a run's state is determined again although nothing was written, as it may change by itself."""
 YOUNG = 5.0
-"""Seconds that a run has to say what it is."""
+"""Seconds that a run has after its folder appears until its files must be complete."""
 GROWTH = 1.2
-"""Factor by which a table grows before its columns are kept again."""
+"""Factor by which a table grows before it is cached again."""
 
 Look = tuple[int, int, int] | None
-"""What distinguishes a file from what it was: number, size and time of change; None if there is none."""
+"""Inode, size and time of change of a file, by which a change is noticed; None if there is no file."""
 
 
 class Trouble(Exception):
-    """Why a folder is not read, in a sentence."""
+    """A reason for which a folder is not read, in a sentence."""
 
 
 class RunFollower:
-    """A run's folder, and what was read of it.
+    """Follows the log of one run.
 
     Args:
         folder: of the run.
-        root: out of which no link may lead.
-        cache: for its columns.
+        root: folder of the runs; links that lead out of it are not followed.
+        cache: for its table.
     """
 
     def __init__(self, folder: Path, root: Path, cache: Cache | None = None) -> None:
         self.folder, self.root, self.id = folder, root, clean(folder.name)
         self.snapshot: RunSnapshot | None = None
-        """What is known of it; None as long as it is no run."""
+        """What is known of the run; None while the folder is no run."""
         self.size = 0
         """Bytes of the log of its steps."""
         self.new_alerts: list[Alert] = []
-        """Those that the last look found."""
+        """Alerts that the last call of `advance` read."""
         self.gone_since: float | None = None
         self.looked = -math.inf
-        """When it was last looked at, in seconds since the epoch."""
+        """When `advance` was last called, in seconds since the epoch."""
         self._reader, self._cache = RunReader(folder), cache
-        self._paths = [os.path.join(folder, name) for name in FILES]  # made once: they are looked at all the time
-        self._columns, self._offset, self._end, self._torn, self._kept_rows = Columns(), 0, 0, 0, 0
+        self._paths = [os.path.join(folder, name) for name in FILES]  # joined once: they are checked all the time
+        self._columns, self._offset, self._end, self._torn, self._cached_rows = Columns(), 0, 0, 0, 0
         self._alerts: tuple[Alert, ...] = ()
         self._alerts_offset = self._alerts_torn = 0
         self._attempts: tuple[RunInfo, ...] = ()
@@ -62,14 +63,14 @@ class RunFollower:
         self._asked, self._began = -math.inf, time.time()
         try:
             self._look()
-            self._recall()
+            self._load()
         except (OSError, Trouble):
-            pass  # it is said when the run is looked at
+            pass  # `advance` reports it
 
     @property
     def ended(self) -> bool:
-        """Whether the run has finished or failed, as far as is known."""
-        return self.snapshot is not None and self.snapshot.status in ("finished", "failed")
+        """Whether the run is known to have finished or failed."""
+        return self.snapshot is not None and self.snapshot.status in ENDED
 
     @property
     def behind(self) -> int:
@@ -77,12 +78,12 @@ class RunFollower:
         return max(0, self.size - self._end)
 
     def advance(self, now: float, deadline: float = math.inf, news: list[News] | None = None) -> bool:
-        """Read on until a moment of the monotonic clock; whether there is another snapshot.
+        """Read on in the log; return whether there is a new snapshot.
 
         Args:
             now: seconds since the epoch.
-            deadline: by the monotonic clock.
-            news: where to put what the log has new.
+            deadline: when to stop, by the monotonic clock.
+            news: a list to append what was read to.
         """
         self.looked, self.new_alerts = now, []
         changed, problem = 0, ""
@@ -98,11 +99,11 @@ class RunFollower:
             problem = str(trouble)
         except (OSError, MemoryError) as error:
             problem = f"it cannot be read: {getattr(error, 'strerror', None) or error}"
-        return self._make(now, problem, changed > 0)
+        return self._publish(now, problem, changed > 0)
 
     @property
     def _patience(self) -> float:
-        """Seconds for which a run of which nothing is new need not be looked at more closely."""
+        """Seconds for which a run without new lines is left alone."""
         if self.snapshot is None or self.snapshot.problem:
             return 0.0
         return ASK_AGAIN.get(self.snapshot.status, math.inf)
@@ -110,35 +111,35 @@ class RunFollower:
     # Reading
 
     def _look(self) -> tuple[Look, ...]:
-        """What the files are like now. Raises Trouble for what is not to be read."""
+        """Inode, size and time of change of each file. Raises Trouble for files that must not be read."""
         if not self.folder.is_dir():
             self.gone_since = self.gone_since or time.time()
             raise Trouble("its folder is gone: it was moved or deleted")
         _refuse_link(self.folder, self.root)
-        found = tuple(self._look_at(path) for path in self._paths)
-        self.size = found[1][1] if found[1] else 0
-        return found
+        looks = tuple(self._look_at(path) for path in self._paths)
+        self.size = looks[1][1] if looks[1] else 0
+        return looks
 
     def _look_at(self, path: str) -> Look:
         try:
-            about = os.lstat(path)
-            if stat.S_ISLNK(about.st_mode):
+            status = os.lstat(path)
+            if stat.S_ISLNK(status.st_mode):
                 _refuse_link(Path(path), self.root)
-                about = os.stat(path)
+                status = os.stat(path)
         except FileNotFoundError:
             return None
-        if not stat.S_ISREG(about.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise Trouble(f"its {os.path.basename(path)} is not a plain file: it is not read")
-        return about.st_ino, about.st_size, about.st_mtime_ns
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
     def _read(self, seen: tuple[Look, ...], deadline: float, news: list[News] | None) -> int:
-        """Read what is new; return how many times the columns changed."""
+        """Read new lines; return how many times the columns changed."""
         changed, known = 0, self._attempts
         if seen[0] != self._seen[0] or not known:
             self._attempts = tuple(self._reader.attempts)
         if self.size < self._offset or _another(known, self._attempts):
             self._columns, self._offset, self._end, self._torn, changed = Columns(), 0, 0, 0, 1
-            self._alerts, self._alerts_offset, self._alerts_torn, self._kept_rows = (), 0, 0, 0
+            self._alerts, self._alerts_offset, self._alerts_torn, self._cached_rows = (), 0, 0, 0
         if self.behind:
             size = self.size
             for part in self._reader.follow(self._offset):
@@ -163,26 +164,26 @@ class RunFollower:
         self.new_alerts = [alert for alert in self._alerts if alert not in known]
 
     def _foreign(self, now: float) -> str:
-        """What keeps the files from being a run, or nothing."""
+        """A sentence that says why the files are no run; empty if they are one, or may become one."""
         info, steps = self._seen[:2]
         if self._attempts:
-            return "" if steps else "its steps.jsonl is gone: it was moved or deleted"
+            return "" if steps else f"its {STEPS} is gone: it was moved or deleted"
         if info is None and (steps is None or now - self._began < YOUNG):
             return ""
         if info and info[1]:
-            return "its info.jsonl is not one of ours"
-        return "its info.jsonl, which says what run it is, is missing or empty"
+            return f"its {INFO} is not one of ours"
+        return f"its {INFO}, which says what run it is, is missing or empty"
 
     # Publishing
 
-    def _make(self, now: float, problem: str, changed: bool) -> bool:
-        """Make the snapshot anew, if there is anything new."""
+    def _publish(self, now: float, problem: str, changed: bool) -> bool:
+        """Make a new snapshot if anything changed; return whether it did."""
         if not problem and not self._attempts:
             return False  # no run, or not yet
         old, state = self.snapshot, UNKNOWN if problem else self._state(now)
         if changed:
-            self._keep(state)
-        made = RunSnapshot(
+            self._save(state)
+        new = RunSnapshot(
             id=self.id,
             info=self._attempts[-1] if self._attempts else RunInfo(id=self.id),
             attempts=self._attempts,
@@ -195,34 +196,35 @@ class RunFollower:
             indexed=1.0 - self.behind / self.size if self.behind else 1.0,
             version=old.version + 1 if old else 1,
         )
-        if old is not None and not changed and _told(old) == _told(made):
+        if old is not None and not changed and _apart_from_table(old) == _apart_from_table(new):
             return False
-        self.snapshot = made
+        self.snapshot = new
         return True
 
     def _state(self, now: float) -> RunState:
         self._asked = now
         return self._reader.state(now)
 
-    # Columns on disk
+    # The table on disk
 
-    def _recall(self) -> None:
-        found = self._cache.load(self.folder.name, self.folder / STEPS) if self._cache is not None else None
-        if found is not None:
-            self._columns, self._offset, self._torn = Columns(found.table), found.offset, found.torn
-            self._end, self._kept_rows = found.offset, len(found.table)
+    def _load(self) -> None:
+        """Take the cached table, if there is one."""
+        cached = self._cache.load(self.folder.name, self.folder / STEPS) if self._cache is not None else None
+        if cached is not None:
+            self._columns, self._offset, self._torn = Columns(cached.table), cached.offset, cached.torn
+            self._end, self._cached_rows = cached.offset, len(cached.table)
 
-    def _keep(self, state: RunState) -> None:
-        """Keep columns that have grown, and from then on use those on the disk: they need no memory of ours."""
+    def _save(self, state: RunState) -> None:
+        """Cache a table that has grown, and use the columns on the disk from then on: they need no memory here."""
         rows = len(self._columns.table)
-        enough = GROWTH * max(self._kept_rows, 1000) if state.status in ("running", "stalled") else self._kept_rows
+        enough = GROWTH * max(self._cached_rows, 1000) if state.status in LIVE else self._cached_rows
         if self._cache is None or self.behind or rows <= enough:
             return
-        self._kept_rows = rows
+        self._cached_rows = rows
         if self._cache.save(
-            self.folder.name, self.folder / STEPS, Cached(self._columns.table, self._offset, self._torn)
+            self.folder.name, self.folder / STEPS, CachedTable(self._columns.table, self._offset, self._torn)
         ):
-            self._recall()
+            self._load()
 
 
 def _refuse_link(path: Path, root: Path) -> None:
@@ -231,10 +233,10 @@ def _refuse_link(path: Path, root: Path) -> None:
 
 
 def _another(known: tuple[RunInfo, ...], now: tuple[RunInfo, ...]) -> bool:
-    """Whether another run has taken the place of one that was known."""
+    """Whether the folder now holds another run than before."""
     return bool(known and now) and known[0].started != now[0].started
 
 
-def _told(run: RunSnapshot) -> tuple[object, ...]:
-    """What is told of a run beside its table."""
+def _apart_from_table(run: RunSnapshot) -> tuple[object, ...]:
+    """The parts of a snapshot that can change while the table stays the same."""
     return run.info, run.attempts, run.state, run.problem, run.alerts, run.torn, run.heartbeat, run.indexed

@@ -1,7 +1,7 @@
-"""All runs of a folder, followed by one thread: what the service knows, whoever asks.
+"""The index of all runs of a folder, which one thread keeps up to date.
 
-Each log is read from where it was left off, and nothing twice. What is new is published at once; logs that are far
-behind are caught up with between, the shortest first, so that a long one never delays a run that is going on.
+Each log is read on from where the last look ended. New records are published at once. Long logs that are not read yet
+are read in between, the shortest first, so that a long log does not delay the news of a live run.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from .follower import RunFollower
 from .snapshot import RunSnapshot, summary
 
 CACHE = ".hilbert-monitor"
-"""Folder of the columns that were read, beside the runs."""
+"""Folder of cached tables, beside the runs."""
 PIECE = 200
 """Records that an event carries, at most."""
 SLICE = 0.3
-"""Seconds that catching up may take between two looks at the runs that go on."""
+"""Seconds that reading long logs may take between two looks at the live runs."""
 RESTED = 1.0
 """Seconds between two looks at a run that has ended."""
 REMEMBERED = 600.0
-"""Seconds for which a run that is gone is still shown, as such."""
+"""Seconds for which a run whose folder is gone is still listed."""
 BEHIND = 1 << 20
-"""Bytes from which on a log is caught up with between, and not at once."""
+"""Unread bytes from which on a log counts as long, and is read in between."""
 
 
 class Index:
     """The runs of a folder.
 
     Args:
-        root: folder of the runs; it may come into being later.
-        cache: folder for columns that were read, so that the next start need not; None for none.
+        root: folder of the runs; it may be created later.
+        cache: folder for cached tables, which make the next start quick; None for none.
         every: seconds between two looks.
     """
 
     def __init__(self, root: Path, *, cache: Path | None = None, every: float = 0.2) -> None:
         self.root, self.every, self.feed = root, every, Feed()
         self.runs: Mapping[str, RunSnapshot] = MappingProxyType({})
-        """The runs by id. It is replaced, never changed: take it once for an answer."""
+        """The runs by id. The mapping is replaced and never changed: an answer reads it once and is consistent."""
         self.version = 0
         """Grows with every change of any run."""
         self.progress = 0.0
@@ -62,23 +62,23 @@ class Index:
         self._pass = threading.Lock()
 
     def start(self) -> None:
-        """Begin to follow."""
+        """Start the thread."""
         self._thread = threading.Thread(target=self._follow, name="hilbert-monitor index", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Send the listeners home and end the thread."""
+        """Disconnect the listeners and end the thread."""
         self._stop.set()
         self.feed.close()
         if self._thread is not None:
             self._thread.join()
 
     def refresh(self, budget: float = math.inf, *, rested: float = 0.0) -> None:
-        """Look once at every run; catch up with long logs.
+        """Look once at every run, and read on in long logs.
 
         Args:
-            budget: seconds that catching up may take.
-            rested: seconds for which a run that has ended is left alone after a look.
+            budget: seconds that reading long logs may take.
+            rested: seconds for which a run that has ended is not looked at again.
         """
         with self._pass:
             self._look_for_runs()
@@ -99,7 +99,7 @@ class Index:
     # Which runs there are
 
     def _look_for_runs(self) -> None:
-        """Begin with folders that are new, and let go of those that are gone for long."""
+        """Start to follow new folders, and forget those that have been gone for long."""
         names = set(_folders(self.root))
         for name in sorted(names - self._followed.keys()):
             self._followed[name] = RunFollower(self.root / name, self.root, self._cache)
@@ -116,27 +116,28 @@ class Index:
                 self._advance(followed, time.time(), deadline)
 
     def _advance(self, followed: RunFollower, now: float, deadline: float = math.inf) -> None:
-        """Read what a run has new, publish it and tell of it."""
+        """Read on in a run's log, and publish what changed."""
         known, news = followed.snapshot, list[News]()
         current = known is not None and known.indexed == 1.0
         if not followed.advance(now, deadline, news if current else None):
             return
-        made = followed.snapshot
-        assert made is not None
-        self._publish(followed.id, made)
-        for piece in _pieces(made, news, whole=current):
+        run = followed.snapshot
+        assert run is not None
+        self._publish(followed.id, run)
+        for piece in _pieces(run, news, whole=current):
             self.feed.publish("records", piece)
         for alert in followed.new_alerts if known is not None else ():
-            about = {"run": made.id, "name": made.info.name, "status": made.status}
-            self.feed.publish("alert", {**about, "alert": msgspec.structs.asdict(alert)})
-        self.feed.publish("run", {"id": made.id, "version": made.version, "summary": summary(made)})
+            source = {"run": run.id, "name": run.info.name, "status": run.status}
+            self.feed.publish("alert", {**source, "alert": msgspec.structs.asdict(alert)})
+        self.feed.publish("run", {"id": run.id, "version": run.version, "summary": summary(run)})
 
-    def _publish(self, id: str, made: RunSnapshot | None) -> None:
+    def _publish(self, id: str, run: RunSnapshot | None) -> None:
+        """Put a snapshot into the index; None takes the run out."""
         known = self.runs
-        if made is not None:
-            self.runs = MappingProxyType({**known, id: made})
+        if run is not None:
+            self.runs = MappingProxyType({**known, id: run})
         elif id in known:
-            self.runs = MappingProxyType({name: run for name, run in known.items() if name != id})
+            self.runs = MappingProxyType({name: other for name, other in known.items() if name != id})
             self.feed.publish("gone", {"id": id})
         self.version += 1
 
@@ -151,8 +152,8 @@ class Index:
 
 def _folders(root: Path) -> Iterator[str]:
     try:
-        with os.scandir(root) as found:
-            for entry in found:
+        with os.scandir(root) as entries:
+            for entry in entries:
                 if not entry.name.startswith(".") and entry.is_dir():
                     yield entry.name
     except OSError:
@@ -160,7 +161,7 @@ def _folders(root: Path) -> Iterator[str]:
 
 
 def _pieces(run: RunSnapshot, news: list[News], *, whole: bool) -> Iterator[dict[str, Any]]:
-    """What a log has new, as events carry it; or that there is too much of it to carry."""
+    """Events with the new records of a log; one that asks to reload, if they are too many."""
     if not whole or sum(len(one.records) for one in news) > PIECE:
         if run.indexed == 1.0:
             yield {"run": run.id, "reload": True}

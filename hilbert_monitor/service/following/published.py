@@ -1,4 +1,4 @@
-"""What the paper published of its own runs, as data.
+"""The numbers that the paper published of its own runs.
 
 Source: "Toward a First-Principles Update Geometry for the Language-Model Head", its tables of model scales and of final
 validation loss and LM head geometry, and the paragraph of results: means and sample deviations over seeds 0, 1 and 2.
@@ -20,7 +20,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What the paper says of one model: by metric, and of the metrics by optimizer."""
+    """The published numbers of one model."""
 
     parameters: int
     updates: int

@@ -1,4 +1,4 @@
-"""What a run was set to, as keys and texts."""
+"""The settings of a run as a flat list of keys and texts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from hilbert_monitor.runs.record import RunInfo
 from .text import clip
 
 DEPTH = 8
-"""Levels of a configuration that become keys; what lies deeper is one text."""
+"""Levels of a configuration that become keys; deeper levels are one text."""
 TEXT = 500
-"""Characters of a value, or of a key, that are shown."""
+"""Characters of a value, or of a key, at most."""
 COUNT = 2000
 """Settings of a run, at most."""
 
 
 def settings(info: RunInfo) -> dict[str, str]:
     """A run's configuration and what it ran on, flat: {"optimizer.lr": "0.1"}."""
-    about = {"versions": info.versions, "ranks": info.world_size, "panel": info.panel_hash}
-    found: dict[str, str] = {}
-    for key, text in _flat({**info.config, **about}):
-        found.setdefault(clip(key, TEXT), clip(text, TEXT))
-        if len(found) == COUNT:
+    environment = {"versions": info.versions, "ranks": info.world_size, "panel": info.panel_hash}
+    texts: dict[str, str] = {}
+    for key, text in _flat({**info.config, **environment}):
+        texts.setdefault(clip(key, TEXT), clip(text, TEXT))
+        if len(texts) == COUNT:
             break
-    return found
+    return texts
 
 
 def _flat(values: dict[str, Any], prefix: str = "", depth: int = DEPTH) -> Iterator[tuple[str, str]]:

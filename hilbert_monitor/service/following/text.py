@@ -1,4 +1,4 @@
-"""Texts of others, made fit for a page, a figure or a spreadsheet."""
+"""Makes texts of unknown origin safe for a page, a figure or a spreadsheet."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from itertools import islice
 from typing import Any
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-"""What a spreadsheet takes for the start of a formula; the last four are full-width, which some read alike."""
+"""Characters that a spreadsheet takes for the start of a formula. The last four are full-width forms of the first."""
 
 
 def clip(text: str, limit: int) -> str:
-    """Text of a length that a page has room for."""
+    """Cut a text to at most `limit` characters."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def label(text: str, limit: int = 60) -> str:
-    """Text for a figure: plotly would read markup in it."""
+    """A text for a figure: cut, and escaped, as plotly would read markup in it."""
     return html.escape(clip(text, limit), quote=False)
 
 
 def cell(value: Any) -> Any:
-    """A value of a CSV file: a text that a spreadsheet would take for a formula gets an apostrophe."""
+    """A value for a CSV file. A text that a spreadsheet would take for a formula gets an apostrophe in front."""
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 def csv_lines(header: Sequence[str], rows: Iterable[Sequence[Any]], at_once: int = 2000) -> Iterator[str]:
-    """A CSV file in pieces, with no formulas in it."""
+    """A CSV file in pieces. No cell can act as a formula."""
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(header)

@@ -1,1 +1,1 @@
-"""One page and its tables for runs on disk, without a server."""
+"""The report: one HTML page, CSV and JSON for runs on disk, without a server."""

@@ -1,4 +1,4 @@
-"""What a report says of some runs, as CSV and JSON; `page` shows it. The CSV file of the curves has every value."""
+"""Load runs for a report, and write its numbers as CSV and JSON. The HTML page is in `page`."""
 
 from __future__ import annotations
 
@@ -13,90 +13,135 @@ from typing import Any
 import numpy as np
 
 from hilbert_monitor.runs.log import RunReader, RunState, find_runs
-from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.service.figures.comparison import BASE, METRICS, OURS, Comparison, Spread, final
+from hilbert_monitor.service.figures.comparison import (
+    BASELINE,
+    CANDIDATE,
+    METRIC_NAMES,
+    METRICS,
+    Comparison,
+    SampleStatistics,
+    final_value,
+)
 from hilbert_monitor.service.figures.series import CURVES, RunSeries, read_run, read_table
 from hilbert_monitor.service.following.columns import Table
 from hilbert_monitor.service.following.published import PAPER, Figure
 from hilbert_monitor.service.following.text import clip, csv_lines
 
-METRIC_NAMES = {metric.field: metric.name for metric in CATALOGUE}
-DASH, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"
+EFFICIENCY_FIELDS = (
+    "efficiency_lower",
+    "efficiency_upper",
+    "moment_efficiency_lower",
+    "moment_efficiency_upper",
+    "gauge_waste",
+)
+"""The fields of a StepRecord that say how well a step uses its diameter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What a report says of a run."""
+class ReportedRun:
+    """A run as a report needs it."""
 
     series: RunSeries
     info: RunInfo
     state: RunState
     alerts: tuple[Alert, ...] = ()
-    worth: Mapping[str, float] = field(default_factory=dict)
-    """What its steps were worth: means over the run, by field of a record."""
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    """Means over the run of those EFFICIENCY_FIELDS that were measured."""
 
 
-def load(root: str | os.PathLike[str]) -> list[Run]:
-    """Read the runs under a folder, or the one whose folder it is; ValueError says what is missing."""
+def load(root: str | os.PathLike[str]) -> list[ReportedRun]:
+    """Read the runs in a folder, or the single run whose folder it is.
+
+    Raises:
+        ValueError: there is no such folder, or no run in it.
+    """
     if not Path(root).is_dir():
         raise ValueError(f"there is no folder '{root}': give the one that runs are logged to")
     readers = [RunReader(root)] if RunReader(root).attempts else find_runs(root)
     if not readers:
         raise ValueError(f"there are no runs in '{root}': train with HilbertMonitor(run_dir='{root}') first")
-    return [_load(reader) for reader in readers]
+    return [_load_run(reader) for reader in readers]
 
 
-def _load(reader: RunReader) -> Run:
+def _load_run(reader: RunReader) -> ReportedRun:
     state, table = reader.state(), read_table(reader)
-    return Run(read_run(reader, state, table), reader.info, state, tuple(reader.alerts()), dict(_worth(table)))
+    series = read_run(reader, state, table)
+    return ReportedRun(series, reader.info, state, tuple(reader.alerts()), dict(_mean_efficiency(table)))
 
 
-WORTH = ("efficiency_lower", "efficiency_upper", "moment_efficiency_lower", "moment_efficiency_upper", "gauge_waste")
-
-
-def _worth(table: Table) -> Iterator[tuple[str, float]]:
-    """Means of what was measured of the steps' worth."""
-    for name in WORTH:
+def _mean_efficiency(table: Table) -> Iterator[tuple[str, float]]:
+    for name in EFFICIENCY_FIELDS:
         values = table.column(name)
-        if np.isfinite(values).any():
-            yield name, float(values[np.isfinite(values)].mean())
+        finite = values[np.isfinite(values)]
+        if len(finite):
+            yield name, float(finite.mean())
 
 
 def headline(comparison: Comparison) -> str:
-    """A model's ratios and its difference in a line."""
+    """One line with a model's ratios and its difference in validation loss."""
     names = {"step_diameter": "row diameter", "perturbation_rms": "Hilbert RMS"}
-    told = [
+    ratios = [
         f"{name} {ratio:,.1f}" for metric, name in names.items() if (ratio := comparison.ratios[metric]) is not None
     ]
-    shown = f"{BASE} / {OURS}: {', '.join(told)}" if told else f"no ratio of {BASE} to {OURS}"
-    mean = comparison.difference.mean
-    return f"{clip(comparison.model, 60)}, {shown}" + (
-        f"; {OURS} - {BASE}: loss {mean:+.4f}" if mean is not None else ""
-    )
+    text = f"{BASELINE} / {CANDIDATE}: {', '.join(ratios)}" if ratios else f"no ratio of {BASELINE} to {CANDIDATE}"
+    difference = comparison.difference.mean
+    if difference is not None:
+        text += f"; {CANDIDATE} - {BASELINE}: loss {difference:+.4f}"
+    return f"{clip(comparison.model, 60)}, {text}"
 
 
-# JSON and CSV
+# JSON
 
 
-def as_json(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """The report's numbers, by model; what does not exist is None."""
+def as_json(runs: Sequence[ReportedRun], comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """The numbers of the report, by model. A number that does not exist is None."""
+    counted = {run.id for c in comparisons for run in c.counted}
     return {
-        "optimizers": {c.model: {name: _spreads(found) for name, found in c.optimizers.items()} for c in comparisons},
+        "optimizers": {c.model: {name: _metrics_json(m) for name, m in c.optimizers.items()} for c in comparisons},
         "ratios": {c.model: c.ratios for c in comparisons},
-        "paired_difference": {c.model: _paired(c) for c in comparisons},
+        "paired_difference": {c.model: _difference_json(c) for c in comparisons},
         "notes": {c.model: list(c.notes) for c in comparisons},
-        "runs": [_run_json(run, {r.id for c in comparisons for r in c.counted}) for run in runs],
+        "runs": [_run_json(run, counted=run.series.id in counted) for run in runs],
     }
 
 
-def write_json(runs: Sequence[Run], comparisons: Sequence[Comparison], path: Path) -> None:
-    """Write the report's numbers as JSON."""
+def write_json(runs: Sequence[ReportedRun], comparisons: Sequence[Comparison], path: Path) -> None:
+    """Write the numbers of the report to a JSON file."""
     path.write_text(json.dumps(as_json(runs, comparisons), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
+def _metrics_json(metrics: dict[str, SampleStatistics]) -> dict[str, Any]:
+    return {name: {"mean": s.mean, "deviation": s.deviation, "runs": s.runs} for name, s in metrics.items()}
+
+
+def _difference_json(c: Comparison) -> dict[str, Any]:
+    d = c.difference
+    statistics = {"mean": d.mean, "deviation": d.deviation, "pairs": d.runs}
+    return {**statistics, "below": c.below, "checkpoints": c.checkpoints}
+
+
+def _run_json(run: ReportedRun, *, counted: bool) -> dict[str, Any]:
+    s = run.series
+    description = {"id": s.id, "name": s.name, "model": s.model, "optimizer": s.optimizer, "seed": s.seed}
+    state = {"panel_hash": s.panel_hash, "status": s.status, "step": s.step, "error": run.state.error}
+    finals = {metric: _finite(final_value(s, metric)) for metric in METRICS}
+    more = {"counted": counted, "alerts": len(run.alerts), "worth": {**run.efficiency}}
+    return {**description, **state, **finals, **more}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+# CSV
+
+
 def write_csv(comparisons: Sequence[Comparison], folder: Path) -> None:
-    """Write table.csv and curves.csv into a folder, which is made if need be."""
+    """Write table.csv, the paper's table, and curves.csv, every value of every curve, into a folder.
+
+    The folder is created if it does not exist.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     table = ("model", "optimizer", "metric", "runs", "mean", "deviation", "paper_mean", "paper_deviation")
     _write_rows(folder / "table.csv", table, (row for c in comparisons for row in _table_rows(c)))
@@ -104,54 +149,33 @@ def write_csv(comparisons: Sequence[Comparison], folder: Path) -> None:
     _write_rows(folder / "curves.csv", curves, (row for c in comparisons for row in _curve_rows(c)))
 
 
-def _spreads(found: dict[str, Spread]) -> dict[str, Any]:
-    return {metric: {"mean": s.mean, "deviation": s.deviation, "runs": s.runs} for metric, s in found.items()}
-
-
-def _paired(c: Comparison) -> dict[str, Any]:
-    d = c.difference
-    paired = {"mean": d.mean, "deviation": d.deviation, "pairs": d.runs}
-    return {**paired, "below": c.below, "checkpoints": c.checkpoints}
-
-
-def _run_json(run: Run, counted: set[str]) -> dict[str, Any]:
-    s = run.series
-    about = {"id": s.id, "name": s.name, "model": s.model, "optimizer": s.optimizer, "seed": s.seed}
-    where = {"panel_hash": s.panel_hash, "status": s.status, "step": s.step, "error": run.state.error}
-    values = {metric: _finite(final(s, metric)) for metric in METRICS}
-    return {**about, **where, **values, "counted": s.id in counted, "alerts": len(run.alerts), "worth": {**run.worth}}
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def _table_rows(c: Comparison) -> Iterator[tuple[Any, ...]]:
     published = PAPER.get(c.model)
-    for name, found in c.optimizers.items():
-        for metric, s in found.items():
+    for name, metrics in c.optimizers.items():
+        for metric, s in metrics.items():
             paper = published.optimizers.get(name, {}).get(metric) if published else None
-            yield c.model, name, metric, s.runs, s.mean, s.deviation, *_columns(paper)
+            yield c.model, name, metric, s.runs, s.mean, s.deviation, *_paper_cells(paper)
     for metric, ratio in c.ratios.items():
         paper = published.ratios[metric] if published else None
-        yield c.model, f"{BASE} / {OURS}", metric, None, ratio, None, *_columns(paper)
+        yield c.model, f"{BASELINE} / {CANDIDATE}", metric, None, ratio, None, *_paper_cells(paper)
     d = c.difference
     paper = published.difference if published else None
-    yield c.model, f"{OURS} - {BASE}", "validation_loss", d.runs, d.mean, d.deviation, *_columns(paper)
+    label = f"{CANDIDATE} - {BASELINE}"
+    yield c.model, label, "validation_loss", d.runs, d.mean, d.deviation, *_paper_cells(paper)
 
 
-def _columns(paper: Figure | None) -> tuple[float | None, float | None]:
+def _paper_cells(paper: Figure | None) -> tuple[float | None, float | None]:
     return (paper.mean, paper.deviation) if paper else (None, None)
 
 
 def _curve_rows(c: Comparison) -> Iterator[tuple[Any, ...]]:
-    for run in (*c.counted, *c.aside):
-        for metric in CURVES:
-            curve, name = run.curve(metric), METRIC_NAMES[metric]
+    for run in (*c.counted, *c.excluded):
+        for field_name in CURVES:
+            curve, metric = run.curve(field_name), METRIC_NAMES[field_name]
             columns = (curve.steps.tolist(), curve.tokens.tolist(), curve.values.tolist())
             for step, tokens, value in zip(*columns, strict=True):
-                known = None if math.isnan(tokens) else int(tokens)
-                yield run.model, run.optimizer, run.seed, run.id, name, step, known, value
+                whole_tokens = None if math.isnan(tokens) else int(tokens)
+                yield run.model, run.optimizer, run.seed, run.id, metric, step, whole_tokens, value
 
 
 def _write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

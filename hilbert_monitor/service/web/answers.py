@@ -1,4 +1,4 @@
-"""Answers about runs as plain values: snapshots and a question in, what JSON can hold out."""
+"""Answers to questions about runs: snapshots in, values that JSON can hold out."""
 
 from __future__ import annotations
 
@@ -12,38 +12,36 @@ from numpy.typing import NDArray
 
 from hilbert_monitor.runs.json_values import plain
 from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.service.figures.downsampling import thin
-from hilbert_monitor.service.following.columns import NUMBERS, PAIRS, SECONDS, Floats, Table, present
+from hilbert_monitor.service.figures.downsampling import downsample
+from hilbert_monitor.service.following.columns import NUMBERS, PAIR_COLUMNS, SECONDS, WHOLE, Floats, Table, present
 from hilbert_monitor.service.following.run_settings import settings
 from hilbert_monitor.service.following.snapshot import RunSnapshot, summary
 
 Runs = Mapping[str, RunSnapshot]
 
 TOKENS = 50
-"""Pairs, and single tokens, that a run's page lists."""
+"""Pairs, and single tokens, that an answer lists, at most."""
 ALERTS = 1000
-"""Alerts of a run that its page lists, the last ones."""
-FIELDS = (*NUMBERS, *(f"{name}.{end}" for name in PAIRS for end in (0, 1)))
+"""The newest alerts of a run that an answer lists, at most."""
+FIELDS = (*NUMBERS, *PAIR_COLUMNS)
 """Columns that a run may have, beside its steps and what the parts of measuring cost."""
-WHOLE = {"tokens", "row_token", "gradient_row_token", "nonfinite_rows", *(name for name in FIELDS if "." in name)}
-"""Those that hold whole numbers."""
 SEARCHED = ("id", "name", "optimizer", "model", "status")
 NAMED = (*SEARCHED, "seed", "panel_hash", "error")
 """Fields of a summary that a search looks through, and those that it knows by name."""
 
 
-def runs(found: Runs, *, q: str = "", status: str = "", optimizer: str = "", model: str = "") -> list[dict[str, Any]]:
-    """The runs that are asked for in a line each, the newest first.
+def runs(index: Runs, *, q: str = "", status: str = "", optimizer: str = "", model: str = "") -> list[dict[str, Any]]:
+    """A line for each run that matches, the newest first.
 
     Args:
-        found: all runs.
+        index: all runs.
         q: words that must all occur in a run's names or settings; `lr=0.1` and `status:failed` ask for one field.
-        status: exactly that, as the others.
-        optimizer: of the LM head.
-        model: as runs are compared by.
+        status: the state of a run; empty for any, as with the others.
+        optimizer: that of the LM head.
+        model: the name by which runs are grouped for comparison.
     """
     wanted = {"status": status, "optimizer": optimizer, "model": model}
-    lines = ((run, summary(run)) for run in sorted(found.values(), key=newest, reverse=True))
+    lines = ((run, summary(run)) for run in sorted(index.values(), key=newest, reverse=True))
     return [
         plain(line)
         for run, line in lines
@@ -52,59 +50,59 @@ def runs(found: Runs, *, q: str = "", status: str = "", optimizer: str = "", mod
 
 
 def newest(run: RunSnapshot) -> tuple[Any, ...]:
-    """What runs are sorted by, in reverse."""
+    """The key that runs are sorted by; the largest is the newest run."""
     return _order(run.info.started, run.id)
 
 
 def stamp(run: RunSnapshot) -> tuple[Any, ...]:
-    """What tells a run as it is now from any other and from itself at any other time."""
+    """A key that changes whenever the run does, and that no other run has."""
     return run.id, run.version, run.info.started, len(run.table)
 
 
 def run(one: RunSnapshot) -> dict[str, Any]:
-    """All of a run but its curves."""
+    """Everything about a run but its curves."""
     pairs, tokens = _tokens(one.table)
-    about: dict[str, Any] = plain(
+    answer: dict[str, Any] = plain(
         {
             "summary": summary(one),
-            "info": _whole(one.info),
-            "attempts": [_whole(info) for info in one.attempts],
-            "alerts": [_whole(alert) for alert in one.alerts[-ALERTS:]],
+            "info": _all_fields(one.info),
+            "attempts": [_all_fields(info) for info in one.attempts],
+            "alerts": [_all_fields(alert) for alert in one.alerts[-ALERTS:]],
             "tokens": pairs,
             "token_rows": tokens,
             "cost": _cost(one.table),
             "config": list(settings(one.info).items()),
         }
     )
-    return about
+    return answer
 
 
-def alerts(found: Runs, *, run: str = "", kind: str = "", limit: int = 200) -> dict[str, Any]:
+def alerts(index: Runs, *, run: str = "", kind: str = "", limit: int = 200) -> dict[str, Any]:
     """Alerts of all runs, or of one, or of one kind, the newest first."""
-    kept = [
+    matches = [
         (one, alert)
-        for one in found.values()
+        for one in index.values()
         for alert in one.alerts
         if (not run or one.id == run) and (not kind or alert.kind == kind)
     ]
-    kept.sort(key=lambda item: _order(item[1].time, item[0].id, item[1].step), reverse=True)
-    return {"alerts": [plain(_run_alert(*item)) for item in kept[:limit]], "count": len(kept)}
+    matches.sort(key=lambda item: _order(item[1].time, item[0].id, item[1].step), reverse=True)
+    return {"alerts": [plain(_run_alert(*item)) for item in matches[:limit]], "count": len(matches)}
 
 
 def difference(a: RunSnapshot, b: RunSnapshot) -> dict[str, Any]:
-    """Settings that two runs do not share."""
+    """The settings in which two runs differ."""
     ours, theirs = settings(a.info), settings(b.info)
     keys = [*ours, *(key for key in theirs if key not in ours)]
     rows = [{"key": key, "a": ours.get(key), "b": theirs.get(key)} for key in keys if ours.get(key) != theirs.get(key)]
-    about: dict[str, Any] = plain({"a": a.id, "b": b.id, "rows": rows, "same": len(keys) - len(rows)})
-    return about
+    answer: dict[str, Any] = plain({"a": a.id, "b": b.id, "rows": rows, "same": len(keys) - len(rows)})
+    return answer
 
 
 # Records
 
 
 def fields(table: Table, asked: Sequence[str]) -> list[str]:
-    """The columns that are asked for, each once; without any, all that there are. ValueError says which is none."""
+    """The columns that were asked for, or all that the run has. ValueError names one that no run has."""
     for name in asked:
         if name != "step" and name not in FIELDS and not name.startswith(SECONDS):
             raise ValueError(f"a record has no field '{name[:80]}': it has step, {', '.join(FIELDS)} and {SECONDS}PART")
@@ -113,16 +111,16 @@ def fields(table: Table, asked: Sequence[str]) -> list[str]:
 
 
 def records(one: RunSnapshot, names: Sequence[str], rows: slice, points: int) -> dict[str, Any]:
-    """Columns of the records of some rows, of which those are kept where a column is smallest and largest."""
+    """Columns of some rows, thinned to about `points`: the rows where a column is smallest or largest stay."""
     columns = {name: one.table.column(name)[rows] for name in names}
     steps = one.table.steps[rows]
-    kept = _kept(list(columns.values()), len(steps), points)
-    listed = {name: _listed(values[kept], name in WHOLE) for name, values in columns.items()}
+    places = _thinned(list(columns.values()), len(steps), points)
+    listed = {name: _listed(values[places], name in WHOLE) for name, values in columns.items()}
     return {
         "id": one.id,
         "version": one.version,
         "of": len(steps),
-        "columns": {"step": steps[kept].tolist(), **listed},
+        "columns": {"step": steps[places].tolist(), **listed},
     }
 
 
@@ -134,26 +132,26 @@ def rows_of(table: Table, first: int | None, last: int | None) -> slice:
 
 
 def csv_rows(table: Table, names: Sequence[str], rows: slice, piece: int = 4096) -> Iterator[tuple[Any, ...]]:
-    """Every record of some rows: its step, and its fields."""
+    """The lines of a CSV file: the step of every record of some rows, and its fields."""
     for start in range(rows.start, rows.stop, piece):
         part = slice(start, min(start + piece, rows.stop))
         columns = (_objects(table.column(name)[part], name in WHOLE).tolist() for name in names)
         yield from zip(table.steps[part].tolist(), *columns, strict=True)
 
 
-def _kept(columns: Sequence[Floats], length: int, points: int) -> NDArray[np.int64]:
-    """Rows to keep so that there are about so many: where a column is smallest, largest, infinite or nan."""
+def _thinned(columns: Sequence[Floats], length: int, points: int) -> NDArray[np.int64]:
+    """About `points` rows: those where a column is smallest, largest, infinite or nan."""
     if length <= points:
         return np.arange(length)
-    kept = [thin(columns or [np.arange(length, dtype=np.float64)], points)]
+    rows = [downsample(columns or [np.arange(length, dtype=np.float64)], points)]
     for values in columns:
         odd = np.flatnonzero(present(values) & ~np.isfinite(values))
-        kept.append(odd[np.linspace(0, len(odd) - 1, min(len(odd), points // len(columns))).astype(np.int64)])
-    return np.unique(np.concatenate(kept))
+        rows.append(odd[np.linspace(0, len(odd) - 1, min(len(odd), points // len(columns))).astype(np.int64)])
+    return np.unique(np.concatenate(rows))
 
 
 def _listed(values: Floats, whole: bool) -> list[Any]:
-    """A column as JSON has it."""
+    """A column as a list that JSON can hold."""
     objects, odd = _objects(values, whole), present(values) & ~np.isfinite(values)
     objects[odd] = [repr(float(value)) for value in values[odd]]
     listed: list[Any] = objects.tolist()
@@ -161,7 +159,7 @@ def _listed(values: Floats, whole: bool) -> list[Any]:
 
 
 def _objects(values: Floats, whole: bool) -> NDArray[np.object_]:
-    """Python's numbers, None where there is none."""
+    """A column as Python's numbers, None where a value is missing."""
     objects = values.astype(object)
     if whole:
         finite = np.isfinite(values)
@@ -177,11 +175,11 @@ def _matches(run: RunSnapshot, line: dict[str, Any], q: str) -> bool:
     words = q.lower().split()
     if not words:
         return True
-    set_to = {key.lower(): text.lower() for key, text in settings(run.info).items()}
+    values = {key.lower(): text.lower() for key, text in settings(run.info).items()}
     named = {key: "" if line[key] is None else str(line[key]).lower() for key in NAMED}
     texts = [named[key] for key in SEARCHED]
-    everywhere = [*texts, *(f"{key}={text}" for key, text in set_to.items())]
-    return all(_has_field(word, named | set_to, texts) or _occurs(word, everywhere) for word in words)
+    everywhere = [*texts, *(f"{key}={text}" for key, text in values.items())]
+    return all(_has_field(word, named | values, texts) or _occurs(word, everywhere) for word in words)
 
 
 def _occurs(word: str, texts: Iterable[str]) -> bool:
@@ -189,12 +187,12 @@ def _occurs(word: str, texts: Iterable[str]) -> bool:
 
 
 def _has_field(word: str, values: Mapping[str, str], texts: Iterable[str]) -> bool:
-    """Whether a field has exactly the value that a word like `lr=0.1` says, or a name has the word in it."""
+    """Whether a field has exactly the value of a word like `lr=0.1`, or a name contains the word."""
     key, value = _split(word)
     if not value:
         return False
-    asked = (text for name, text in values.items() if name == key or name.endswith(f".{key}"))
-    return any(text == value or _same_number(text, value) for text in asked) or any(word in text for text in texts)
+    candidates = (text for name, text in values.items() if name == key or name.endswith(f".{key}"))
+    return any(text == value or _same_number(text, value) for text in candidates) or any(word in text for text in texts)
 
 
 def _split(word: str) -> tuple[str, str]:
@@ -210,18 +208,18 @@ def _same_number(a: str, b: str) -> bool:
 
 
 def _order(time: float, *rest: Any) -> tuple[Any, ...]:
-    """A key to sort by, also where a time is nan."""
+    """A key to sort by, which works where a time is nan."""
     return (-math.inf if math.isnan(time) else time, *rest)
 
 
-def _whole(record: RunInfo | Alert) -> dict[str, Any]:
-    """All fields, also those that are as usual."""
+def _all_fields(record: RunInfo | Alert) -> dict[str, Any]:
+    """All fields, also those with their default values."""
     return msgspec.structs.asdict(record)
 
 
 def _run_alert(run: RunSnapshot, alert: Alert) -> dict[str, Any]:
-    about = {"run": run.id, "name": run.info.name, "optimizer": run.info.head_optimizer or "unknown"}
-    return {**about, "status": run.status, **_whole(alert)}
+    source = {"run": run.id, "name": run.info.name, "optimizer": run.info.head_optimizer or "unknown"}
+    return {**source, "status": run.status, **_all_fields(alert)}
 
 
 def _parts(table: Table) -> Iterator[str]:
@@ -239,9 +237,9 @@ def _cost(table: Table) -> dict[str, Any]:
 
 
 def _mean(values: Floats) -> float | None:
-    found = values[present(values)]
+    measured = values[present(values)]
     with np.errstate(all="ignore"):
-        return float(found.mean()) if len(found) else None
+        return float(measured.mean()) if len(measured) else None
 
 
 def _tokens(table: Table) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -1,8 +1,7 @@
 """The service as an app: pages, the JSON API and the stream of events. It only reads.
 
-What an answer says is worked out in `answers` and `figure_answers`. Here requests are checked, and answers are encoded,
-kept and sent.
-Routes that compute are plain functions, which run beside the loop that serves the streams.
+`answers` and `figure_answers` work out what an answer says. This module checks requests, and encodes, caches and sends
+the answers. Routes that compute are plain functions, which FastAPI runs in threads beside the event loop.
 """
 
 from __future__ import annotations
@@ -19,24 +18,25 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from hilbert_monitor import __version__
+from hilbert_monitor.runs.alerts import KINDS
 from hilbert_monitor.service.figures import compare_figures
 from hilbert_monitor.service.following.index import Index
-from hilbert_monitor.service.following.snapshot import RunSnapshot
+from hilbert_monitor.service.following.snapshot import RunSnapshot, ShownStatus
 from hilbert_monitor.service.following.text import csv_lines
 
 from . import answers, schema
-from .assets import PAGE, Assets, sent
+from .assets import PAGE, Assets, respond
 from .figure_answers import FigureAnswers, choose
 from .parameters import (
     POINTS,
     SEARCH,
-    Drawn,
+    ComparePanelName,
     Fields,
     Id,
     Ids,
     ModelName,
-    Panel,
-    RunPanel,
+    Options,
+    RunPanelName,
     failed,
     ids,
     misread,
@@ -53,17 +53,17 @@ DESCRIPTION = """Runs of hilbert-monitor, as they are now: read-only, no request
 Numbers that are nan or infinite are the strings "nan", "inf" and "-inf"; in figures, for plotly, they are null.
 Where the service has a token, send it as `Authorization: Bearer TOKEN`."""
 RETRY = 1000
-"""Milliseconds after which a browser that was cut off comes back."""
+"""Milliseconds after which a browser that lost its connection reconnects."""
 
 
 class PlainText(Response):
-    """As Prometheus reads it."""
+    """Text in the format of Prometheus."""
 
     media_type = "text/plain"
 
 
 class CSV(StreamingResponse):
-    """Rows that are made while they are sent."""
+    """A CSV file, written while it is sent."""
 
     media_type = "text/csv"
 
@@ -75,13 +75,13 @@ def create_app(
     allowed_hosts: Collection[str] | None = LOOPBACK,
     reexport: bool = False,
 ) -> FastAPI:
-    """The app over an index, which somebody else starts and stops.
+    """The app over an index. The caller starts and stops the index.
 
     Args:
         index: the runs.
-        token: what a visitor has to know; None for no such thing.
-        allowed_hosts: names that are answered to; None for any.
-        reexport: give Prometheus the metrics also of runs that serve them themselves.
+        token: the secret that a visitor must send; None for no secret.
+        allowed_hosts: host names that requests may use; None for any.
+        reexport: whether /metrics has the runs too that serve their metrics themselves.
     """
     app = FastAPI(
         title="hilbert-monitor",
@@ -111,27 +111,27 @@ def create_app(
 
 
 class Responder:
-    """What is asked about the runs of an index, each answer worked out once as long as nothing changes."""
+    """Answers requests about the runs of an index. An answer is worked out once as long as nothing changes."""
 
     def __init__(self, index: Index) -> None:
         self.index, self.cache, self.figures = index, ResponseCache(), FigureAnswers()
 
     def run(self, id: str) -> RunSnapshot:
-        """A run by its id, which is looked up among those that are known and nowhere else."""
-        found = self.index.runs.get(id)
-        if found is None:
-            shown = id if len(id) <= 100 else f"{id[:100]}..."
-            raise HTTPException(404, f"There is no run {shown!r}: /api/runs lists those that there are.")
-        return found
+        """A run by its id; HTTPException if there is none. Ids are looked up in the index alone, never on the disk."""
+        snapshot = self.index.runs.get(id)
+        if snapshot is None:
+            name = id if len(id) <= 100 else f"{id[:100]}..."
+            raise HTTPException(404, f"There is no run {name!r}: /api/runs lists those that there are.")
+        return snapshot
 
-    def kept(self, request: Request, key: tuple[Any, ...], make: Callable[[], Any]) -> Response:
-        """An answer that others may ask for too."""
+    def cached(self, request: Request, key: tuple[Any, ...], make: Callable[[], Any]) -> Response:
+        """The answer to a key: from the cache, or made and put there."""
         body = self.cache.get((request.scope["route"].path, *key), lambda: msgspec.json.encode(make()))
-        return sent(request, body, "application/json")
+        return respond(request, body, "application/json")
 
 
 def _json(request: Request, answer: Any) -> Response:
-    return sent(request, Body(msgspec.json.encode(answer)), "application/json")
+    return respond(request, Body(msgspec.json.encode(answer)), "application/json")
 
 
 def _csv(name: str, lines: Iterator[str]) -> CSV:
@@ -146,8 +146,8 @@ def _add_health(app: FastAPI, index: Index) -> None:
     @app.get("/healthz", tags=["service"], summary="Whether the service works", responses=ok(schema.Health))
     def health(request: Request) -> Response:
         """Answered without a token."""
-        about = {"status": "ok", "version": __version__, "runs": len(index.runs), "progress": index.progress}
-        return _json(request, about)
+        state = {"status": "ok", "version": __version__, "runs": len(index.runs), "progress": index.progress}
+        return _json(request, state)
 
 
 def _add_runs(app: FastAPI, responder: Responder) -> None:
@@ -157,22 +157,22 @@ def _add_runs(app: FastAPI, responder: Responder) -> None:
     def runs(
         request: Request,
         q: Annotated[str, Query(max_length=300, description=SEARCH, examples=["rownorm lr=0.1"])] = "",
-        status: Annotated[schema.Status | None, Query(description="Only runs that stand so.")] = None,
+        status: Annotated[ShownStatus | None, Query(description="Only runs in this state.")] = None,
         optimizer: Annotated[str, Query(max_length=100, description="Only runs with this LM head.")] = "",
         model: ModelName = "",
     ) -> Response:
-        version, found = index.version, index.runs
+        version, known = index.version, index.runs
 
         def make() -> dict[str, Any]:
-            listed = answers.runs(found, q=q, status=status or "", optimizer=optimizer, model=model)
+            listed = answers.runs(known, q=q, status=status or "", optimizer=optimizer, model=model)
             return {"root": str(index.root), "progress": index.progress, "version": version, "runs": listed}
 
-        return responder.kept(request, (q, status, optimizer, model, version, index.progress), make)
+        return responder.cached(request, (q, status, optimizer, model, version, index.progress), make)
 
-    @app.get("/api/runs/{id}", tags=["runs"], summary="A run, without its curves", responses=ok(schema.Run))
+    @app.get("/api/runs/{id}", tags=["runs"], summary="A run, without its curves", responses=ok(schema.RunAnswer))
     def run(request: Request, id: Id) -> Response:
-        found = responder.run(id)
-        return responder.kept(request, answers.stamp(found), lambda: answers.run(found))
+        snapshot = responder.run(id)
+        return responder.cached(request, answers.stamp(snapshot), lambda: answers.run(snapshot))
 
     @app.get(
         "/api/runs/{id}/records",
@@ -184,32 +184,37 @@ def _add_runs(app: FastAPI, responder: Responder) -> None:
         request: Request,
         id: Id,
         fields: Fields = "",
-        first: Annotated[int | None, Query(ge=-(2**62), le=2**62, description="Of the steps.")] = None,
-        last: Annotated[int | None, Query(ge=-(2**62), le=2**62, description="Of the steps, included.")] = None,
+        first: Annotated[int | None, Query(ge=-(2**62), le=2**62, description="The first step.")] = None,
+        last: Annotated[
+            int | None, Query(ge=-(2**62), le=2**62, description="The last step, which is included.")
+        ] = None,
         points: Annotated[int, Query(ge=10, le=20_000, description=POINTS)] = 2000,
         format: Annotated[Literal["json", "csv"], Query(description="CSV has every record.")] = "json",
     ) -> Response:
-        found = responder.run(id)
+        snapshot = responder.run(id)
         try:
-            names = answers.fields(found.table, [name for name in fields.split(",") if name][:64])
+            names = answers.fields(snapshot.table, [name for name in fields.split(",") if name][:64])
         except ValueError as error:
             raise HTTPException(422, f"fields: {error}.") from None
-        rows = answers.rows_of(found.table, first, last)
+        rows = answers.rows_of(snapshot.table, first, last)
         if format == "csv":
-            return _csv(id, csv_lines(("step", *names), answers.csv_rows(found.table, names, rows)))
-        key = (*answers.stamp(found), tuple(names), rows.start, rows.stop, points)
-        return responder.kept(request, key, lambda: answers.records(found, names, rows, points))
+            return _csv(id, csv_lines(("step", *names), answers.csv_rows(snapshot.table, names, rows)))
+        key = (*answers.stamp(snapshot), tuple(names), rows.start, rows.stop, points)
+        return responder.cached(request, key, lambda: answers.records(snapshot, names, rows, points))
 
     @app.get("/api/alerts", tags=["runs"], summary="Alerts, the newest first", responses=ok(schema.Alerts))
     def alerts(
         request: Request,
-        run: Annotated[str, Query(max_length=300, description="Only of the run of this id.")] = "",
-        kind: Annotated[str, Query(max_length=100, description="Only of this kind.", examples=["diameter"])] = "",
+        run: Annotated[str, Query(max_length=300, description="Only alerts of the run with this id.")] = "",
+        kind: Annotated[
+            str,
+            Query(max_length=100, description=f"Only alerts of this kind: {', '.join(KINDS)}.", examples=["diameter"]),
+        ] = "",
         limit: Annotated[int, Query(ge=1, le=1000, description="How many, at most.")] = 200,
     ) -> Response:
-        version, found = index.version, index.runs
-        return responder.kept(
-            request, (run, kind, limit, version), lambda: answers.alerts(found, run=run, kind=kind, limit=limit)
+        version, known = index.version, index.runs
+        return responder.cached(
+            request, (run, kind, limit, version), lambda: answers.alerts(known, run=run, kind=kind, limit=limit)
         )
 
     @app.get("/api/difference", tags=["runs"], summary="Settings of two runs", responses=ok(schema.Changes))
@@ -225,9 +230,10 @@ def _add_figures(app: FastAPI, responder: Responder) -> None:
     index, figures = responder.index, responder.figures
 
     @app.get("/api/runs/{id}/figures", tags=["figures"], summary="Figures of a run", responses=ok(schema.RunFigures))
-    def run_figures_(request: Request, id: Id, view: Drawn) -> Response:
-        found = responder.run(id)
-        return responder.kept(request, (*answers.stamp(found), view), lambda: figures.of_run(found, view))
+    def run_figures_(request: Request, id: Id, options: Options) -> Response:
+        snapshot = responder.run(id)
+        key = (*answers.stamp(snapshot), options)
+        return responder.cached(request, key, lambda: figures.of_run(snapshot, options))
 
     @app.get(
         "/api/runs/{id}/panels/{panel}.csv",
@@ -236,16 +242,20 @@ def _add_figures(app: FastAPI, responder: Responder) -> None:
         response_class=CSV,
         responses=problems(inline=True),
     )
-    def run_csv(id: Id, panel: Annotated[RunPanel, Path(description="One of its figures.")], view: Drawn) -> Response:
-        found = responder.run(id)
-        return _csv(f"{id}-{panel}", figures.run_csv(found, panel, view))
+    def run_csv(
+        id: Id, panel: Annotated[RunPanelName, Path(description="One of its figures.")], options: Options
+    ) -> Response:
+        return _csv(f"{id}-{panel}", figures.run_csv(responder.run(id), panel, options))
 
-    @app.get("/api/compare", tags=["figures"], summary="Runs of a model, compared", responses=ok(schema.Comparison))
-    def compare(request: Request, view: Drawn, model: ModelName = "", runs: Ids = "") -> Response:
-        version, found = index.version, index.runs
-        choice = choose(found, model, ids(runs))
-        figures.forget(found.keys())
-        return responder.kept(request, (*choice.versions, view), lambda: figures.compared(choice, view, version))
+    @app.get(
+        "/api/compare", tags=["figures"], summary="Runs of a model, compared", responses=ok(schema.ComparisonAnswer)
+    )
+    def compare(request: Request, options: Options, model: ModelName = "", runs: Ids = "") -> Response:
+        version, known = index.version, index.runs
+        choice = choose(known, model, ids(runs))
+        figures.forget_others(known.keys())
+        key = (*choice.versions, options)
+        return responder.cached(request, key, lambda: figures.compared(choice, options, version))
 
     @app.get(
         "/api/compare/{panel}.csv",
@@ -255,40 +265,44 @@ def _add_figures(app: FastAPI, responder: Responder) -> None:
         responses=problems(inline=True),
     )
     def compare_csv(
-        panel: Annotated[Panel, Path(description="One of the figures.")],
-        view: Drawn,
+        panel: Annotated[ComparePanelName, Path(description="One of the figures.")],
+        options: Options,
         model: ModelName = "",
         runs: Ids = "",
     ) -> Response:
         choice = choose(index.runs, model, ids(runs))
-        return _csv(f"{choice.model or 'runs'}-{panel}", figures.compared_csv(choice, panel, view))
+        return _csv(f"{choice.model or 'runs'}-{panel}", figures.compared_csv(choice, panel, options))
 
     @app.get("/api/themes", tags=["figures"], summary="Plotly's templates", responses=ok(schema.Themes))
     def themes(request: Request) -> Response:
-        return responder.kept(request, (), lambda: {name: compare_figures.template(name) for name in ("light", "dark")})
+        return responder.cached(
+            request, (), lambda: {name: compare_figures.template(name) for name in ("light", "dark")}
+        )
 
 
 def _add_events(app: FastAPI, index: Index) -> None:
     @app.get(
         "/api/events",
         tags=["events"],
-        summary="What happens, as it happens",
+        summary="Events of all runs, as they happen",
         response_class=EventSourceResponse,
         responses=problems(inline=True),
     )
     async def events(
         after: Annotated[
             str | None,
-            Query(max_length=100, description="Id of the last event that is known: what came since comes first."),
+            Query(
+                max_length=100, description="Id of the last event that the client has: those after it are sent first."
+            ),
         ] = None,
         last_event_id: Annotated[
-            str | None, Header(max_length=100, description="The same, as a browser says it when it comes back.")
+            str | None, Header(max_length=100, description="The same, as a browser sends it when it reconnects.")
         ] = None,
     ) -> AsyncIterator[ServerSentEvent]:
         """An endless stream.
 
-        Events: `hello` at first; `run` and `records` for what a run has new; `alert`; `gone`; `progress`; `reset` where
-        what came since is not known any more, and all has to be fetched anew.
+        Events: `hello` at first; `run` and `records` when a run changed; `alert`; `gone` for a run that was removed;
+        `progress` of reading the logs; `reset` if events were missed that are no longer stored: fetch everything anew.
         """
         retry: int | None = RETRY
         async for event in index.feed.listen(last_event_id or after):
@@ -296,7 +310,7 @@ def _add_events(app: FastAPI, index: Index) -> None:
             retry = None
 
 
-def _add_prometheus(app: FastAPI, scraped: PrometheusExport) -> None:
+def _add_prometheus(app: FastAPI, export: PrometheusExport) -> None:
     @app.get(
         "/api/prometheus/targets",
         tags=["prometheus"],
@@ -305,28 +319,28 @@ def _add_prometheus(app: FastAPI, scraped: PrometheusExport) -> None:
     )
     def targets(request: Request) -> Response:
         """For http_sd_configs."""
-        return _json(request, scraped.targets())
+        return _json(request, export.targets())
 
     @app.get(
         "/metrics", tags=["prometheus"], summary="Metrics of runs that do not serve them", response_class=PlainText
     )
     def metrics(accept: Annotated[str, Header(max_length=1000, description="Text or OpenMetrics.")] = "") -> Response:
-        """The latest values of the runs that are going on, or ended in the last ten minutes."""
-        body, kind = scraped.metrics(accept)
+        """The latest values of live runs, and of those that ended in the last ten minutes."""
+        body, kind = export.metrics(accept)
         return Response(body, headers={"Content-Type": kind})
 
 
 def _add_pages(app: FastAPI, assets: Assets) -> None:
-    """Pages are all the same file, whose script asks the API. No name in an address is looked up on the disk."""
+    """All pages are the same file, whose scripts ask the API. No name in an address is looked up on the disk."""
 
     def page(request: Request) -> Response:
-        return _found(assets.answer(request, PAGE))
+        return _or_404(assets.answer(request, PAGE))
 
     def static(request: Request) -> Response:
-        return _found(assets.answer(request, request.path_params["name"]))
+        return _or_404(assets.answer(request, request.path_params["name"]))
 
     def runbook(request: Request) -> Response:
-        return _found(assets.runbook(request, request.path_params["name"]))
+        return _or_404(assets.runbook(request, request.path_params["name"]))
 
     for path in ("/", "/runs", "/runs/{id}", "/alerts"):
         app.add_route(path, page, include_in_schema=False)
@@ -334,7 +348,7 @@ def _add_pages(app: FastAPI, assets: Assets) -> None:
     app.add_route("/runbooks/{name}", runbook, include_in_schema=False)
 
 
-def _found(answer: Response | None) -> Response:
+def _or_404(answer: Response | None) -> Response:
     if answer is None:
         raise HTTPException(404)
     return answer

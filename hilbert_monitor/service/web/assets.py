@@ -1,4 +1,4 @@
-"""The files of the page: read once, compressed once, and no others are served."""
+"""The files of the page: each is read once and compressed once, and no other file is served."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from hilbert_monitor import __version__
 
+from . import catalogue
 from .response_cache import Body
 
 TYPES = {
@@ -26,18 +27,19 @@ TYPES = {
     ".woff2": "font/woff2",
     ".webmanifest": "application/manifest+json",
 }
-"""What is served, by the end of its name."""
+"""Media types of the files that are served, by the end of their names."""
 PLOTLY = "plotly.min.js"
 PAGE = "index.html"
 FOREVER = "public, max-age=31536000, immutable"
 
 
 class Assets:
-    """The files of the page by name. Where they say __VERSION__ they get a hash of them all."""
+    """The files of the page by name. A hash of all of them replaces __VERSION__ in their texts."""
 
     def __init__(self) -> None:
-        found = {file.name: file.read_bytes() for file in files(__package__).joinpath("static").iterdir()}
-        known = {name: content for name, content in found.items() if Path(name).suffix in TYPES}
+        folder = files(__package__).joinpath("static")
+        known = {file.name: file.read_bytes() for file in folder.iterdir() if Path(file.name).suffix in TYPES}
+        known[catalogue.NAME] = catalogue.script()
         self.version = _hash(
             __version__.encode(), str(_plotly().stat().st_size).encode(), *map(_hash_of, sorted(known.items()))
         )
@@ -46,10 +48,10 @@ class Assets:
 
     def get(self, name: str) -> Body | None:
         """A file, if there is one of that name."""
-        return _drawing() if name == PLOTLY else self._bodies.get(name)
+        return _plotly_body() if name == PLOTLY else self._bodies.get(name)
 
     def answer(self, request: Request, name: str) -> Response | None:
-        """The answer to a request for a file: kept for ever by a browser that asked for this very version."""
+        """The response to a request for a file. A browser that asked for this very version may cache it for ever."""
         body = self.get(name)
         if body is None:
             return None
@@ -60,21 +62,21 @@ class Assets:
         }
         if headers["ETag"] in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
-        return sent(request, body, TYPES[Path(name).suffix], headers)
+        return respond(request, body, TYPES[Path(name).suffix], headers)
 
     def runbook(self, request: Request, name: str) -> Response | None:
-        """What to do about an alert, as text."""
+        """The runbook of an alert, as text."""
         body = self._runbooks.get(name)
-        return None if body is None else sent(request, body, "text/plain; charset=utf-8")
+        return None if body is None else respond(request, body, "text/plain; charset=utf-8")
 
 
 def prepare() -> None:
-    """Compress what is large before somebody waits for it."""
-    _ = _drawing().gzipped
+    """Compress plotly's script before somebody waits for it."""
+    _ = _plotly_body().gzipped
 
 
-def sent(request: Request, body: Body, media_type: str, headers: dict[str, str] | None = None) -> Response:
-    """A body, compressed if the other side understands that."""
+def respond(request: Request, body: Body, media_type: str, headers: dict[str, str] | None = None) -> Response:
+    """A response with a body, compressed if the client accepts that."""
     headers = {"Vary": "Accept-Encoding"} | (headers or {})
     if "gzip" in request.headers.get("accept-encoding", "") and body.gzipped is not None:
         return Response(body.gzipped, media_type=media_type, headers=headers | {"Content-Encoding": "gzip"})
@@ -82,12 +84,12 @@ def sent(request: Request, body: Body, media_type: str, headers: dict[str, str] 
 
 
 @cache
-def _drawing() -> Body:
+def _plotly_body() -> Body:
     return Body(_plotly().read_bytes(), 6)
 
 
 def _plotly() -> Path:
-    """Plotly's script, from its package, which need not be imported for that."""
+    """The path of plotly's script in its package, found without importing that."""
     spec = find_spec("plotly")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -97,8 +99,8 @@ def _plotly() -> Path:
 def _runbooks() -> list[Path]:
     """The runbooks: in the package, or beside it in a checkout."""
     here = Path(__file__).parent
-    places = (here / "runbooks", here.parents[2] / "dashboards" / "runbooks")
-    return next((found for place in places if (found := sorted(place.glob("*.md")))), [])
+    folders = (here / "runbooks", here.parents[2] / "dashboards" / "runbooks")
+    return next((paths for folder in folders if (paths := sorted(folder.glob("*.md")))), [])
 
 
 def _versioned(name: str, content: bytes, version: str) -> bytes:

@@ -1,9 +1,9 @@
-"""What a request may ask, and the sentence that it gets if it asks for something else."""
+"""The parameters of requests, and the answers to requests that are wrong."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import Depends, Path, Query
 from fastapi.exceptions import RequestValidationError
@@ -13,16 +13,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hilbert_monitor.service.figures import compare_figures, run_figures
 from hilbert_monitor.service.figures.plot_options import Axis, Group, PlotOptions, Scale
 
 from .answers import FIELDS
 from .schema import Problem
-from .security import protect, trouble
+from .security import error_response, protect
 
-RunPanel = Literal[
-    "diameter", "saturation", "perturbation", "efficiency", "shares", "norms", "loss", "learning_rate", "cost"
-]
-Panel = Literal["loss", "diameter", "perturbation", "ratio"]
+if TYPE_CHECKING:
+    RunPanelName = str
+    ComparePanelName = str
+else:
+    RunPanelName = Literal[tuple(run_figures.PANELS)]
+    ComparePanelName = Literal[tuple(compare_figures.PANELS)]
 
 SEARCH = (
     "Words that must all occur in a run's id, name, optimizer, model, state or settings; `lr=0.1` and `status:failed`"
@@ -30,15 +33,15 @@ SEARCH = (
 )
 POINTS = "About how many records, at most: those where a field is smallest or largest are kept."
 PROBLEMS: dict[int | str, str] = {
-    400: "Asked under a name that is not answered to.",
+    400: "The host name is not one of this service.",
     401: "The token is missing or wrong.",
     404: "There is no such run.",
-    405: "Asked with another method than GET.",
+    405: "The method is not GET.",
     422: "A parameter is not what it should be.",
 }
 USUAL = {
-    "Not Found": "There is nothing here: / is the dashboard, and /api/openapi.json lists what a program can ask.",
-    "Method Not Allowed": "Runs are only read here, never changed: ask with GET.",
+    "Not Found": "There is no such page: / is the dashboard, and /api/openapi.json lists what a program can ask.",
+    "Method Not Allowed": "This service only reads runs and changes nothing: use GET.",
 }
 
 Id = Annotated[str, Path(description="Id of a run, as /api/runs lists it.", examples=["190M-rownorm-seed0"])]
@@ -58,33 +61,35 @@ Fields = Annotated[
 ]
 
 
-def view(
+def plot_options(
     axis: Annotated[
-        Axis | None, Query(description="What curves are drawn against; by default tokens, if all runs have them.")
+        Axis | None, Query(description="The x axis; by default tokens, if all runs have them, else updates.")
     ] = None,
-    smooth: Annotated[float, Query(ge=0, le=0.999, description="Weight of what came before; 0 for none.")] = 0.0,
-    scale: Annotated[Scale, Query(description="Of the y axis.")] = "auto",
-    group: Annotated[Group, Query(description="Means by optimizer, or run by run.")] = "optimizer",
-    seeds: Annotated[bool, Query(description="Draw the line of each seed too.")] = False,
+    smooth: Annotated[
+        float, Query(ge=0, le=0.999, description="Weight of earlier values in a moving average; 0 for no smoothing.")
+    ] = 0.0,
+    scale: Annotated[Scale, Query(description="Scale of the y axis.")] = "auto",
+    group: Annotated[Group, Query(description="A mean for each optimizer, or a line for each run.")] = "optimizer",
+    seeds: Annotated[bool, Query(description="Draw the line of each run behind the means.")] = False,
     x0: Annotated[
-        float | None, Query(allow_inf_nan=False, description="Begin of the range on that axis (time: in hours).")
+        float | None, Query(allow_inf_nan=False, description="Start of the range of x (time: in hours).")
     ] = None,
-    x1: Annotated[float | None, Query(allow_inf_nan=False, description="End of the range.")] = None,
+    x1: Annotated[float | None, Query(allow_inf_nan=False, description="End of the range of x.")] = None,
 ) -> PlotOptions:
-    """How curves are looked at."""
+    """The options of a plot, from the query."""
     return PlotOptions(axis=axis, smooth=smooth, scale=scale, group=group, seeds=seeds, x0=x0, x1=x1)
 
 
-Drawn = Annotated[PlotOptions, Depends(view)]
+Options = Annotated[PlotOptions, Depends(plot_options)]
 
 
 def ids(text: str) -> list[str]:
-    """The ids of a list of them."""
+    """Split a list of ids at its commas."""
     return [id for id in text.split(",") if id]
 
 
 def problems(inline: bool = False) -> dict[int | str, dict[str, Any]]:
-    """What an answer may be that is none, for the document; inline where the good answer is not JSON."""
+    """Entries of the OpenAPI document for errors; inline for routes that do not answer with JSON."""
     shape: dict[str, Any] = {"model": Problem}
     if inline:
         shape = {"content": {"application/json": {"schema": Problem.model_json_schema()}}}
@@ -92,37 +97,37 @@ def problems(inline: bool = False) -> dict[int | str, dict[str, Any]]:
 
 
 def ok(model: type[BaseModel], content: dict[str, Any] | None = None) -> dict[int | str, dict[str, Any]]:
-    """What a good answer is, for the document."""
-    about: dict[str, Any] = {"model": model, "description": (model.__doc__ or "").strip()}
-    return {200: about | ({"content": content} if content else {})}
+    """The entry of the OpenAPI document for a successful answer."""
+    entry: dict[str, Any] = {"model": model, "description": (model.__doc__ or "").strip()}
+    return {200: entry | ({"content": content} if content else {})}
 
 
-# When there is no answer
+# Errors
 
 
 def refused(request: Request, error: Exception) -> Response:
-    """There is no such thing, or not by this method."""
+    """Answer a request for something that does not exist, or with a wrong method."""
     assert isinstance(error, HTTPException)
-    answer = trouble(request.scope, error.status_code, USUAL.get(error.detail, error.detail))
+    answer = error_response(request.scope, error.status_code, USUAL.get(error.detail, error.detail))
     answer.headers.update(error.headers or {})
     return answer
 
 
 def misread(request: Request, error: Exception) -> Response:
-    """A parameter is not what it should be."""
+    """Answer a request with a wrong parameter."""
     assert isinstance(error, RequestValidationError)
-    return trouble(request.scope, 422, " ".join(_sentence(one) for one in error.errors()[:5]))
+    return error_response(request.scope, 422, " ".join(_sentence(one) for one in error.errors()[:5]))
 
 
 def failed(request: Request, error: Exception) -> Response:
-    """A fault of ours. The server logs it; others need not know more."""
+    """Answer a request that raised an exception. The server logs it; the client is told no more."""
     path: str = request.scope["path"]
-    answer = trouble(request.scope, 500, "The service made a mistake: what it was stands in the service's own output.")
+    answer = error_response(request.scope, 500, "The service failed: its own output says why.")
     protect(MutableHeaders(raw=answer.raw_headers), path)
     return answer
 
 
 def _sentence(error: dict[str, Any]) -> str:
-    name, said = str(error["loc"][-1]), str(error["msg"])
+    name, message = str(error["loc"][-1]), str(error["msg"])
     given = "" if error["type"] == "missing" else f", not {repr(error['input'])[:80]}"
-    return f"{name}: {said[:1].lower()}{said[1:]}{given}."
+    return f"{name}: {message[:1].lower()}{message[1:]}{given}."

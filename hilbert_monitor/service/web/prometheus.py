@@ -1,6 +1,6 @@
-"""What Prometheus gets from the service: where the runs' own metrics are, and the metrics of runs that have none.
+"""What the service gives Prometheus: the addresses of runs that serve their own metrics, and the metrics of the others.
 
-A run is told of in one of the two, never in both.
+A run is in one of the two, never in both.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ import numpy as np
 from hilbert_monitor.runs.exposition import BUCKETS, CollectorRegistry, Exposition, Samples, choose_encoder
 from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.runs.record import RunInfo
+from hilbert_monitor.runs.states import LIVE
 from hilbert_monitor.service.following.columns import SECONDS, Floats, Table, present
 from hilbert_monitor.service.following.snapshot import RunSnapshot
 
 RECENT = 600.0
-"""Seconds for which a run that has ended is still told of, so that a scrape sees how it ended."""
+"""Seconds for which a run that has ended is still exported, so that a scrape sees how it ended."""
 LINGERING = 60.0
 """Seconds for which a run that has ended is still a target: its process waits for a last scrape."""
 
 
 class PrometheusExport:
-    """The metrics of the runs that are going on, or ended just now.
+    """The metrics of live runs, and of those that ended just now.
 
     Args:
-        runs: gives the runs there are.
-        everything: tell of runs that have a port of their own too, for a Prometheus that cannot reach it.
+        runs: returns the present runs.
+        everything: whether to export runs too that serve their own metrics, for a Prometheus that cannot reach them.
     """
 
     def __init__(self, runs: Callable[[], Iterable[RunSnapshot]], *, everything: bool = False) -> None:
@@ -45,10 +46,10 @@ class PrometheusExport:
         return encode(self._registry), kind
 
     def targets(self) -> list[dict[str, Any]]:
-        """The runs that have metrics of their own, as Prometheus' http_sd wants them."""
+        """The runs that serve their own metrics, in the format of Prometheus' http_sd."""
         return [
             {
-                "targets": [_place(run.info)],
+                "targets": [_address(run.info)],
                 "labels": {"__meta_hilbert_run": run.id, "__meta_hilbert_head": run.info.head_optimizer},
             }
             for run in self._live(LINGERING)
@@ -56,27 +57,20 @@ class PrometheusExport:
         ]
 
     def _live(self, recent: float = RECENT) -> Iterator[RunSnapshot]:
-        """The runs that go on, or ended a short while ago."""
+        """The live runs, and those that ended less than `recent` seconds ago."""
         for run in self.runs():
-            going_on = run.status in ("running", "stalled")
-            if not run.problem and (going_on or time.time() - run.heartbeat < recent):
+            if not run.problem and (run.status in LIVE or time.time() - run.heartbeat < recent):
                 yield run
 
     def _is_target(self, run: RunSnapshot) -> bool:
-        """Whether Prometheus is sent to the run itself, for it serves where it can be reached."""
-        return not self.everything and bool(_place(run.info))
+        """Whether Prometheus scrapes the run itself."""
+        return not self.everything and bool(_address(run.info))
 
 
 def samples(run: RunSnapshot) -> Samples:
     """The samples of a run, from its log."""
     table = run.table
     latest = {metric.name: table.last(metric.field) for metric in CATALOGUE}
-    diameter, ceiling = latest["step_diameter"], latest["step_diameter_ceiling"]
-    if diameter is not None and ceiling:
-        latest["step_diameter_saturation"] = diameter / ceiling
-    rms, norm = latest["perturbation_rms"], latest["hidden_norm_rms"]
-    if rms is not None and diameter and norm:
-        latest["perturbation_utilisation"] = rms / (diameter * norm)
     diameters = _diameters(table)
     places = np.searchsorted(BUCKETS, diameters)
     return Samples(
@@ -87,7 +81,6 @@ def samples(run: RunSnapshot) -> Samples:
         steps=len(table),
         skipped=_count(table, "skipped"),
         nonfinite=_count(table, "nonfinite_rows"),
-        tokens=latest["tokens"],
         latest={name: value for name, value in latest.items() if value is not None},
         seconds=Counter({name: _sum(values) for name, values in _parts(table)}),
         buckets=tuple(np.bincount(places, minlength=len(BUCKETS)).tolist()),
@@ -98,10 +91,10 @@ def samples(run: RunSnapshot) -> Samples:
 
 
 def _diameters(table: Table) -> Floats:
-    """Of every step the exact diameter, or else its lower bound."""
+    """The exact diameter of every step, or its lower bound where that was not computed."""
     exact, lower = table.column("diameter"), table.column("diameter_lower")
-    found = np.where(present(exact), exact, lower)
-    return found[np.isfinite(found)]
+    diameters = np.where(present(exact), exact, lower)
+    return diameters[np.isfinite(diameters)]
 
 
 def _count(table: Table, name: str) -> int:
@@ -119,8 +112,8 @@ def _sum(values: Floats) -> float:
     return float(values[present(values)].sum())
 
 
-def _place(info: RunInfo) -> str:
-    """Where a run serves its metrics; empty if nobody but its own machine can reach it and that is not this one."""
+def _address(info: RunInfo) -> str:
+    """The address at which a run serves its metrics; empty if it serves none, or only to another machine than this."""
     if info.port is None:
         return ""
     here = info.host == socket.gethostname()

@@ -1,4 +1,4 @@
-"""Answers that are worked out once, however many ask."""
+"""A cache of answers: each is worked out once, however many clients ask for it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from functools import cached_property
 SMALL = 1024
 """Bytes that are not worth compressing."""
 OVERHEAD = 4096
-"""Bytes that an answer takes beside its own."""
+"""Bytes that an entry takes besides its answer."""
 
 
 class Body:
-    """The bytes of an answer, which are compressed once, when somebody wants them so."""
+    """The bytes of an answer. They are compressed once, when a client first accepts that."""
 
     def __init__(self, content: bytes, level: int = 1) -> None:
         self.content, self._level, self._lock = content, level, threading.Lock()
@@ -26,7 +26,7 @@ class Body:
 
     @property
     def gzipped(self) -> bytes | None:
-        """Compressed; None where that saves nothing."""
+        """The compressed bytes; None for an answer that is too short for it."""
         if len(self.content) < SMALL:
             return None
         with self._lock:
@@ -44,7 +44,7 @@ class ResponseCache:
     """The answers that were asked for last.
 
     Args:
-        room: bytes that they may take, compressed ones not counted.
+        room: bytes that the answers may take; compressed copies are not counted.
     """
 
     def __init__(self, room: int = 64 << 20) -> None:
@@ -53,7 +53,7 @@ class ResponseCache:
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], bytes]) -> Body:
-        """The answer to a key. Of those who ask at the same time one works it out and the others wait for it."""
+        """The answer to a key. Of clients that ask at the same time, one works it out and the others wait for it."""
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())
             self._entries.move_to_end(key)
@@ -74,7 +74,7 @@ class ResponseCache:
                 del self._entries[key]
 
     def _keep(self, key: Hashable, entry: _Entry, body: Body) -> None:
-        """Count an answer, and forget the oldest ones if there is no room. What is being made is not counted yet."""
+        """Count a new answer, and drop the oldest ones if there is no room."""
         with self._lock:
             if self._entries.get(key) is not entry:
                 return

@@ -1,7 +1,7 @@
-"""The answers of the API as its OpenAPI document describes them. Requests are answered from `views` and `pictures`.
+"""The answers of the API as its OpenAPI document describes them; `answers` and `figure_answers` make them.
 
-JSON has no nan and no infinities: outside of figures they are the strings "nan", "inf" and "-inf". In figures, where
-plotly draws a gap, they are null.
+JSON has no nan and no infinities. In figures they are null, which plotly draws as a gap; elsewhere they are the strings
+"nan", "inf" and "-inf".
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, RootModel
 
+from hilbert_monitor.runs.alerts import KINDS
+from hilbert_monitor.runs.metrics import CATALOGUE
+from hilbert_monitor.service.figures import compare_figures, run_figures
+from hilbert_monitor.service.following.snapshot import ShownStatus
+
 Number = float | Literal["nan", "inf", "-inf"]
 Figures = dict[str, dict[str, Any]]
-Status = Literal["running", "finished", "failed", "stalled", "killed", "unreadable"]
-Progress = Annotated[float, Field(ge=0, le=1, description="Share of the logs that is read.", examples=[1.0])]
+Progress = Annotated[float, Field(ge=0, le=1, description="Share of the logs that has been read.", examples=[1.0])]
 Version = Annotated[int, Field(description="Grows with every change.", examples=[42])]
 Pair = tuple[int, int]
 Texts = tuple[str, str]
@@ -24,16 +28,16 @@ class _Answer(BaseModel):
 
 
 class Problem(_Answer):
-    """Why there is no answer."""
+    """An error, in a sentence."""
 
     detail: str = Field(examples=["There is no run 'adamw-7': /api/runs lists those that there are."])
 
 
 class Health(_Answer):
-    """That the service works."""
+    """The state of the service."""
 
     status: Literal["ok"]
-    version: str = Field(description="Of the package.", examples=["0.1.0"])
+    version: str = Field(description="Version of the package.", examples=["0.1.0"])
     runs: int = Field(examples=[6])
     progress: Progress
 
@@ -46,23 +50,25 @@ class LastAlert(_Answer):
     time: Number
 
 
-class Summary(_Answer):
-    """A run in a line. What a run does not have, or has not measured yet, is null."""
+class RunSummary(_Answer):
+    """The line of a run in the list of runs. Null where it has no value, or has not measured it yet."""
 
     id: str = Field(description="Name of the run's folder.", examples=["190M-rownorm-seed0"])
-    name: str = Field(description="What the user calls it.")
+    name: str = Field(description="What the user calls the run.")
     label: str = Field(description="The name, or else the id.")
-    optimizer: str = Field(description="Of the LM head.", examples=["RowNorm"])
-    model: str = Field(description="Equal for runs that are compared.", examples=["190M"])
+    optimizer: str = Field(description="Optimizer of the LM head.", examples=["RowNorm"])
+    model: str = Field(description="Runs of one model are compared.", examples=["190M"])
     seed: int | None
-    panel_hash: str = Field(description="Equal for runs whose perturbations are over the same panel.")
-    status: Status
+    panel_hash: str = Field(
+        description="Equal for runs with the same panel, the validation positions that perturbations are measured on."
+    )
+    status: ShownStatus
     problem: str = Field(description="Why the log cannot be read, in a sentence; else empty.")
-    error: str = Field(description="Class of the exception that ended it.")
+    error: str = Field(description="Class of the exception that ended the run.")
     message: str
     step: int | None
     tokens: int | None
-    time: Number = Field(description="Of the last step, in seconds since the epoch.")
+    time: Number = Field(description="Time of the last step, in seconds since the epoch.")
     started: Number
     attempts: int
     alerts: int
@@ -75,7 +81,7 @@ class Summary(_Answer):
     saturation: Number | None = Field(description="D(S) as a share of its ceiling.")
     version: Version
     indexed: Progress
-    torn: int = Field(description="Lines that were skipped, for they were not whole.")
+    torn: int = Field(description="Lines of the log that were skipped because they were not whole.")
 
 
 class Runs(_Answer):
@@ -84,11 +90,11 @@ class Runs(_Answer):
     root: str = Field(description="Folder of the runs.", examples=["runs"])
     progress: Progress
     version: Version
-    runs: list[Summary]
+    runs: list[RunSummary]
 
 
 class Info(_Answer):
-    """What one attempt at a run said of itself."""
+    """What one attempt at a run says of the run."""
 
     id: str
     name: str
@@ -111,14 +117,14 @@ class Info(_Answer):
     heartbeat: Number
 
 
-class Alert(_Answer):
-    """A step that was not as the run's other steps."""
+class AlertAnswer(_Answer):
+    """A step that broke one of the monitor's rules: a blow-up."""
 
     step: int
     time: Number
-    kind: str = Field(examples=["diameter", "nonfinite"])
+    kind: str = Field(description="The rule that it broke.", examples=list(KINDS))
     value: Number = Field(examples=[0.81, "inf"])
-    expected: Number | None
+    expected: Number | None = Field(description="What was usual before; the ceiling for the kind ceiling.")
     pair: Pair | None
     pair_text: Texts | None
     message: str = Field(examples=["D(S) is 0.81 at step 1,200: 12 times what it was before."])
@@ -130,39 +136,41 @@ class TokenPair(_Answer):
     pair: Pair = Field(examples=[[11, 198]])
     texts: tuple[str | None, str | None] = Field(description="Null where a text is not known.")
     count: int
-    share: float = Field(description="Of the steps with an exact diameter.")
-    largest: Number = Field(description="The largest diameter that they attained.")
+    share: float = Field(description="Share of the steps with an exact diameter.")
+    largest: Number = Field(description="The largest diameter that the two attained.")
     last_step: int
 
 
 class Token(_Answer):
-    """A token that was one of such two."""
+    """A token that was one of the two."""
 
     token: int
     text: str | None
     count: int
 
 
-class Cost(_Answer):
-    """What measuring cost."""
+class MeasuringCost(_Answer):
+    """What measuring took."""
 
-    share_mean: Number | None = Field(description="Mean part of the time between two records.")
+    share_mean: Number | None = Field(description="Mean share of the time between two records.")
     share_last: Number | None
     seconds: dict[str, Number] = Field(description="By part: the mean over the records that have it.")
     records: int
 
 
-class Run(_Answer):
-    """A run."""
+class RunAnswer(_Answer):
+    """Everything about a run but its curves."""
 
-    summary: Summary
+    summary: RunSummary
     info: Info
     attempts: list[Info]
-    alerts: list[Alert] = Field(description="The oldest first; the last 1,000.")
+    alerts: list[AlertAnswer] = Field(description="The oldest first; the last 1,000.")
     tokens: list[TokenPair] = Field(description="The most frequent first.")
     token_rows: list[Token]
-    cost: Cost
-    config: list[tuple[str, str]] = Field(description="Flat.", examples=[[["optimizer.lr", "0.1"]]])
+    cost: MeasuringCost
+    config: list[tuple[str, str]] = Field(
+        description="The settings as a flat list.", examples=[[["optimizer.lr", "0.1"]]]
+    )
 
 
 class Records(_Answer):
@@ -170,9 +178,10 @@ class Records(_Answer):
 
     id: str
     version: Version
-    of: int = Field(description="Records in the range, of which these are some.")
+    of: int = Field(description="How many records the range has; the answer may hold fewer.")
     columns: dict[str, list[Number | None]] = Field(
-        description="Each as long as `step`; null where a record does not have the field.",
+        description="Each as long as `step`; null where a record does not have the field.\n\n"
+        + "\n".join(f"- `{metric.field}`: {metric.help}" for metric in CATALOGUE if metric.formula is None),
         examples=[{"step": [1, 2, 3], "train_loss": [10.4, "nan", None]}],
     )
 
@@ -182,21 +191,18 @@ class RunFigures(_Answer):
 
     id: str
     version: Version
-    figures: Figures = Field(
-        description="diameter, saturation, perturbation, efficiency, shares, norms, loss, learning_rate, cost: where it"
-        " has any."
-    )
+    figures: Figures = Field(description=f"Those that have a curve, of {', '.join(run_figures.PANELS)}.")
 
 
 class Model(_Answer):
-    """Runs that are compared."""
+    """A model, and how many runs it has."""
 
     name: str
     runs: int
 
 
-class Spread(_Answer):
-    """Over seeds."""
+class SeedSpread(_Answer):
+    """A mean over seeds, and its spread."""
 
     mean: Number | None
     deviation: Number | None = Field(description="Sample standard deviation; null for a single run.")
@@ -207,8 +213,8 @@ class Ratio(_Answer):
     """AdamW over RowNorm."""
 
     now: Number | None
-    step: int | None = Field(description="The last that a pair has.")
-    pairs: int = Field(description="How many pairs have it.")
+    step: int | None = Field(description="The last step that a pair of runs has.")
+    pairs: int = Field(description="How many pairs of runs have that step.")
 
 
 class Difference(_Answer):
@@ -221,20 +227,20 @@ class Difference(_Answer):
     checkpoints: int = Field(description="RowNorm's mean is below AdamW's at `below` of so many.")
 
 
-class Comparison(_Answer):
+class ComparisonAnswer(_Answer):
     """The runs of one model, compared."""
 
     models: list[Model]
     model: str | None
-    optimizers: dict[str, dict[str, Spread]]
+    optimizers: dict[str, dict[str, SeedSpread]]
     ratios: dict[str, Ratio]
     difference: Difference | None
-    notes: list[str] = Field(description="What a reader of the numbers has to know.")
+    notes: list[str] = Field(description="Sentences that a reader of the numbers has to know.")
     pairs: list[tuple[str, str]]
     counted: list[str] = Field(description="Ids of the runs that the means are of.")
-    aside: list[str]
+    aside: list[str] = Field(description="Ids of the runs that are drawn and are in no mean.")
     axes: list[str] = Field(description="Axes that all runs have.")
-    figures: Figures = Field(description="loss, diameter, perturbation and ratio, for plotly.")
+    figures: Figures = Field(description=f"For plotly: {', '.join(compare_figures.PANELS)}.")
     version: Version
 
 
@@ -255,24 +261,24 @@ class Changes(_Answer):
     same: int = Field(description="Settings that are equal.")
 
 
-class RunAlert(Alert):
+class RunAlert(AlertAnswer):
     """An alert, and the run that has it."""
 
     run: str
     name: str
     optimizer: str
-    status: Status
+    status: ShownStatus
 
 
 class Alerts(_Answer):
     """Alerts of all runs, the newest first."""
 
     alerts: list[RunAlert]
-    count: int = Field(description="All that there are, also beyond the limit.")
+    count: int = Field(description="How many there are, also beyond the limit.")
 
 
 class Target(_Answer):
-    """A run's own metrics, as Prometheus looks for them."""
+    """The address of a run's own metrics, in the format of Prometheus' http_sd."""
 
     targets: list[str] = Field(examples=[["127.0.0.1:9464"]])
     labels: dict[str, str]

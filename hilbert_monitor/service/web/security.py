@@ -1,11 +1,12 @@
-"""Who may ask, and what a browser may do with the answers.
+"""Access control: which requests are answered, and what a browser may do with the answers.
 
-Without a token only names of this machine are answered: a page elsewhere whose name was made to point here (DNS
-rebinding) is not. With one, nothing is answered without it but /healthz. A browser gives the token once, in a link; it
-gets a cookie and an address without the token, so that the token is in no history, no referrer and no screenshot.
+Without a token the service answers only requests that use a host name of this machine. That keeps out pages elsewhere
+whose name was made to point here (DNS rebinding). With a token, every request but /healthz must have it. A browser
+sends the token once, in a link. It gets a cookie and is redirected to the address without the token, so that the token
+is in no history, no referrer and no screenshot.
 
-The cookie is SameSite=Lax. No request changes anything, so that a link from elsewhere can do no harm; with Strict, a
-link in a chat would show a colleague who has the cookie nothing but that it is missing.
+The cookie is SameSite=Lax. No request changes anything, so a link from elsewhere can do no harm. With Strict, a
+colleague who has the cookie and follows a link in a chat would be refused.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-"""Names of this machine, for itself."""
+"""Host names by which a machine reaches itself."""
 OPEN = "/healthz"
-"""What is answered without a token."""
+"""The path that is answered without a token."""
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -35,11 +36,11 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Of every answer."""
+"""Headers of every answer."""
 
 
-def trouble(scope: Scope, status: int, sentence: str) -> Response:
-    """An answer that says in a sentence why there is no other: JSON for a program, a short page for a reader."""
+def error_response(scope: Scope, status: int, sentence: str) -> Response:
+    """An error in a sentence: JSON for paths of the API, a short page for others."""
     path: str = scope["path"]
     if path.startswith("/api") or path == OPEN:
         return JSONResponse({"detail": sentence}, status)
@@ -56,12 +57,12 @@ def protect(headers: MutableHeaders, path: str) -> None:
 
 
 class AccessControl:
-    """Stands before the app: checks the name that was asked for and the token, and adds headers.
+    """Middleware that checks the host name and the token of a request, and adds headers to the answer.
 
     Args:
-        app: what is guarded.
-        token: what a visitor has to know; None for no such thing.
-        hosts: names that are answered to, without a port; None for any.
+        app: the app behind it.
+        token: the secret that a visitor must send; None for no secret.
+        hosts: host names that requests may use, without a port; None for any.
     """
 
     def __init__(self, app: ASGIApp, token: str | None = None, hosts: Collection[str] | None = LOOPBACK) -> None:
@@ -70,7 +71,7 @@ class AccessControl:
         self._ticket = "" if token is None else hmac.digest(token.encode(), b"hilbert-monitor cookie", "sha256").hex()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or let the app."""
+        """Refuse the request, or pass it on to the app."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -84,10 +85,10 @@ class AccessControl:
         await answer(scope, receive, protected)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        """Why not, or nothing."""
+        """The refusal of a request, or None to proceed."""
         host = _name(headers.get("host", ""))
         if self.hosts is not None and host not in self.hosts:
-            return trouble(
+            return error_response(
                 scope,
                 400,
                 f"This service answers to {', '.join(sorted(self.hosts))} and not to '{host[:100]}': open it under one"
@@ -95,21 +96,22 @@ class AccessControl:
             )
         if self._token is None or scope["path"] == OPEN:
             return None
-        return self._without_token(scope, headers, self._token)
+        return self._token_refusal(scope, headers, self._token)
 
-    def _without_token(self, scope: Scope, headers: Headers, token: bytes) -> Response | None:
+    def _token_refusal(self, scope: Scope, headers: Headers, token: bytes) -> Response | None:
+        """The refusal of a request without the token, or the redirection of one with it in its address."""
         name = f"hilbert_monitor_{(scope.get('server') or ('', 0))[1]}"
         if hmac.compare_digest(_cookie(headers, name).encode(), self._ticket.encode()):
-            return self._clean(scope)
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), token):
+            return self._redirection(scope)
+        kind, _, secret = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and hmac.compare_digest(secret.strip().encode("latin-1"), token):
             return None
         if any(hmac.compare_digest(value.encode(), token) for key, value in _query(scope) if key == "token"):
-            answer = self._clean(scope)
+            answer = self._redirection(scope)
             assert answer is not None
             answer.set_cookie(name, self._ticket, path="/", httponly=True, samesite="lax")
             return answer
-        answer = trouble(
+        answer = error_response(
             scope,
             401,
             "This service needs its token: open the link that 'hilbert-monitor serve' printed when it started, which"
@@ -118,14 +120,14 @@ class AccessControl:
         answer.headers["WWW-Authenticate"] = "Bearer"
         return answer
 
-    def _clean(self, scope: Scope) -> Response | None:
-        """The way to the same address without the token; None if it has none."""
-        kept = [(key, value) for key, value in _query(scope) if key != "token"]
-        if len(kept) == len(_query(scope)):
+    def _redirection(self, scope: Scope) -> Response | None:
+        """A redirection to the same address without the token; None if the address has no token."""
+        rest = [(key, value) for key, value in _query(scope) if key != "token"]
+        if len(rest) == len(_query(scope)):
             return None
         path = "/" + quote(scope["path"].lstrip("/\\"))  # two slashes would be another server
         answer = Response(status_code=303)
-        answer.headers["Location"] = path + (f"?{urlencode(kept)}" if kept else "")
+        answer.headers["Location"] = path + (f"?{urlencode(rest)}" if rest else "")
         answer.headers["Cache-Control"] = "no-store"
         return answer
 
@@ -146,7 +148,7 @@ def _query(scope: Scope) -> list[tuple[str, str]]:
 
 def _cookie(headers: Headers, name: str) -> str:
     try:
-        found = SimpleCookie(headers.get("cookie", "")).get(name)
+        cookie = SimpleCookie(headers.get("cookie", "")).get(name)
     except CookieError:
         return ""
-    return found.value if found else ""
+    return cookie.value if cookie else ""

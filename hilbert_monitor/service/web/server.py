@@ -1,7 +1,7 @@
 """Runs the service: a socket, the thread that follows the runs, and uvicorn.
 
-The address is bound, and said, before anything is read; the page fills while logs are indexed. When the server is asked
-to end, the feed sends its listeners home first: streams never end by themselves, and uvicorn would wait for them.
+The address is bound and printed before any log is read; the page fills while logs are indexed. When the server ends,
+the feed disconnects its listeners first: streams never end by themselves, and uvicorn would wait for them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from .app import create_app
 from .security import LOOPBACK
 
 PATIENCE = 0.2
-"""Seconds that answers have to be finished in when the server ends."""
+"""Seconds that open answers have to finish when the server ends."""
 SLOW = 0.5
-"""Seconds of indexing after which its progress is shown."""
+"""Seconds of indexing after which a progress bar appears."""
 
 
 class AddressError(OSError):
-    """An address that cannot be bound, and what to do, in a sentence."""
+    """An address cannot be bound. The message says why and what to do."""
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, ending at once also while streams are open."""
+    """Uvicorn that ends at once although streams are open."""
 
     def __init__(
         self, index: Index, token: str | None, hosts: tuple[str, ...] | None, *, reexport: bool = False
@@ -59,16 +59,18 @@ class Server(uvicorn.Server):
         threading.Thread(target=assets.prepare, name="hilbert-monitor page", daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Send the listeners home, give other answers a moment, and end."""
+        """Disconnect the listeners, give other answers a moment, and end."""
         self._index.feed.close()
         self.config.timeout_graceful_shutdown = PATIENCE  # type: ignore[assignment]  # a part of a second is fine too
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # answers that are cut off now are no news
+        logging.getLogger("uvicorn.error").setLevel(
+            logging.CRITICAL
+        )  # it would report the answers that are cut off now
         await super().shutdown(sockets)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a service listens."""
+    """The address at which a service listens, and its token."""
 
     socket: socket.socket
     host: str
@@ -77,8 +79,8 @@ class Place:
 
     @property
     def hosts(self) -> tuple[str, ...] | None:
-        """Names that are answered to: with a token any, for it protects."""
-        return (*LOOPBACK, _shown(self.host)) if self.token is None else None
+        """Host names that requests may use; None for any, as with a token."""
+        return (*LOOPBACK, _in_link(self.host)) if self.token is None else None
 
     @property
     def url(self) -> str:
@@ -101,18 +103,18 @@ def serve(
     """Serve the runs of a folder until Ctrl-C.
 
     Args:
-        root: folder of the runs; it may come into being later.
-        host: address to listen at. One that others can reach gets a token, if none is given.
-        port: 0 for any that is free.
-        token: what a visitor has to know.
-        cache: keep what was read beside the runs, so that the next start is quick.
-        reexport: give Prometheus the metrics also of runs that serve them themselves, where it cannot reach them.
-        open_browser: open the page.
-        console: to say where it is.
+        root: folder of the runs; it may be created later.
+        host: address to listen at. For one that others can reach a token is made, if none is given.
+        port: port to listen at; 0 for any free one.
+        token: the secret that a visitor must send.
+        cache: whether to store the tables of runs beside them, which makes the next start quick.
+        reexport: whether /metrics has the runs too that serve their metrics themselves.
+        open_browser: whether to open the page.
+        console: where to print the address.
     """
     console = console or Console(soft_wrap=True, highlight=False, markup=False)
     place = bind(host, port, token)
-    _say(place, root, console)
+    _announce(place, root, console)
     index = Index(root, cache=root / CACHE if cache else None)
     server = Server(index, place.token, place.hosts, reexport=reexport)
     index.start()
@@ -128,10 +130,7 @@ def serve(
 
 @contextmanager
 def background(root: Path, *, host: str = "127.0.0.1", port: int = 0, cache: bool = True) -> Iterator[Place]:
-    """Serve the runs of a folder while something else goes on, in threads of their own.
-
-    It leaves signals alone, and it has ended when the block has.
-    """
+    """Serve the runs of a folder in threads of their own, until the block ends. Signals are left alone."""
     place = bind(host, port, None)
     index = Index(root, cache=root / CACHE if cache else None)
     server = Server(index, place.token, place.hosts)
@@ -149,28 +148,29 @@ def background(root: Path, *, host: str = "127.0.0.1", port: int = 0, cache: boo
 
 
 def bind(host: str, port: int, token: str | None) -> Place:
-    """Take an address; AddressError says why not. An address that others can reach has a token."""
+    """Bind an address. AddressError says why it cannot be. An address that others can reach gets a token."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         raise AddressError(f"there is no address '{host}' on this machine ({error}): give another --host") from None
-    taken = socket.socket(family, kind, protocol)
+    bound = socket.socket(family, kind, protocol)
     try:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(address)
-        taken.listen(1024)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(1024)
     except (OSError, OverflowError) as error:
-        taken.close()
-        said = error.strerror if isinstance(error, OSError) else error
+        bound.close()
+        reason = error.strerror if isinstance(error, OSError) else error
         raise AddressError(
-            f"port {port} of {host} cannot be had ({said}): end what uses it, give another --port, or --port 0 for any"
+            f"port {port} of {host} cannot be bound ({reason}): end what uses it, or give another --port; --port 0"
+            " takes any free one"
         ) from None
     if token is None and not _is_loopback(str(address[0])):
         token = secrets.token_urlsafe(24)
-    return Place(taken, host, taken.getsockname()[1], token)
+    return Place(bound, host, bound.getsockname()[1], token)
 
 
-def _say(place: Place, root: Path, console: Console) -> None:
+def _announce(place: Place, root: Path, console: Console) -> None:
     console.print(f"hilbert-monitor serves '{root}' at {place.url}")
     if not root.is_dir():
         console.print(f"there is no folder '{root}' yet: its runs appear as soon as it does")
@@ -180,7 +180,7 @@ def _say(place: Place, root: Path, console: Console) -> None:
 
 
 def _show_progress(index: Index, server: Server, console: Console) -> None:
-    """Show how far the logs are read, if that takes a while."""
+    """Show how much of the logs has been read, if that takes a while."""
     time.sleep(SLOW)
     if index.progress >= 1:
         return
@@ -196,11 +196,11 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _shown(host: str) -> str:
-    """An address as a link has it."""
+def _in_link(host: str) -> str:
+    """An address as it is written in a link."""
     return f"[{host}]" if ":" in host else host
 
 
 def _reachable(host: str) -> str:
-    """A name for a link; where every address of this machine is listened at, the machine's own name."""
-    return socket.gethostname() if host in ("0.0.0.0", "::", "") else _shown(host)
+    """A host name for a link: the machine's own name, if the service listens at all of its addresses."""
+    return socket.gethostname() if host in ("0.0.0.0", "::", "") else _in_link(host)

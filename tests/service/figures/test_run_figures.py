@@ -31,14 +31,14 @@ def record(step, **values):
     return StepRecord(step=step, time=BEGAN + 36 * step, **{"tokens": 100 * step, **values})
 
 
-def drawn(records, view=UPDATES, attempts=1, alerts=(), **info):
+def drawn(records, options=UPDATES, attempts=1, alerts=(), **info):
     infos = [
         RunInfo(id="a", attempt=n, first_step=10 * n - 10, started=BEGAN + 360 * (n - 1), **info)
         for n in range(1, attempts + 1)
     ]
-    found = service.figures(table(records), infos[-1], infos, alerts, view)
-    json.dumps(found, allow_nan=False)
-    return {name: go.Figure(figure) for name, figure in found.items()}
+    figures = service.figures(table(records), infos[-1], infos, alerts, options)
+    json.dumps(figures, allow_nan=False)
+    return {name: go.Figure(figure) for name, figure in figures.items()}
 
 
 def trace(figure, name):
@@ -61,7 +61,7 @@ def test_all_figures_are_there_when_a_run_measures_all():
     whole = {"train_loss": 1.0, "learning_rate": 0.1, "share": 0.01, "seconds": {"diameter": 0.5}}
     whole |= {"diameter": 1.0, "ceiling": 2.0, "perturbation_rms": 0.5, "hidden_norm": 3.0, "hidden_norm_rms": 2.0}
     whole |= {"spectral_norm": 1.5, "gauge_waste": 0.1, "moment_efficiency_lower": 0.7, "moment_efficiency_upper": 0.8}
-    assert tuple(drawn([record(1, **whole)])) == service.NAMES
+    assert tuple(drawn([record(1, **whole)])) == tuple(service.PANELS)
 
 
 def test_the_diameter_stands_in_its_bracket_below_its_ceiling():
@@ -146,8 +146,8 @@ def test_a_spike_of_one_step_survives_and_a_range_is_fine():
 
 def test_marks_out_of_range_are_left_out():
     records = [record(s, diameter=1.0 if s != 5 else math.nan) for s in range(1, 101)]
-    view = PlotOptions(axis="updates", x0=50, x1=60)
-    figure = drawn(records, view, 2, [alert(5), alert(55)])["diameter"]
+    options = PlotOptions(axis="updates", x0=50, x1=60)
+    figure = drawn(records, options, 2, [alert(5), alert(55)])["diameter"]
     assert list(trace(figure, "alerts").x) == [55]
     assert not [t for t in figure.data if t.name == "not finite"]
     assert not figure.layout.shapes
@@ -185,10 +185,10 @@ def test_absurd_numbers_are_drawn_or_left_out_but_never_raise():
 
 def test_the_table_of_a_panel_has_every_value():
     records = [record(s, diameter=1.0 / s if s % 2 else None, ceiling=math.nan) for s in range(1, 3001)]
-    found = service.curves(
+    lines = service.curves(
         "diameter", table(records), RunInfo(), [RunInfo(started=BEGAN)], PlotOptions(axis="updates", x1=2500)
     )
-    rows = list(csv.DictReader("".join(csv_lines(*found)).splitlines()))
+    rows = list(csv.DictReader("".join(csv_lines(*lines)).splitlines()))
     assert list(rows[0]) == ["step", "tokens", "hours", "diameter", "ceiling"]
     assert [r["diameter"] for r in rows] == [str(1.0 / s) if s % 2 else "" for s in range(1, 2501)]
     assert (rows[9]["step"], rows[9]["tokens"], float(rows[9]["hours"]), rows[9]["ceiling"]) == (
@@ -199,7 +199,7 @@ def test_the_table_of_a_panel_has_every_value():
     )
 
 
-@pytest.mark.parametrize("panel", service.NAMES)
+@pytest.mark.parametrize("panel", tuple(service.PANELS))
 def test_the_table_of_an_empty_run_has_a_header(panel):
     header, rows = service.curves(panel, Table(), RunInfo(), ())
     assert header[:3] == ("step", "tokens", "hours")

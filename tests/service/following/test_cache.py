@@ -7,7 +7,7 @@ import pytest
 
 from hilbert_monitor.runs.log import STEPS, RunReader, RunWriter
 from hilbert_monitor.runs.record import RunInfo, StepRecord
-from hilbert_monitor.service.following.cache import Cache, Cached
+from hilbert_monitor.service.following.cache import Cache, CachedTable
 from hilbert_monitor.service.following.columns import Columns
 from hilbert_monitor.service.following.index import Index
 
@@ -21,12 +21,12 @@ def run(tmp_path):
     return writer.folder
 
 
-def kept(folder):
+def cached(folder):
     columns, offset = Columns(), 0
     for news in RunReader(folder).follow():
         columns.take(news)
         offset = news.offset
-    return Cached(columns.table, offset, 0)
+    return CachedTable(columns.table, offset, 0)
 
 
 def equal(a, b):
@@ -39,17 +39,17 @@ def equal(a, b):
 
 
 def test_what_was_saved_is_loaded(run, tmp_path):
-    cache, made = Cache(tmp_path / "cache"), kept(run)
-    assert cache.save("run", run / STEPS, made)
+    cache, saved = Cache(tmp_path / "cache"), cached(run)
+    assert cache.save("run", run / STEPS, saved)
     loaded = cache.load("run", run / STEPS)
-    assert equal(loaded.table, made.table)
-    assert (loaded.offset, loaded.torn) == (made.offset, 0)
+    assert equal(loaded.table, saved.table)
+    assert (loaded.offset, loaded.torn) == (saved.offset, 0)
     assert not loaded.table.steps.flags.writeable
 
 
 def test_a_table_from_the_disk_grows(run, tmp_path):
     cache = Cache(tmp_path / "cache")
-    cache.save("run", run / STEPS, kept(run))
+    cache.save("run", run / STEPS, cached(run))
     loaded = cache.load("run", run / STEPS)
     columns = Columns(loaded.table)
     writer = RunWriter.open(tmp_path / "runs", RunInfo(id="run", name="run"), first_step=200)
@@ -57,14 +57,14 @@ def test_a_table_from_the_disk_grows(run, tmp_path):
     writer.close()
     for news in RunReader(run).follow(loaded.offset):
         columns.take(news)
-    assert equal(columns.table, kept(run).table)
+    assert equal(columns.table, cached(run).table)
     assert columns.table.last("train_loss") == 7.0
 
 
 @pytest.mark.parametrize("harm", ["rewritten", "shorter", "garbage", "cut", "other columns", "folder"])
 def test_a_cache_that_does_not_fit_is_as_good_as_none(run, tmp_path, harm):
     cache = Cache(tmp_path / "cache")
-    cache.save("run", run / STEPS, kept(run))
+    cache.save("run", run / STEPS, cached(run))
     if harm == "rewritten":
         text = (run / STEPS).read_text().replace('"train_loss":1.0', '"train_loss":2.0')
         (run / STEPS).write_text(text)
@@ -81,12 +81,12 @@ def test_a_cache_that_does_not_fit_is_as_good_as_none(run, tmp_path, harm):
         (tmp_path / "cache" / "run.npy").mkdir()
     index = Index(tmp_path / "runs", cache=tmp_path / "cache")
     index.refresh()
-    assert equal(index.runs["run"].table, kept(run).table)
+    assert equal(index.runs["run"].table, cached(run).table)
 
 
 def test_no_room_for_a_cache_is_no_error(run, tmp_path):
     (tmp_path / "file").write_text("")
-    assert not Cache(tmp_path / "file" / "cache").save("run", run / STEPS, kept(run))
+    assert not Cache(tmp_path / "file" / "cache").save("run", run / STEPS, cached(run))
     index = Index(tmp_path / "runs", cache=tmp_path / "file" / "cache")
     index.refresh()
     assert len(index.runs["run"].table) == 299

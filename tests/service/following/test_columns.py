@@ -24,8 +24,8 @@ records = st.builds(
 pieces = st.tuples(st.lists(records, max_size=8, unique_by=lambda r: r.step), st.none() | st.integers(0, 40))
 
 
-def news(found, keep=None):
-    return News(records=found, attempts=[] if keep is None else [Marker(2, keep)], torn=0, offset=0)
+def news(new, keep=None):
+    return News(records=new, attempts=[] if keep is None else [Marker(2, keep)], torn=0, offset=0)
 
 
 def same(a, b):
@@ -51,11 +51,11 @@ def check(table, expected):
 @given(st.lists(pieces, max_size=8))
 def test_columns_hold_what_a_dictionary_by_step_would(written):
     columns, expected, given_out = Columns(), {}, []
-    for found, keep in written:
+    for new, keep in written:
         if keep is not None:
             expected = {step: record for step, record in expected.items() if step <= keep}
-        expected |= {record.step: record for record in found}
-        columns.take(news(found, keep))
+        expected |= {record.step: record for record in new}
+        columns.take(news(new, keep))
         given_out.append((columns.table, dict(expected)))
     for table, then in given_out:  # what was given out has not changed since
         check(table, then)

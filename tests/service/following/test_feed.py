@@ -12,12 +12,12 @@ from hilbert_monitor.service.following.feed import Feed
 
 async def take(feed, count, after=None):
     """The next events, and the id to come back with."""
-    found = []
+    events = []
     async for event in feed.listen(after):
-        found.append(event)
-        if len(found) == count:
+        events.append(event)
+        if len(events) == count:
             break
-    return found
+    return events
 
 
 def numbers(events):

@@ -31,12 +31,12 @@ def heard(index, after):
 
     async def take():
         index.feed.publish("end", {})
-        found = []
+        events = []
         async for event in index.feed.listen(after):
             if event.name == "end":
-                return found
-            found.append((event.name, json.loads(event.data)))
-        return found
+                return events
+            events.append((event.name, json.loads(event.data)))
+        return events
 
     return asyncio.run(take())
 
@@ -71,9 +71,9 @@ def test_records_arrive_once_each_and_in_order(root):
             index.refresh()
     index.refresh()
     events = heard(index, start)
-    told = [record for name, data in events if name == "records" for record in data["records"]]
-    assert [record["step"] for record in told] == list(range(4, 30))
-    assert told[3]["diameter"] == "inf"
+    records = [record for name, data in events if name == "records" for record in data["records"]]
+    assert [record["step"] for record in records] == list(range(4, 30))
+    assert records[3]["diameter"] == "inf"
     assert index.runs["run"].table.steps.tolist() == list(range(1, 30))
     assert index.runs["run"].status == "running"
     assert events[-1][1]["summary"]["step"] == 29
@@ -107,8 +107,8 @@ def test_alerts_are_told_when_they_come_and_not_again(root):
     for _ in range(3):
         index.refresh()
         writer.write(StepRecord(step=30, time=0))
-    told = [data for name, data in heard(index, start) if name == "alert"]
-    assert [(data["run"], data["status"], data["alert"]["step"]) for data in told] == [("run", "running", 5)]
+    alerts = [data for name, data in heard(index, start) if name == "alert"]
+    assert [(data["run"], data["status"], data["alert"]["step"]) for data in alerts] == [("run", "running", 5)]
     assert [alert.step for alert in index.runs["run"].alerts] == [1, 5]
     writer.close()
 
@@ -236,25 +236,25 @@ def test_a_log_that_may_not_be_read_says_so():
 
 
 @pytest.mark.parametrize("name", ["info.jsonl", "steps.jsonl", "alerts.jsonl", "end.jsonl"])
-@pytest.mark.parametrize("made", ["pipe", "folder", "zero", "out", "loop"])
-def test_what_is_not_a_plain_file_is_not_read(root, tmp_path, name, made):
+@pytest.mark.parametrize("obstacle", ["pipe", "folder", "zero", "out", "loop"])
+def test_what_is_not_a_plain_file_is_not_read(root, tmp_path, name, obstacle):
     write(root).close()
     path = root / "run" / name
     path.unlink()
-    if made == "pipe":
+    if obstacle == "pipe":
         os.mkfifo(path)
-    elif made == "folder":
+    elif obstacle == "folder":
         path.mkdir()
-    elif made == "zero":
+    elif obstacle == "zero":
         path.symlink_to("/dev/zero")
-    elif made == "out":
+    elif obstacle == "out":
         (tmp_path / "secret").write_text('{"id": "secret", "name": "secret"}\n')
         path.symlink_to(tmp_path / "secret")
     else:
         path.symlink_to(path)
-    said = problem(root, "run")
-    assert said
-    assert "secret" not in said
+    sentence = problem(root, "run")
+    assert sentence
+    assert "secret" not in sentence
 
 
 def test_a_run_behind_a_link_out_of_the_folder_is_not_followed(root, tmp_path):

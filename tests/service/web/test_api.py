@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
-from hilbert_monitor.service.figures.run_figures import NAMES as RUN_PANELS
+from hilbert_monitor.service.figures.run_figures import PANELS as RUN_PANELS
 from hilbert_monitor.service.following.columns import NUMBERS
 from hilbert_monitor.service.following.snapshot import RunSnapshot, summary
 from hilbert_monitor.service.web import schema
@@ -54,7 +54,7 @@ def test_runs_are_listed_with_their_states_the_newest_first(zoo):
 
 
 @pytest.mark.parametrize(
-    ("query", "found"),
+    ("query", "expected"),
     [
         ({"q": "adamw"}, {"AdamW-0", "AdamW-1"}),
         ({"q": "lr=0.2"}, {"failed"}),
@@ -68,9 +68,9 @@ def test_runs_are_listed_with_their_states_the_newest_first(zoo):
         ({"q": "="}, None),
     ],
 )
-def test_runs_are_found_by_words_and_by_fields(zoo, query, found):
+def test_runs_are_found_by_words_and_by_fields(zoo, query, expected):
     ids = {run["id"] for run in get(zoo, "/api/runs", **query)["runs"]}
-    assert found is None or ids == found
+    assert expected is None or ids == expected
 
 
 def test_a_run_says_what_it_is(zoo):
@@ -113,9 +113,9 @@ def test_settings_that_differ_are_listed(zoo):
 
 
 def test_alerts_are_the_newest_first(tmp_path):
-    told = [Alert(step=s, time=float(s), kind="diameter" if s % 2 else "ceiling", value=1.0) for s in range(1, 6)]
-    write_run(tmp_path, "a", [record(1)], told[:3])
-    write_run(tmp_path, "b", [record(1)], told[3:])
+    alerts = [Alert(step=s, time=float(s), kind="diameter" if s % 2 else "ceiling", value=1.0) for s in range(1, 6)]
+    write_run(tmp_path, "a", [record(1)], alerts[:3])
+    write_run(tmp_path, "b", [record(1)], alerts[3:])
     with client_of(tmp_path) as client:
         answer = get(client, "/api/alerts")
         assert [(alert["run"], alert["step"]) for alert in answer["alerts"]] == [
@@ -147,8 +147,8 @@ def test_numbers_that_json_lacks_make_the_trip_in_every_field(tmp_path, value):
         (line,) = get(client, "/api/runs")["runs"]
         shown = ("train_loss", "validation_loss", "diameter", "perturbation_rms", "learning_rate", "time")
         assert {key: line[key] for key in shown} == dict.fromkeys(shown, name)
-        (told,) = get(client, "/api/alerts")["alerts"]
-        assert {key: told[key] for key in floats(Alert)} == dict.fromkeys(floats(Alert), name)
+        (alert,) = get(client, "/api/alerts")["alerts"]
+        assert {key: alert[key] for key in floats(Alert)} == dict.fromkeys(floats(Alert), name)
         assert get(client, "/api/runs/odd")["alerts"][0]["value"] == name
         assert get(client, "/api/runs/odd/figures")["figures"]
         assert get(client, "/api/compare")["figures"]
@@ -352,7 +352,7 @@ def test_an_id_that_no_run_has_is_not_found(zoo, id, path):
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "word"),
     [
         ("/api/compare?axis=moons", "axis"),
         ("/api/compare?smooth=1", "smooth"),
@@ -371,10 +371,10 @@ def test_an_id_that_no_run_has_is_not_found(zoo, id, path):
         ("/api/events?after=" + "1" * 101, "after"),
     ],
 )  # fmt: skip
-def test_a_wrong_parameter_gets_a_sentence(zoo, path, said):
+def test_a_wrong_parameter_gets_a_sentence(zoo, path, word):
     answer = zoo.get(path)
     assert answer.status_code == 422
-    assert said in answer.json()["detail"]
+    assert word in answer.json()["detail"]
     assert len(answer.json()["detail"]) < 700
 
 
@@ -391,8 +391,8 @@ def test_nothing_can_be_changed(zoo, method, path):
 
 def test_the_schema_has_the_fields_that_answers_have():
     assert schema.Info.model_fields.keys() == {*RunInfo.__struct_fields__}
-    assert schema.Alert.model_fields.keys() == {*Alert.__struct_fields__}
-    assert schema.Summary.model_fields.keys() == summary(RunSnapshot(id="a", info=RunInfo(id="a"))).keys()
+    assert schema.AlertAnswer.model_fields.keys() == {*Alert.__struct_fields__}
+    assert schema.RunSummary.model_fields.keys() == summary(RunSnapshot(id="a", info=RunInfo(id="a"))).keys()
 
 
 def test_every_route_and_parameter_is_described(zoo):

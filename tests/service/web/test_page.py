@@ -9,25 +9,25 @@ from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo
 from hilbert_monitor.service.web.server import background
 from tests.support.browser import (  # noqa: F401
-    COMPARED,
-    OF_A_RUN,
+    COMPARE_PANELS,
+    RUN_PANELS,
     WIDE,
     Visitor,
     chromium_fixture,
     drag,
-    drawn,
     go,
     hover,
-    is_live,
-    plotted,
     ranges,
-    said,
-    says,
     traces,
     until,
+    visible_text,
     visit_fixture,
+    wait_for_panels,
+    wait_for_plot,
+    wait_for_text,
+    wait_until_live,
 )
-from tests.support.services import IMAGE, SCRIPT, record, served, write_run, write_zoo
+from tests.support.services import IMAGE, SCRIPT, record, running_service, write_run, write_zoo
 
 HOSTILE = f"{IMAGE}{SCRIPT}<b>bold</b><a href=//else.where>"
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
@@ -93,11 +93,11 @@ def view(visitor):
 
 
 VIEWS = {
-    "/?model=GPT": COMPARED,
-    "/?model=GPT&group=run&axis=time&smooth=0.5&scale=linear&x0=0.001&x1=0.02": COMPARED,
+    "/?model=GPT": COMPARE_PANELS,
+    "/?model=GPT&group=run&axis=time&smooth=0.5&scale=linear&x0=0.001&x1=0.02": COMPARE_PANELS,
     "/runs": (),
     "/runs?q=status:finished&sort=diameter&a=AdamW-0&b=RowNorm-0": (),
-    "/runs/RowNorm-0": OF_A_RUN,
+    "/runs/RowNorm-0": RUN_PANELS,
     "/runs/failed?step=2": ("diameter",),
     "/runs/empty": (),
     "/runs/broken": (),
@@ -110,7 +110,7 @@ def settled(page, panels=()):
     """Wait until a view shows what it is going to show."""
     until(page, "document.querySelector('main h1, main h2') && !document.querySelector('.is-loading:not([hidden])')")
     if panels:
-        drawn(page, *panels)
+        wait_for_panels(page, *panels)
 
 
 def light(colour):
@@ -132,7 +132,7 @@ def test_every_view_is_drawn_without_a_word_on_the_console(zoo, visit, scheme):
     for path, panels in VIEWS.items():
         go(page, path)
         settled(page, panels)
-        is_live(page)
+        wait_until_live(page)
         assert (light(page.evaluate(GROUND)) < 60) == (scheme == "dark"), path
         if panels:
             assert (light(page.evaluate(INK)) > 120) == (scheme == "dark"), path
@@ -141,7 +141,7 @@ def test_every_view_is_drawn_without_a_word_on_the_console(zoo, visit, scheme):
 
 def test_the_page_follows_the_system_when_it_turns_dark(zoo, visit):
     page = visit(zoo, color_scheme="light", **WIDE).open("/?model=GPT")
-    drawn(page)
+    wait_for_panels(page)
     for scheme in ("dark", "light"):
         page.emulate_media(color_scheme=scheme)
         until(page, f"(dark) => dark === ({INK}.match(/[\\d.]+/g)[0] > 120)", scheme == "dark")
@@ -214,16 +214,16 @@ def test_a_hostile_run_shows_all_that_it_wrote(view):
 
 def test_runs_over_one_panel_have_a_factor_and_a_ratio(view):
     page = view("/?model=GPT")
-    drawn(page)
+    wait_for_panels(page)
     assert "50.0\u00d7" in page.locator(".card[data-metric=diameter]").inner_text()
     (ratio,) = [trace for trace in traces(page, "ratio") if trace["name"] == "D(S)"]
     assert ratio["y"] == pytest.approx([50.0] * 100)
-    assert "2 pairs" in said(page)
+    assert "2 pairs" in visible_text(page)
 
 
 def test_runs_over_different_panels_have_no_ratio_and_the_page_says_why(view):
     page = view("/?model=Apart")
-    drawn(page, "loss", "diameter", "perturbation")
+    wait_for_panels(page, "loss", "diameter", "perturbation")
     until(page, "document.querySelector('.notes').innerText.includes('panel')")
     assert traces(page, "ratio") == []
     assert page.locator(".notes").is_visible()
@@ -233,36 +233,36 @@ def test_runs_over_different_panels_have_no_ratio_and_the_page_says_why(view):
 
 def test_a_name_in_a_legend_hides_its_curves_in_every_panel(view):
     page = view("/?model=GPT")
-    drawn(page)
+    wait_for_panels(page)
 
     def shown(panel):
         return {trace["name"] for trace in traces(page, panel) if not trace["hidden"]}
 
     page.locator("[data-panel=diameter] .legend [data-key=AdamW]").click()
-    plotted(page, "perturbation", "data.every((one) => (one.visible === false) === (one.name === 'AdamW'))")
+    wait_for_plot(page, "perturbation", "data.every((one) => (one.visible === false) === (one.name === 'AdamW'))")
     assert shown("diameter") == shown("perturbation") == {"RowNorm", "Muon"}
     assert parse_qs(urlsplit(page.url).query)["hidden"] == ["AdamW"]
     assert page.locator("[data-panel=loss] .legend [data-key=AdamW]").get_attribute("aria-pressed") == "false"
     page.locator("[data-panel=loss] .legend [data-key=AdamW]").click()
-    plotted(page, "perturbation", "data.every((one) => one.visible !== false)")
+    wait_for_plot(page, "perturbation", "data.every((one) => one.visible !== false)")
     assert "hidden" not in page.url
     page.locator("[data-panel=diameter] .legend [data-key=Muon]").dblclick()
-    plotted(page, "diameter", "data.filter((one) => one.visible !== false).length === 1")
+    wait_for_plot(page, "diameter", "data.filter((one) => one.visible !== false).length === 1")
     assert shown("diameter") == {"Muon"}
 
 
 def test_each_seed_has_its_line_when_asked_for(view):
     page = view("/?model=GPT")
-    drawn(page)
+    wait_for_panels(page)
     before = len(traces(page, "diameter"))
     page.get_by_label("Each seed").check()
-    plotted(page, "diameter", f"data.length > {before}")
+    wait_for_plot(page, "diameter", f"data.length > {before}")
     assert "seeds=1" in page.url
 
 
 def test_a_hovered_x_is_marked_in_the_other_panels(view):
     page = view("/?model=GPT")
-    drawn(page)
+    wait_for_panels(page)
     hover(page, "loss")
     until(page, "document.querySelectorAll('.hairline.on').length === 3")
     until(page, "document.querySelector('[data-panel=loss] .hoverlayer').textContent.includes('updates')")
@@ -270,31 +270,31 @@ def test_a_hovered_x_is_marked_in_the_other_panels(view):
 
 def test_the_runs_that_take_part_are_chosen_with_boxes(view):
     page = view("/?model=GPT")
-    drawn(page)
+    wait_for_panels(page)
     page.locator(".selection summary").click()
     page.locator(".selection input[value=AdamW-1]").uncheck()
-    says(page, "1 pair by seed")
+    wait_for_text(page, "1 pair by seed")
     assert "AdamW-1" not in page.url
     page.get_by_role("button", name="All runs").click()
-    says(page, "2 pairs by seed")
+    wait_for_text(page, "2 pairs by seed")
 
 
 def test_the_address_holds_all_that_the_page_shows(zoo, visit):
     page = visit(zoo, **WIDE).open("/?model=GPT")
-    drawn(page)
+    wait_for_panels(page)
     for name, value in (("axis", "tokens"), ("scale", "linear"), ("group", "run")):
         page.locator(f"label:has(input[name={name}][value={value}])").click()
     page.locator("#smooth").fill("0.5")
     until(page, "document.querySelector('[data-panel=diameter] .legend [data-key=AdamW-0]')")
     page.locator("[data-panel=diameter] .legend [data-key=AdamW-0]").click()
-    plotted(page, "diameter", "layout.yaxis.type !== 'log'")
+    wait_for_plot(page, "diameter", "layout.yaxis.type !== 'log'")
     drag(page, "perturbation", 20_000, 60_000)
     until(page, "location.search.includes('x1=')")
 
     def picture(page):
-        drawn(page)
-        plotted(page, "ratio", "range[0] > 10000 && Math.min(...data[0].x) > 10000")
-        hidden = {(trace["group"], trace["hidden"]) for panel in COMPARED for trace in traces(page, panel)}
+        wait_for_panels(page)
+        wait_for_plot(page, "ratio", "range[0] > 10000 && Math.min(...data[0].x) > 10000")
+        hidden = {(trace["group"], trace["hidden"]) for panel in COMPARE_PANELS for trace in traces(page, panel)}
         controls = page.evaluate(
             "[...document.querySelectorAll('.controls input')].map((one) => [one.value, one.checked])"
         )
@@ -305,7 +305,7 @@ def test_the_address_holds_all_that_the_page_shows(zoo, visit):
     assert ("AdamW-0", True) in mine[2]
     assert ("AdamW-1", False) in mine[2]
     page.go_back()
-    plotted(page, "ratio", "!location.search.includes('x1=') && range[1] > 90000")
+    wait_for_plot(page, "ratio", "!location.search.includes('x1=') && range[1] > 90000")
     assert "axis=tokens" in page.url
     page.go_forward()
     assert picture(page) == mine
@@ -313,10 +313,10 @@ def test_the_address_holds_all_that_the_page_shows(zoo, visit):
 
 def test_a_dragged_range_is_every_panels_until_a_double_click(view):
     page = view("/?model=GPT")
-    drawn(page)
+    wait_for_panels(page)
     whole = ranges(page)
     drag(page, "diameter", 20, 60)
-    plotted(page, "ratio", "range[0] > 10")
+    wait_for_plot(page, "ratio", "range[0] > 10")
     found = ranges(page)
     assert all(one == found[0] for one in found)
     assert found[0] == pytest.approx([20, 60], abs=2)
@@ -324,13 +324,13 @@ def test_a_dragged_range_is_every_panels_until_a_double_click(view):
     assert [float(query["x0"][0]), float(query["x1"][0])] == pytest.approx(found[0])
     page.locator("[data-panel=loss] .nsewdrag").dblclick()
     until(page, "!location.search.includes('x0=')")
-    plotted(page, "ratio", "range[1] > 90")
+    wait_for_plot(page, "ratio", "range[1] > 90")
     assert ranges(page) == whole
 
 
 def test_a_panel_can_be_had_as_csv_and_as_png(view, tmp_path):
     page = view("/?model=GPT&x0=10&x1=19")
-    drawn(page)
+    wait_for_panels(page)
     panel = page.locator("[data-panel=diameter]")
     with page.expect_download() as download:
         panel.get_by_role("link", name="CSV").click()
@@ -350,8 +350,8 @@ def test_a_panel_can_be_had_as_csv_and_as_png(view, tmp_path):
 
 def test_a_run_shows_bracket_ceiling_bound_tokens_cost_and_configuration(view):
     page = view("/runs/RowNorm-0")
-    drawn(page, *OF_A_RUN)
-    names = {panel: " ".join(trace["name"] for trace in traces(page, panel)) for panel in OF_A_RUN}
+    wait_for_panels(page, *RUN_PANELS)
+    names = {panel: " ".join(trace["name"] for trace in traces(page, panel)) for panel in RUN_PANELS}
     assert "ceiling" in names["diameter"].lower()
     assert "bound" in names["perturbation"].lower()
     assert "max" in names["perturbation"].lower()
@@ -365,9 +365,9 @@ def test_a_run_shows_bracket_ceiling_bound_tokens_cost_and_configuration(view):
 
 def test_a_link_to_a_step_marks_it_and_shows_its_alert(view):
     page = view("/runs/failed?step=2")
-    drawn(page, "diameter")
+    wait_for_panels(page, "diameter")
     until(page, "document.querySelector('.marked .alert[data-kind=nonfinite]')")
-    plotted(page, "diameter", "layout.shapes.some((one) => one.x0 === 2)")
+    wait_for_plot(page, "diameter", "layout.shapes.some((one) => one.x0 === 2)")
     assert page.locator("li[data-step='2'][data-here]").count() == 1
     assert "ValueError" in page.locator(".trouble").inner_text()
     page.get_by_role("button", name="Whole run").click()
@@ -376,28 +376,28 @@ def test_a_link_to_a_step_marks_it_and_shows_its_alert(view):
 
 def test_a_run_that_was_gone_on_with_shows_its_attempts(view):
     page = view("/runs/again")
-    drawn(page, "diameter")
+    wait_for_panels(page, "diameter")
     until(page, "document.querySelectorAll('.attempts tbody tr').length === 2")
     assert "resumed from step 6" in page.locator(".attempts").inner_text()
     assert "2 attempts" in page.locator(".run-line").inner_text()
     (curve,) = [trace for trace in traces(page, "learning_rate") if trace["mode"] != "markers"][:1]
     assert curve["x"] == list(range(1, 13))
     page.get_by_role("link", name="resumed from step 6").click()
-    plotted(page, "diameter", "layout.shapes.some((one) => one.x0 === 6)")
+    wait_for_plot(page, "diameter", "layout.shapes.some((one) => one.x0 === 6)")
     page.go_back()
     until(page, "!location.search")
 
 
 @pytest.mark.parametrize(("id", "word"), [("nobody", "no such run"), ("broken", "unreadable"), ("empty", "finished")])
 def test_a_run_without_curves_says_what_is_the_matter(view, id, word):
-    says(view(f"/runs/{id}"), word)
+    wait_for_text(view(f"/runs/{id}"), word)
 
 
 def test_an_address_of_no_view_is_answered_with_a_sentence(zoo, visit):
     page = visit(zoo, troubled=True, **WIDE).open("/?axis=nonsense")
-    says(page, "That cannot be shown")
+    wait_for_text(page, "That cannot be shown")
     page.get_by_role("link", name="Show it without these settings").click()
-    drawn(page, "loss")
+    wait_for_panels(page, "loss")
 
 
 # The table and the alerts
@@ -420,7 +420,7 @@ def test_runs_are_filtered_by_text_and_by_field(view):
         assert sorted(listed(page)) == found
     assert parse_qs(urlsplit(page.url).query)["q"] == ["muon fail"]
     page.locator("#filter").fill("nothing has this")
-    says(page, "No run matches")
+    wait_for_text(page, "No run matches")
     page.get_by_role("button", name="Show all runs").click()
     until(page, "document.querySelectorAll('tr[data-run]').length > 10")
     page.locator(".chip", has_text="unreadable").click()
@@ -467,7 +467,7 @@ def test_alerts_are_newest_first_and_lead_to_their_step(view):
 
 def test_the_keyboard_reaches_everything(zoo, visit):
     page = visit(zoo, **WIDE).open("/?model=GPT")
-    drawn(page)
+    wait_for_panels(page)
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     box = page.locator(".skip").bounding_box()
@@ -504,7 +504,7 @@ def test_the_skip_link_leads_past_the_bar(zoo, visit):
 
 def test_shortcuts_go_to_views_filter_and_explain_themselves(zoo, visit):
     page = visit(zoo, **WIDE).open("/?model=GPT&x0=10&x1=20")
-    drawn(page)
+    wait_for_panels(page)
     page.keyboard.press("0")
     until(page, "!location.search.includes('x0')")
     page.keyboard.press("g")
@@ -527,7 +527,7 @@ def test_shortcuts_go_to_views_filter_and_explain_themselves(zoo, visit):
     page.keyboard.press("g")
     page.keyboard.press("c")
     until(page, "location.pathname === '/' && location.search.includes('model=GPT')")
-    drawn(page)
+    wait_for_panels(page)
 
 
 # Nothing there, and nobody let in
@@ -537,34 +537,34 @@ def test_an_empty_folder_says_what_to_do(tmp_path, visit):
     with background(tmp_path, cache=False) as place:
         visitor = visit(place.url, **WIDE)
         page = visitor.open("/")
-        says(page, f"No runs in {tmp_path} yet")
-        assert "hilbert-monitor demo" in said(page)
+        wait_for_text(page, f"No runs in {tmp_path} yet")
+        assert "hilbert-monitor demo" in visible_text(page)
         for key, text in (("r", f"No runs in {tmp_path} yet"), ("a", "No step has blown up.")):
             page.keyboard.press("g")
             page.keyboard.press(key)
-            says(page, text)
+            wait_for_text(page, text)
         page.keyboard.press("g")
         page.keyboard.press("c")
-        is_live(page)
+        wait_until_live(page)
         write_run(tmp_path, "first", [record(s) for s in range(1, 9)])
-        drawn(page, "loss", "diameter")
-        assert "No runs" not in said(page)
+        wait_for_panels(page, "loss", "diameter")
+        assert "No runs" not in visible_text(page)
         visitor.leave()
 
 
 def test_a_page_without_the_token_says_where_to_find_it(tmp_path, visit):
     write_run(tmp_path, "a", [record(s) for s in range(1, 9)])
-    with served(tmp_path, "--port", 0, "--token", "sesame") as (_, url, _):
+    with running_service(tmp_path, "--port", 0, "--token", "sesame") as (_, url, _):
         stranger = visit(url, troubled=True).open("/")
-        says(stranger, "open the link that 'hilbert-monitor serve' printed")
+        wait_for_text(stranger, "open the link that 'hilbert-monitor serve' printed")
         friend = visit(url, troubled=True, **WIDE)
         page = friend.open("/?token=sesame&scale=log")
-        drawn(page, "loss", "diameter")
-        is_live(page)
+        wait_for_panels(page, "loss", "diameter")
+        wait_until_live(page)
         assert "sesame" not in page.url
         assert "scale=log" in page.url
         assert friend.troubles == []
         friend.context.clear_cookies()
         page.keyboard.press("g")
         page.keyboard.press("a")
-        says(page, "This page needs its token")
+        wait_for_text(page, "This page needs its token")

@@ -14,15 +14,15 @@ from tests.support.browser import (  # noqa: F401
     WIDE,
     chromium_fixture,
     drag,
-    drawn,
-    is_live,
-    plotted,
     traces,
     training,
     until,
     visit_fixture,
+    wait_for_panels,
+    wait_for_plot,
+    wait_until_live,
 )
-from tests.support.services import record, served, write_run
+from tests.support.services import record, running_service, write_run
 
 LATEST = 3.0
 """Seconds in which a record must be on the screen. One is promised; machines that test do other things too."""
@@ -36,7 +36,7 @@ def steps_of(page, panel):
 
 def seen(page, panel, step):
     """Wait until a panel draws a step; the time."""
-    plotted(page, panel, f"data.some((trace) => trace.x?.includes({step}))")
+    wait_for_plot(page, panel, f"data.some((trace) => trace.x?.includes({step}))")
     return time.time()
 
 
@@ -53,7 +53,7 @@ def last_step(page, id, step):
 
 def test_a_record_of_another_process_is_on_the_screen_within_a_second(tmp_path, visit, capsys):
     write_run(tmp_path, "before", [record(s) for s in range(1, 20)], head_optimizer="AdamW")
-    with training(tmp_path, name="live") as run, served(tmp_path, "--port", 0) as (_, url, _):
+    with training(tmp_path, name="live") as run, running_service(tmp_path, "--port", 0) as (_, url, _):
         run.write(1)
         run.write(2)
         visitor = visit(url, **WIDE)
@@ -64,7 +64,7 @@ def test_a_record_of_another_process_is_on_the_screen_within_a_second(tmp_path, 
         }
         for page, shows in views.values():
             shows(page, 2)
-            is_live(page)
+            wait_until_live(page)
         step, took = 2, {name: [] for name in views}
         for _ in range(3):
             for name, (page, shows) in views.items():
@@ -87,8 +87,8 @@ def test_runs_appear_grow_and_end_by_themselves(tmp_path, visit):
     with background(tmp_path, cache=False) as place:
         visitor = visit(place.url, **WIDE)
         table, compare = visitor.open("/runs"), visitor.open("/")
-        is_live(table)
-        is_live(compare)
+        wait_until_live(table)
+        wait_until_live(compare)
         with training(tmp_path, name="one", head_optimizer="AdamW") as first, training(tmp_path, name="two") as second:
             for step in range(1, 6):
                 first.write(step, diameter=0.6 / step)
@@ -110,7 +110,7 @@ def test_a_run_that_blows_up_is_on_a_banner_until_it_is_dismissed(tmp_path, visi
         visitor = visit(place.url, **WIDE)
         page = visitor.open("/runs")
         last_step(page, run.id, 5)
-        is_live(page)
+        wait_until_live(page)
         assert page.locator("#banner .banner-inner").count() == 0
         run.alert(
             step=4, time=time.time(), kind="diameter", value=9.0, expected=3.0, message="D(S) is three times that."
@@ -122,12 +122,12 @@ def test_a_run_that_blows_up_is_on_a_banner_until_it_is_dismissed(tmp_path, visi
         until(later, "document.querySelector('main .alert[data-kind=diameter]')")
         page.locator("#banner").get_by_role("link", name="Show the step").click()
         until(page, f"location.pathname === '/runs/{run.id}' && location.search.includes('step=4')")
-        plotted(page, "diameter", "layout.shapes?.some((one) => one.x0 === 4)")
+        wait_for_plot(page, "diameter", "layout.shapes?.some((one) => one.x0 === 4)")
         page.locator("#banner").get_by_role("button").click()
         until(page, "!document.querySelector('#banner .banner-inner')")
         page.reload()
-        drawn(page, "diameter")
-        is_live(page)
+        wait_for_panels(page, "diameter")
+        wait_until_live(page)
         assert page.locator("#banner .banner-inner").count() == 0
         run.alert(step=5, time=time.time(), kind="diameter", value=9.5, expected=3.0, message="And again.")
         until(page, "document.querySelector('#banner').innerText.includes('And again')")
@@ -142,21 +142,21 @@ def test_a_page_goes_on_when_the_server_was_started_anew(tmp_path, visit):
     for step in range(1, 6):
         writer.write(record(step))
     with ExitStack() as first, ExitStack() as second:
-        _, url, _ = first.enter_context(served(tmp_path, "--port", 0))
+        _, url, _ = first.enter_context(running_service(tmp_path, "--port", 0))
         visitor = visit(url, troubled=True, **WIDE)
         run, compare, table = visitor.open(f"/runs/{writer.id}"), visitor.open("/"), visitor.open("/runs")
         for page in (run, compare):
             page.evaluate("window.same = true")
             seen(page, "diameter", 5)
-            is_live(page)
+            wait_until_live(page)
         last_step(table, writer.id, 5)
         first.close()
         for page in (run, compare):
             until(page, "document.querySelector('#live').innerText.includes('connection lost')")
         writer.write(record(6))
-        second.enter_context(served(tmp_path, "--port", urlsplit(url).port))
+        second.enter_context(running_service(tmp_path, "--port", urlsplit(url).port))
         for page in (run, compare):
-            is_live(page)
+            wait_until_live(page)
             seen(page, "diameter", 6)
         last_step(table, writer.id, 6)
         writer.write(record(7))
@@ -229,7 +229,7 @@ def test_a_dropped_connection_goes_on_where_it_was(tmp_path, visit):
         visitor = visit(cable.url, troubled=True, **WIDE)
         page = visitor.open(f"/runs/{run.id}")
         seen(page, "diameter", 3)
-        is_live(page)
+        wait_until_live(page)
         run.write(4)
         seen(page, "diameter", 4)
         cable.cut()
@@ -237,7 +237,7 @@ def test_a_dropped_connection_goes_on_where_it_was(tmp_path, visit):
         run.write(5)
         cable.mend()
         seen(page, "diameter", 5)
-        is_live(page)
+        wait_until_live(page)
         run.write(6)
         seen(page, "diameter", 6)
         assert steps_of(page, "diameter") == list(range(1, 7))
@@ -254,10 +254,10 @@ def test_an_answer_that_was_under_way_does_not_undo_an_event(tmp_path, visit):
         visitor = visit(place.url, **WIDE)
         first, held = visitor.open("/runs"), []
         last_step(first, run.id, 1)
-        is_live(first)
+        wait_until_live(first)
         visitor.context.route("**/api/runs", lambda route: held.append((route, route.fetch())))
         page = visitor.open("/runs")
-        is_live(page)
+        wait_until_live(page)
         run.write(2)
         last_step(first, run.id, 2)
         until(page, "document.querySelector('#counts').innerText.includes('1 running')")
@@ -290,7 +290,7 @@ def test_eight_tabs_share_one_stream_and_all_are_live(tmp_path, visit):
         tabs = [visitor.open("/runs") for _ in range(8)]
         for page in tabs:
             last_step(page, run.id, 1)
-            is_live(page)
+            wait_until_live(page)
         assert index.feed.listeners == 1
         run.write(2)
         for page in tabs:
@@ -319,21 +319,21 @@ def spiked(tmp_path_factory):
 @pytest.mark.parametrize("path", ["/", "/runs/long"])
 def test_a_spike_of_one_step_is_seen_at_every_zoom(spiked, visit, path):
     def peak():
-        found = [(y, x) for one in traces(page, "diameter") for x, y in zip(one["x"], one["y"], strict=True) if y]
-        return max(found)
+        points = [(y, x) for one in traces(page, "diameter") for x, y in zip(one["x"], one["y"], strict=True) if y]
+        return max(points)
 
     def near(reach):
         return [x for x in steps_of(page, "diameter") if abs(x - SPIKE) <= reach]
 
     page = visit(spiked, **WIDE).open(path)
-    drawn(page, "loss", "diameter", "perturbation")
+    wait_for_panels(page, "loss", "diameter", "perturbation")
     coarse, count = near(400), len(steps_of(page, "diameter"))
     assert peak() == (0.9, SPIKE)
     assert count < STEPS / 5
     for reach in (4000, 500):
         drag(page, "diameter", SPIKE - reach, SPIKE + reach)
-        plotted(page, "loss", f"range[1] - range[0] < {2.5 * reach}")
-        plotted(
+        wait_for_plot(page, "loss", f"range[1] - range[0] < {2.5 * reach}")
+        wait_for_plot(
             page,
             "diameter",
             f"data.some(({{x}}) => x?.filter((x) => Math.abs(x - {SPIKE}) <= 400).length > {len(coarse)})",
@@ -341,6 +341,6 @@ def test_a_spike_of_one_step_is_seen_at_every_zoom(spiked, visit, path):
         assert peak() == (0.9, SPIKE)
         assert len(near(400)) > len(coarse)
         coarse = near(400)
-    plotted(page, "loss", f"data.some(({{x}}) => x?.includes({SPIKE - 3}))")
+    wait_for_plot(page, "loss", f"data.some(({{x}}) => x?.includes({SPIKE - 3}))")
     assert near(400) == list(range(SPIKE - 400, SPIKE + 401))
     assert "x0=" in page.url

@@ -1,4 +1,4 @@
-"""What the service gives Prometheus, against what the runs themselves would have said."""
+"""What the service gives Prometheus, against what the runs themselves would export."""
 
 import math
 import os
@@ -49,6 +49,8 @@ def records():
             diameter=0.01 * step if step % 10 == 0 else None,
             diameter_lower=0.01 * step,
             ceiling=1.0,
+            perturbation_rms=0.5 / step if step % 20 == 0 else None,
+            hidden_norm_rms=3.0 if step % 20 == 0 else None,
             nonfinite_rows=3 if step == 31 else 0,
             skipped="overflow" if step == 12 else "",
             seconds={"increment": 0.25, **({"panel": 0.5} if step % 20 == 0 else {})},
@@ -64,11 +66,11 @@ def test_a_log_says_what_the_run_itself_would_have_said(root):
     registry = CollectorRegistry()
     registry.register(Exposition(lambda: [itself.samples()]))
     moving = ("hilbert_heartbeat", "hilbert_stalled")
-    own, told = (
+    own, exported = (
         {line for line in text.splitlines() if not line.startswith(moving)}
         for text in (generate_latest(registry).decode(), client(root).get("/metrics").text)
     )
-    assert own == told
+    assert own == exported
     writer.close()
 
 
@@ -99,8 +101,8 @@ def test_a_run_with_a_port_is_a_target_and_is_not_told_of_again(root):
     ],
 )
 def test_a_target_is_where_it_can_be_reached(address, here, target):
-    assert scraped._place(RunInfo(host=HERE if here else "far", port=9000, address=address)) == target
-    assert scraped._place(RunInfo(host=HERE, address=address)) == ""
+    assert scraped._address(RunInfo(host=HERE if here else "far", port=9000, address=address)) == target
+    assert scraped._address(RunInfo(host=HERE, address=address)) == ""
 
 
 def test_a_run_that_listens_to_another_machine_alone_is_told_of_from_its_log(root, monkeypatch):

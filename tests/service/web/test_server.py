@@ -19,7 +19,7 @@ from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import RunInfo
 from hilbert_monitor.service.following.index import Index
 from hilbert_monitor.service.web.server import AddressError, Server, background, bind
-from tests.support.services import record, served, write_run
+from tests.support.services import record, running_service, write_run
 
 LISTENERS = 20
 
@@ -50,24 +50,24 @@ class Listener:
 
     def event(self):
         """The next one as its lines say it; None at the end."""
-        found = {}
+        fields = {}
         while line := self.answer.readline():
             text = line.decode().rstrip("\n")
-            if not text and found:
-                return found
+            if not text and fields:
+                return fields
             name, _, value = text.partition(": ")
             if name:
-                found[name] = value
+                fields[name] = value
         return None
 
     def until(self, name):
         """All events up to the first of a name."""
-        found = []
-        while not found or found[-1]["event"] != name:
+        events = []
+        while not events or events[-1]["event"] != name:
             event = self.event()
             assert event is not None, "the stream has ended"
-            found.append(event)
-        return found
+            events.append(event)
+        return events
 
     def close(self):
         self.connection.close()
@@ -77,7 +77,7 @@ class Listener:
 
 
 def test_the_service_is_up_within_two_seconds_and_says_where_first(tmp_path):
-    with served(tmp_path, "--port", 0) as (process, url, first):
+    with running_service(tmp_path, "--port", 0) as (process, url, first):
         status, text = ask(url, "/healthz")
         worked = cpu_seconds(process.pid)
         assert status == 200
@@ -89,7 +89,7 @@ def test_the_service_is_up_within_two_seconds_and_says_where_first(tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_the_service_ends_within_a_second_whoever_is_connected(tmp_path, how):
     write_run(tmp_path, "a", [record(1)])
-    with served(tmp_path, "--port", 0) as (process, url, _):
+    with running_service(tmp_path, "--port", 0) as (process, url, _):
         listeners = [Listener(url) for _ in range(LISTENERS)]
         assert all(listener.event()["event"] == "hello" for listener in listeners)
         idle = socket.create_connection(("127.0.0.1", urlsplit(url).port))
@@ -99,9 +99,9 @@ def test_the_service_ends_within_a_second_whoever_is_connected(tmp_path, how):
         took = time.monotonic() - began
         for one in (*listeners, idle):
             one.close()
-        said = process.stdout.read()
+        output = process.stdout.read()
         assert took < 2, took
-        assert "Traceback" not in said
+        assert "Traceback" not in output
         assert process.returncode == (0 if how == signal.SIGINT else -signal.SIGTERM)
 
 
@@ -118,7 +118,7 @@ def test_the_service_never_loads_torch(tmp_path):
 
 
 def test_an_address_that_others_can_reach_gets_a_token(tmp_path):
-    with served(tmp_path, "--port", 0, "--host", "0.0.0.0") as (_, url, _):
+    with running_service(tmp_path, "--port", 0, "--host", "0.0.0.0") as (_, url, _):
         token = urlsplit(url).query.removeprefix("token=")
         assert len(token) >= 20
         assert ask(url, "/api/runs")[0] == 401
@@ -128,7 +128,7 @@ def test_an_address_that_others_can_reach_gets_a_token(tmp_path):
 
 
 def test_the_output_never_has_what_visitors_send(tmp_path):
-    with served(tmp_path, "--port", 0, "--token", "secret") as (process, url, first):
+    with running_service(tmp_path, "--port", 0, "--token", "secret") as (process, url, first):
         assert "token=secret" in first
         assert ask(url, "/?token=guess")[0] == 401
         assert ask(url, "/?token=secret")[0] == 303
@@ -140,7 +140,7 @@ def test_the_output_never_has_what_visitors_send(tmp_path):
 
 def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path):
     root = tmp_path / "later"
-    with served(root, "--port", 0) as (process, url, _):
+    with running_service(root, "--port", 0) as (process, url, _):
         assert "no folder" in process.stdout.readline()
         assert json.loads(ask(url, "/api/runs")[1])["runs"] == []
         write_run(root, "a", [record(1)])
@@ -195,9 +195,9 @@ def test_a_record_is_heard_of_within_a_second(live):
         assert int(hello["retry"]) > 0
         began = time.monotonic()
         writer.write(record(2, train_loss=float("nan")))
-        (*_, told) = listener.until("records")
+        (*_, event) = listener.until("records")
         took = time.monotonic() - began
-    news = json.loads(told["data"])
+    news = json.loads(event["data"])
     assert [one["step"] for one in news["records"]] == [2]
     assert news["records"][0]["train_loss"] == "nan"
     assert took < 1
@@ -217,8 +217,8 @@ def test_who_comes_back_gets_what_was_missed_once(live, how):
     steps = []
     with closing(Listener(url, f"/api/events{query}", **headers)) as listener:
         while not steps or steps[-1] < 4:
-            (*_, told) = listener.until("records")
-            steps += [one["step"] for one in json.loads(told["data"])["records"]]
+            (*_, event) = listener.until("records")
+            steps += [one["step"] for one in json.loads(event["data"])["records"]]
     assert steps == [3, 4]
 
 
@@ -231,9 +231,9 @@ def test_a_new_run_appears_by_itself(live, tmp_path):
     with closing(Listener(live[0])) as listener:
         listener.event()
         write_run(tmp_path, "new", [record(1)])
-        while (told := json.loads(listener.until("run")[-1]["data"]))["id"] != "new":
+        while (event := json.loads(listener.until("run")[-1]["data"]))["id"] != "new":
             pass
-    assert told["summary"]["label"] == "new"
+    assert event["summary"]["label"] == "new"
 
 
 def test_the_stream_is_not_held_back_to_be_compressed(live):

@@ -1,4 +1,4 @@
-/* Alerts: the steps that were not as the others, newest first. */
+/* Alerts: the steps that broke a rule of the monitor, newest first. */
 
 import { get as fetchAnswer } from "./api.js";
 import { empty, fill, h, optimizerMark, runLink, say, stateMark } from "./dom.js";
@@ -111,7 +111,7 @@ export class Alerts {
             "Show all alerts",
           ),
         ),
-      ) : empty("No step has blown up.", "A step that is not as its run's others appears here by itself."),
+      ) : empty("No step has blown up.", "A step that is far from the usual ones of its run appears here by itself."),
     );
   }
 
@@ -120,7 +120,7 @@ export class Alerts {
   }
 }
 
-/** An alert as a card: what, where, how much, which tokens. Of a run's own page it leaves the run out. */
+/** An alert as a card: its kind, step, value and tokens. On a run's own page, `own`, the run is left out. */
 export function alertCard(alert, own = null) {
   const run = alert.run ?? own;
   const step = h(
@@ -142,7 +142,7 @@ export function alertCard(alert, own = null) {
     who,
     h(
       "div",
-      { class: "said" },
+      { class: "account" },
       alert.message ? h("p", { class: "message" }, clip(alert.message, 800)) : null,
       h("p", { class: "measured" }, measured(alert), tokens(alert)),
     ),
@@ -150,9 +150,10 @@ export function alertCard(alert, own = null) {
   );
 }
 
+/** What was measured, and how it compares with what was expected. */
 function measured(alert) {
-  const [found, expected] = [value(alert.value), value(alert.expected)];
-  const factor = expected && Number.isFinite(found) ? found / expected : null;
+  const [measurement, expected] = [value(alert.value), value(alert.expected)];
+  const factor = expected && Number.isFinite(measurement) ? measurement / expected : null;
   const limit = expected === null ? null : [" against ", number(expected), " expected"];
   return h(
     "span",

@@ -3,7 +3,7 @@
 import { setClock } from "./format.js";
 import { written } from "./state.js";
 
-/** An answer that is none: its status, and a sentence. */
+/** An error of the API: its status, and a sentence. Status 0 means that the server cannot be reached. */
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
@@ -11,10 +11,10 @@ export class ApiError extends Error {
   }
 }
 
-const failures = new Set();
+const listeners = new Set();
 
 /** Call back with true after an answer, with false when the server cannot be reached. */
-export const onReached = (listener) => failures.add(listener);
+export const onReached = (listener) => listeners.add(listener);
 
 /**
  * Get an answer.
@@ -29,36 +29,37 @@ export async function get(path, query = new URLSearchParams()) {
       { headers: { Accept: "application/json" }, credentials: "same-origin" },
     );
   } catch {
-    failures.forEach((tell) => tell(false));
+    listeners.forEach((tell) => tell(false));
     throw new ApiError(0, "The server does not answer. Is hilbert-monitor serve still running?");
   }
-  failures.forEach((tell) => tell(true));
+  listeners.forEach((tell) => tell(true));
   setClock(response.headers.get("Date"));
   if (!response.ok) throw new ApiError(response.status, await sentence(response));
   return response.json();
 }
 
-/** Where a run is in the API. */
+/** The path of a run in the API. */
 export const runPath = (id) => `/api/runs/${encodeURIComponent(id)}`;
 
-/** The two templates of figures, fetched once. */
+/** The templates of figures for light and dark pages, fetched once. */
 export function themes() {
-  themes.found ??= get("/api/themes").catch((error) => {
-    themes.found = undefined;
+  themes.answer ??= get("/api/themes").catch((error) => {
+    themes.answer = undefined;
     throw error;
   });
-  return themes.found;
+  return themes.answer;
 }
 
+/** The error of a response, in a sentence. */
 async function sentence(response) {
   if (response.status === 401) return "This page needs its token: open the link that `hilbert-monitor serve` printed.";
   try {
     const { detail, message, error } = await response.json();
-    const said = detail ?? message ?? error;
-    if (typeof said === "string") return said;
-    if (Array.isArray(said)) return said.map((one) => one.msg ?? String(one)).join("; ");
+    const text = detail ?? message ?? error;
+    if (typeof text === "string") return text;
+    if (Array.isArray(text)) return text.map((part) => part.msg ?? String(part)).join("; ");
   } catch {
-    // not of the API: a proxy's page, perhaps
+    // not an answer of the API: perhaps the page of a proxy
   }
   return `The server answered ${response.status} ${response.statusText}.`;
 }

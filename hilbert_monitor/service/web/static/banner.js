@@ -1,4 +1,4 @@
-/* The banner: a run that is being trained blew up, just now. */
+/* The banner: shown when a run that is being trained has just blown up. */
 
 import { get } from "./api.js";
 import { fill, h, runLink } from "./dom.js";
@@ -13,7 +13,7 @@ const place = document.getElementById("banner");
 const alerts = new Map();
 const keyOf = ({ run, step, kind }) => `hilbert-monitor alert ${run} ${step} ${kind}`;
 
-/** Show what is to be shown, from now on. */
+/** Show and update the banner from now on. */
 export function watch() {
   onEvent((name, data) => {
     if (name !== "alert" || data.status !== "running") return;
@@ -22,33 +22,33 @@ export function watch() {
   onRuns(() => {
     for (const run of runs.values()) {
       const last = run.last_alert;
-      if (run.status === "running" && last && now() - last.time < RECENT) find({ ...last, run: run.id });
+      if (run.status === "running" && last && now() - last.time < RECENT) complete({ ...last, run: run.id });
     }
     show();
   });
 }
 
-/** A run's summary has not all of its last alert: ask once for the rest. */
-async function find(alert) {
+/** Fetch the message of an alert, once: a run's summary does not have it. */
+async function complete(alert) {
   const key = keyOf(alert);
-  if (alerts.has(key) || asked.has(key) || dismissed(key)) return;
-  asked.add(key);
+  if (alerts.has(key) || requested.has(key) || isDismissed(key)) return;
+  requested.add(key);
   const query = new URLSearchParams({ run: alert.run, kind: alert.kind, limit: 5 });
   const answer = await get("/api/alerts", query).catch(() => ({ alerts: [] }));
   add({ ...alert, message: answer.alerts.find((one) => one.step === alert.step)?.message });
 }
 
-const asked = new Set();
+const requested = new Set();
 
 function add(alert) {
   const key = keyOf(alert);
   const known = alerts.get(key);
-  if (dismissed(key) || (known && (known.message || !alert.message))) return;
+  if (isDismissed(key) || (known && (known.message || !alert.message))) return;
   alerts.set(key, alert);
   show();
 }
 
-/** The newest alert of a run that still runs; an alert of one that has ended is in the list of alerts. */
+/** Alerts of runs that are still running, the newest first. Those of ended runs are in the list of alerts. */
 function current() {
   const alive = ({ run }) => !runs.has(run) || runs.get(run).status === "running";
   return [...alerts.values()].filter(alive).sort((a, b) => b.time - a.time);
@@ -92,19 +92,19 @@ function dismiss() {
     try {
       sessionStorage.setItem(keyOf(alert), "1");
     } catch {
-      gone.add(keyOf(alert)); // no storage: for as long as this page is open
+      dismissals.add(keyOf(alert)); // no storage: it stays dismissed while this page is open
     }
   }
   show();
   document.getElementById("main").focus({ preventScroll: true });
 }
 
-const gone = new Set();
+const dismissals = new Set();
 
-function dismissed(key) {
+function isDismissed(key) {
   try {
-    return gone.has(key) || sessionStorage.getItem(key) !== null;
+    return dismissals.has(key) || sessionStorage.getItem(key) !== null;
   } catch {
-    return gone.has(key);
+    return dismissals.has(key);
   }
 }

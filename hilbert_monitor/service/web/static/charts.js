@@ -1,4 +1,4 @@
-/* Panels that share their x range, their hover and what is hidden. */
+/* A group of panels that share their x range, their hover and their hidden curves. */
 
 import { themes } from "./api.js";
 import { h } from "./dom.js";
@@ -37,22 +37,22 @@ export class Charts {
     DARK.addEventListener("change", this.retheme);
   }
 
-  /** Show figures; those that are shown already are not drawn again. */
+  /** Show figures. Nothing is drawn if they are the same as before. */
   async show(figures, mark = null) {
-    const shown = JSON.stringify([figures, mark, location.search]);
+    const state = JSON.stringify([figures, mark, location.search]);
     this.figures = figures;
     this.mark = mark;
-    if (shown === this.shown) return;
+    if (state === this.state) return;
     await this.draw();
-    this.shown = shown;
+    this.state = state;
   }
 
-  /** Draw what there is, as the address says. Never under a pointer that is dragging out a range. */
+  /** Draw the figures with the settings of the address; not while the pointer drags out a range. */
   async draw() {
     this.waiting = this.dragging;
     if (!this.figures || this.dragging) return;
-    const [found] = await Promise.all([themes(), startPlotly()]);
-    const template = found[DARK.matches ? "dark" : "light"];
+    const [templates] = await Promise.all([themes(), startPlotly()]);
+    const template = templates[DARK.matches ? "dark" : "light"];
     if (this.ended) return;
     const look = {
       template,
@@ -66,7 +66,7 @@ export class Charts {
     }
   }
 
-  /** A panel was zoomed: the others follow at once, and finer data after. */
+  /** Zoom all panels to a range of x, which one of them was zoomed to; finer data follow. */
   zoom(first, last) {
     if (!Number.isFinite(first) || !Number.isFinite(last) || first === last) return;
     const digits = Math.max(0, 3 - Math.floor(Math.log10(Math.abs(last - first))));
@@ -82,7 +82,7 @@ export class Charts {
     for (const panel of this.panels) if (panel !== from) panel.cross(x);
   }
 
-  /** Hide or show curves; the second click of a double click leaves them alone on the stage, or brings all back. */
+  /** Hide or show curves. A double click shows them alone, or shows all again. */
   toggle(key, double) {
     const hidden = new Set(getAll("hidden"));
     if (!double) return change({ hidden: hidden.delete(key) ? [...hidden] : [...hidden, key] });

@@ -1,18 +1,15 @@
 /* The columns of the table of runs. */
 
+import { STATES } from "./catalogue.js";
 import { h, optimizerMark, runLink, stateMark } from "./dom.js";
 import { DASH, ageMark, clip, number, plural, value, whole } from "./format.js";
 
-/** All states, the ones to look after first. */
-export const STATES = ["running", "stalled", "failed", "killed", "finished", "unreadable"];
-/** A run's state as it is shown. */
-export const status = (run) => (run.problem ? "unreadable" : run.status);
 const measured = (key) => ({ key, sort: (run) => value(run[key]), cell: (run) => number(run[key]), class: "number" });
 
 /** The columns: how a run is sorted by one, and what its cell shows. */
 export const COLUMNS = [
   { key: "name", label: "Run", sort: (run) => (run.label || run.id).toLowerCase(), cell: nameCell },
-  { key: "status", label: "State", sort: (run) => STATES.indexOf(status(run)), cell: (run) => stateMark(status(run)) },
+  { key: "status", label: "State", sort: (run) => STATES.indexOf(run.status), cell: (run) => stateMark(run.status) },
   { key: "optimizer", label: "LM head", sort: (run) => run.optimizer, cell: (run) => optimizerMark(run.optimizer) },
   {
     key: "seed",
@@ -39,13 +36,13 @@ export const COLUMNS = [
 
 function nameCell(run) {
   const id = run.label && run.label !== run.id ? h("small", {}, run.id) : null;
-  const trouble = run.problem || [run.error, run.message].filter(Boolean).join(": ");
+  const problem = run.problem || [run.error, run.message].filter(Boolean).join(": ");
   const torn = run.torn ? h("small", {}, `${plural(run.torn, "torn line")} skipped`) : null;
   const reading = run.indexed < 1 ? h("small", {}, `${Math.round(100 * run.indexed)} % read`) : null;
   return [
     runLink(run.id, clip(run.label || run.id, 100)),
     id,
-    trouble ? h("small", { class: "trouble" }, clip(trouble, 300)) : null,
+    problem ? h("small", { class: "trouble" }, clip(problem, 300)) : null,
     torn,
     reading,
   ];

@@ -1,4 +1,4 @@
-/* Compare: what RowNorm buys. The current factors large, four panels, and which runs take part. */
+/* Compare: RowNorm against AdamW. The current ratios, four panels, and the runs that take part. */
 
 import { get as fetchAnswer } from "./api.js";
 import { Charts } from "./charts.js";
@@ -13,14 +13,14 @@ import { change, get, viewQuery, written } from "./state.js";
 import { about, runs } from "./store.js";
 
 const PANELS = [
-  { key: "loss", title: "Loss", about: "Validation, and thinner the training loss" },
-  { key: "diameter", title: "Row diameter D(S)", about: "How far one step of the head can move any pair of tokens" },
-  { key: "perturbation", title: "Hilbert RMS", about: "How far it moved the panel's predictions" },
+  { key: "loss", title: "Loss", about: "Validation loss, and thinner the training loss." },
+  { key: "diameter", title: "Row diameter D(S)", about: "The largest distance between two rows of a step of the LM head: how far it can move the log-odds of two tokens." },
+  { key: "perturbation", title: "Hilbert RMS", about: "How far a step moved the predictions on the panel, a fixed set of validation positions." },
   {
     key: "ratio",
     title: `${BASE} / ${OURS}`,
-    about: "How many times smaller RowNorm's are",
-    none: "No ratio: it takes runs of both optimizers, over the same panel.",
+    about: "How many times smaller RowNorm's values are.",
+    none: "No ratio yet: it needs runs of both optimizers, with the same panel.",
   },
 ];
 
@@ -93,7 +93,7 @@ export class Compare {
     if (fresh || (ours && (!chosen || chosen.includes(id)))) this.refresh.ask();
   }
 
-  /** The runs that are known changed, if not their curves. */
+  /** The list of runs changed. */
   known() {
     if (this.answer) {
       this.selection.show(this.answer);
@@ -135,7 +135,7 @@ export class Compare {
     renew(this.values, [answer.optimizers, answer.aside], () => values(answer));
   }
 
-  /** All models to choose from; an answer about some runs knows only theirs. */
+  /** Offer all models to choose from. An answer about some runs names only theirs, so the list of runs adds the others. */
   offer() {
     const models = new Map(this.answer.models.map(({ name }) => [name, 0]));
     for (const { model, problem } of runs.values()) if (!problem) models.set(model, (models.get(model) ?? 0) + 1);
@@ -147,7 +147,7 @@ export class Compare {
   }
 
   lede(answer) {
-    const counts = Object.entries(answer.optimizers).map(([name, found]) => `${most(found)} ${name}`);
+    const counts = Object.entries(answer.optimizers).map(([name, spreads]) => `${most(spreads)} ${name}`);
     const pairs = (answer.pairs ?? []).length;
     return `${counts.join(", ") || "No runs counted"}${pairs ? `; ${plural(pairs, "pair")} by seed and panel` : ""}`;
   }

@@ -1,4 +1,4 @@
-/* How the curves are drawn: the row of controls above the panels. All of it goes to the address. */
+/* The row of controls above the panels. Their settings are in the address. */
 
 import { h, say } from "./dom.js";
 import { change, get, zoom } from "./state.js";
@@ -72,7 +72,7 @@ export class Controls {
     );
   }
 
-  /** Show what the address says; `axes` are those that all runs have. */
+  /** Show the settings of the address; `axes` are those that all runs have. */
   show(axes = null) {
     this.axis.show(axes);
     this.scale.show();
@@ -88,7 +88,7 @@ export class Controls {
   }
 }
 
-/** One of a few: radio buttons that look like one piece. */
+/** A choice of one among a few: radio buttons that look like one piece. */
 function choice(name, label, options, also = {}) {
   const inputs = options.map(([value]) =>
     h("input", { type: "radio", name, value, onchange: () => change({ [name]: value, ...also }) }),

@@ -1,4 +1,6 @@
-/* Building elements. Texts of others only ever become text nodes and attributes, never markup. */
+/* Builds elements. Texts become text nodes and attributes, never markup. */
+
+import { COLOURS } from "./catalogue.js";
 
 /**
  * An element with attributes and children.
@@ -31,22 +33,22 @@ function node(child) {
   return child instanceof Node ? child : document.createTextNode(String(child));
 }
 
-/** Replace the children of an element, only if what they are made from changed: an open list or a selection stays. */
+/** Replace the children of an element only if `state` changed, so that an open list or a selection stays. */
 export function renew(element, state, make) {
   const text = JSON.stringify(state) ?? "";
-  if (made.get(element) === text) return;
-  made.set(element, text);
+  if (states.get(element) === text) return;
+  states.set(element, text);
   fill(element, make());
 }
 
-const made = new WeakMap();
+const states = new WeakMap();
 
-/** Set the text of an element, only if it is another one: a screen reader speaks what changes. */
+/** Set the text of an element only if it changed: a screen reader speaks every change. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** A part of the page that has nothing to show, and what to do about it. */
+/** A notice in place of a part of the page that has nothing to show. */
 export function empty(title, ...about) {
   return h(
     "div",
@@ -74,8 +76,6 @@ export function runLink(id, label, step = null) {
 export function stateMark(status) {
   return h("span", { class: "state", "data-state": status }, h("i", { "aria-hidden": "true" }), status);
 }
-
-const COLOURS = { AdamW: "#D55E00", RowNorm: "#0072B2", Muon: "#009E73", SGD: "#CC79A7" };
 
 /** An optimizer's name beside its colour. */
 export function optimizerMark(name) {

@@ -1,5 +1,5 @@
-/* Plotly, which is large and takes a second to start: fetched as soon as there are panels, started when the rest of the
- * page is on the screen. */
+/* Loads Plotly, which is large and takes a second to start: it is fetched as soon as there are panels, and started when
+ * the rest of the page is on the screen. */
 
 import { ApiError } from "./api.js";
 import { h } from "./dom.js";
@@ -8,13 +8,13 @@ const ADDRESS = document.querySelector("meta[name=plotly]").content;
 let started = null;
 let fetched = false;
 
-/** Begin to fetch it. There may be nothing to draw after all: a preload would complain then. */
+/** Begin to fetch it. It is no preload: browsers complain about one that is not used. */
 export function fetchPlotly() {
   if (!fetched) document.head.append(h("link", { rel: "prefetch", href: ADDRESS }));
   fetched = true;
 }
 
-/** Start it, once; what comes back is there when it can draw. */
+/** Start it, once; the promise resolves when it can draw. */
 export function startPlotly() {
   started ??= painted().then(run).catch((error) => {
     started = null;

@@ -1,4 +1,4 @@
-/* What stands where there is nothing to show, and what to do about it. */
+/* Notices for views that have nothing to show; they say what to do. */
 
 import { code, empty, h, tool } from "./dom.js";
 import { clip } from "./format.js";
@@ -15,35 +15,35 @@ export function noRuns() {
   );
 }
 
-/** A filter that no run passes. */
+/** No run matches the filter. */
 export function noMatch(clear) {
   const fields = ["Fields are ", code("status:failed"), " or ", code("lr=0.1"), "; all words must occur. "];
   return empty("No run matches", h("p", {}, fields, tool("Show all runs", clear)));
 }
 
-/** A run that is not there. */
+/** There is no run with this id. */
 export function unknownRun(id) {
   const all = h("a", { href: "/runs" }, "See all runs");
   return empty(
     "There is no such run",
     `“${clip(id, 100)}” is not among the runs that are served.`,
-    h("p", {}, "It may have been renamed or removed, or not have begun. ", all),
+    h("p", {}, "It may have been renamed or removed, or it has not begun. ", all),
   );
 }
 
-/** An address that is none of the page's. */
+/** There is no view at this address. */
 export function noPage() {
   const [compare, all] = [h("a", { href: "/" }, "Compare"), h("a", { href: "/runs" }, "see all runs")];
   return empty("There is no such page", h("p", {}, compare, " or ", all));
 }
 
-/** The server wants a token. */
+/** The server needs a token. */
 export function locked() {
   const link = ["This page needs its token: open the link that ", code("hilbert-monitor serve"), " printed."];
   return empty("This page needs its token", h("p", {}, link));
 }
 
-/** The server says that it cannot answer that. */
+/** The server refused the request. */
 export function refused(message) {
   const plain = h("a", { href: location.pathname }, "Show it without these settings");
   return empty("That cannot be shown", message, h("p", {}, plain));

@@ -6,7 +6,7 @@ const SUPERSCRIPT = { "-": "⁻", ...["⁰", "¹", "²", "³", "⁴", "⁵", "�
 
 let skew = 0;
 
-/** Take the server's clock from an answer, if it is not ours. */
+/** Take over the server's clock from the date of an answer, if it differs from ours. */
 export function setClock(date) {
   const server = Date.parse(date ?? "");
   if (!Number.isNaN(server)) skew = Math.abs(server - Date.now()) > 3000 ? server - Date.now() : 0;
@@ -24,53 +24,54 @@ export function value(given) {
 
 /** A number in some digits: plain where that is short, else times a power of ten. */
 export function number(given, digits = 4) {
-  const found = value(given);
-  if (found === null) return DASH;
-  if (Number.isNaN(found)) return "nan";
-  if (!Number.isFinite(found)) return found > 0 ? "∞" : `${MINUS}∞`;
-  if (found === 0) return "0";
-  const size = Math.abs(found);
-  if (size >= 0.01 && size < 1e5) return minus(Number(found.toPrecision(digits)).toLocaleString(
+  const x = value(given);
+  if (x === null) return DASH;
+  if (Number.isNaN(x)) return "nan";
+  if (!Number.isFinite(x)) return x > 0 ? "∞" : `${MINUS}∞`;
+  if (x === 0) return "0";
+  const size = Math.abs(x);
+  if (size >= 0.01 && size < 1e5) return minus(Number(x.toPrecision(digits)).toLocaleString(
     "en",
     { maximumFractionDigits: 10 },
   ));
-  const [mantissa, power] = found.toExponential(digits - 1).split("e");
+  const [mantissa, power] = x.toExponential(digits - 1).split("e");
   return `${minus(mantissa)} × 10${[...String(Number(power))].map((sign) => SUPERSCRIPT[sign]).join("")}`;
 }
 
 /** A number with so many decimals. */
 export function fixed(given, decimals = 4, signed = false) {
-  const found = value(given);
-  if (found === null || !Number.isFinite(found)) return number(found);
-  return minus((signed && found >= 0 ? "+" : "") + found.toFixed(decimals));
+  const x = value(given);
+  if (x === null || !Number.isFinite(x)) return number(x);
+  return minus((signed && x >= 0 ? "+" : "") + x.toFixed(decimals));
 }
 
 /** A whole number, with separators. */
 export function whole(given) {
-  const found = value(given);
-  return found === null ? DASH : found.toLocaleString("en");
+  const x = value(given);
+  return x === null ? DASH : x.toLocaleString("en");
 }
 
 /** A mean and its deviation. */
-export function spread(found, form = number) {
-  if (!found || value(found.mean) === null) return DASH;
-  return value(found.deviation) === null ? form(found.mean) : `${form(found.mean)} ± ${number(found.deviation, 2)}`;
+export function spread(given, form = number) {
+  if (!given || value(given.mean) === null) return DASH;
+  const mean = form(given.mean);
+  return value(given.deviation) === null ? mean : `${mean} ± ${number(given.deviation, 2)}`;
 }
 
 /** A share in percent. */
 export function percent(given) {
-  const found = value(given);
-  if (found === null || !Number.isFinite(found)) return number(found);
-  const size = 100 * found;
+  const x = value(given);
+  if (x === null || !Number.isFinite(x)) return number(x);
+  const size = 100 * x;
   return `${Number(size.toPrecision(size >= 10 ? 3 : 2))} %`;
 }
 
 /** Seconds in the unit that suits them. */
 export function seconds(given) {
-  const found = value(given);
-  if (found === null) return DASH;
-  if (found < 1e-3) return `${number(found * 1e6, 3)} µs`;
-  return found < 1 ? `${number(found * 1e3, 3)} ms` : `${number(found, 3)} s`;
+  const x = value(given);
+  if (x === null) return DASH;
+  if (x < 1e-3) return `${number(x * 1e6, 3)} µs`;
+  return x < 1 ? `${number(x * 1e3, 3)} ms` : `${number(x, 3)} s`;
 }
 
 /** "3 runs", "1 run". */
@@ -114,7 +115,7 @@ export function tick() {
 const MARKS = { " ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽" };
 const UNSEEN = /[\s\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff\ufff9-\ufffd]/;
 
-/** A token's text, quoted, with what cannot be seen made visible. */
+/** A token's text in quotes, with visible signs for characters that cannot be seen. */
 export function token(text) {
   const element = document.createElement("span");
   element.className = "token";

@@ -1,4 +1,4 @@
-/* Events of the server in this tab, and work that follows them at a bearable pace. */
+/* Events of the server in this tab, and tasks that run after them, but not too often. */
 
 import { follow } from "./stream.js";
 
@@ -32,13 +32,13 @@ export function connect() {
 
 function take(message) {
   if (message.kind === "status") watchers.forEach((watch) => watch(message.status));
-  if (message.kind === "joined") take({ kind: "event", name: "hello", data: {} }); // what came since it asked is lost
+  if (message.kind === "joined") take({ kind: "event", name: "hello", data: {} }); // events since then may be lost
   if (message.kind === "event") listeners.forEach((listen) => listen(message.name, message.data));
 }
 
 /**
- * Work that many ask for and that is done seldom: one at a time, not more often than every `gap` ms or than half of the
- * time allows, and once more after the last one asked. A hidden tab does it when it is seen again.
+ * Run a task at most once every `gap` ms however often it is asked for. It runs once more after the last call of `ask`,
+ * never twice at a time, and for at most half of the time. In a hidden tab it waits until the tab is visible again.
  * @param {() => Promise<void>} task
  */
 export function coalesce(task, gap = 350) {

@@ -1,8 +1,9 @@
-/* The page: which view is shown, and what is at the top of all of them. */
+/* The page: it shows the view that the address names, and the bar above it. */
 
 import { onReached } from "./api.js";
 import { Alerts } from "./alerts.js";
 import { watch } from "./banner.js";
+import { STATES } from "./catalogue.js";
 import { Compare } from "./compare.js";
 import { fill, h, renew, say } from "./dom.js";
 import { locked, noPage, refused } from "./empties.js";
@@ -16,14 +17,13 @@ import { about, load, onRuns, runs } from "./store.js";
 
 const VIEWS = { compare: Compare, runs: Runs, run: Run, alerts: Alerts };
 const EVENTS = new Set(["run", "records", "alert", "gone"]);
-const SHOWN = ["running", "stalled", "failed", "killed", "unreadable", "finished"];
 const PAGES = { "/": "compare", "/runs": "runs", "/alerts": "alerts" };
 
 const main = document.getElementById("main");
 let view = null;
 let at = null;
 
-/** Show the view that the address names; the one that is there may do, with other settings. */
+/** Show the view that the address names. If it is shown already, it takes over the new settings. */
 function show(moved) {
   const { view: name, id } = route();
   const place = `${name} ${id}`;
@@ -40,9 +40,9 @@ function show(moved) {
   }
 }
 
-/** An answer did not come: say so where nothing else can be shown, and try again. */
+/** Handle a failed request: try again if the server may recover, else show the error in place of the view. */
 function fail(error, again) {
-  if (error.status === undefined) throw error; // of ours: for the console, not for a reader
+  if (error.status === undefined) throw error; // a fault in a script: it belongs into the console
   if (error.status === 401) return lock();
   if (error.status === 0 || error.status >= 500) return setTimeout(again, 2000);
   view?.end();
@@ -70,11 +70,10 @@ function top() {
   const counts = new Map();
   let alerts = 0;
   for (const run of runs.values()) {
-    const state = run.problem ? "unreadable" : run.status;
-    counts.set(state, (counts.get(state) ?? 0) + 1);
+    counts.set(run.status, (counts.get(run.status) ?? 0) + 1);
     alerts += run.alerts ?? 0;
   }
-  const shown = SHOWN.filter((state) => counts.has(state));
+  const shown = STATES.filter((state) => counts.has(state));
   const link = (state) => {
     const about = { href: `/runs?status=${state}`, title: `${plural(counts.get(state), "run")} ${state}` };
     const mark = { class: "state", "data-state": state };
@@ -99,8 +98,8 @@ function progress() {
 function connection(status) {
   const place = document.getElementById("live");
   place.dataset.status = status;
-  const said = { live: "live", lost: "connection lost, retrying", connecting: "connecting" }[status];
-  say(place.lastElementChild, said);
+  const text = { live: "live", lost: "connection lost, retrying", connecting: "connecting" }[status];
+  say(place.lastElementChild, text);
 }
 
 /** Links within the page change the view, not the document. */
@@ -123,7 +122,7 @@ onReached((reached) => connection(reached ? stream : "lost"));
 onEvent((name, data) => {
   if (EVENTS.has(name)) view?.event(name, data);
   if (name === "reset" || (name === "hello" && data.version !== view?.answer?.version)) {
-    view?.refresh.ask(); // what happened before the stream began is in no event
+    view?.refresh.ask(); // no event tells of what happened before the stream began
     view?.details?.ask();
   }
 });

@@ -4,14 +4,14 @@ import { h, optimizerMark, runLink, table } from "./dom.js";
 import { DASH, fixed, plural, spread, value, whole } from "./format.js";
 import { runs } from "./store.js";
 
-/** Ratios are of the first over the second, differences of the second minus the first. */
+/** Ratios are BASE over OURS, differences OURS minus BASE. */
 export const BASE = "AdamW";
 export const OURS = "RowNorm";
 
-/** How many runs an optimizer's means have in them, at most. */
-export const most = (found) => Math.max(0, ...Object.values(found).map((one) => one.runs ?? 0));
+/** The largest number of runs in any mean of an optimizer. */
+export const most = (spreads) => Math.max(0, ...Object.values(spreads).map((spread) => spread.runs ?? 0));
 
-/** The three figures that matter. */
+/** Three large numbers: two ratios, and the difference of the losses. */
 export function cards({ ratios, difference, pairs = [] }) {
   return [
     factor("diameter", ratios?.diameter, "steps", "Row diameter D(S)", pairs.length),
@@ -20,15 +20,15 @@ export function cards({ ratios, difference, pairs = [] }) {
   ];
 }
 
-function factor(metric, found, noun, what, pairs) {
-  const ratio = value(found?.now);
+function factor(metric, current, noun, what, pairs) {
+  const ratio = value(current?.now);
   const line = `${what}, ${BASE} / ${OURS}`;
-  if (ratio === null || !(ratio > 0)) return card(metric, DASH, `no factor of ${noun} yet`, line);
+  if (ratio === null || !(ratio > 0)) return card(metric, DASH, `no ratio of ${noun} yet`, line);
   const [size, word] = ratio >= 1 ? [ratio, "smaller"] : [1 / ratio, "larger"];
   const digits = size < 1000 ? 1 : 0;
   const shown = size.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-  const some = found.pairs < pairs ? `, ${found.pairs} of ${pairs} pairs` : "";
-  const at = value(found.step) === null ? "" : ` at step ${whole(found.step)}${some}`;
+  const some = current.pairs < pairs ? `, ${current.pairs} of ${pairs} pairs` : "";
+  const at = value(current.step) === null ? "" : ` at step ${whole(current.step)}${some}`;
   return card(metric, `${shown}×`, size < 1.05 ? `the same ${noun}` : `${word} ${noun}`, line + at);
 }
 
@@ -47,14 +47,14 @@ function card(metric, figure, label, line) {
   return h("div", { class: kind, "data-metric": metric }, parts);
 }
 
-/** The numbers as they stand, as in the report. */
+/** The present means, in the table that the report has too. */
 export function values({ optimizers, aside = [] }) {
-  const row = ([name, found]) => [
+  const row = ([name, spreads]) => [
     optimizerMark(name),
-    spread(found.validation_loss, (mean) => fixed(mean)),
-    spread(found.step_diameter ?? found.diameter),
-    spread(found.perturbation_rms),
-    whole(most(found)),
+    spread(spreads.validation_loss, (mean) => fixed(mean)),
+    spread(spreads.step_diameter ?? spreads.diameter),
+    spread(spreads.perturbation_rms),
+    whole(most(spreads)),
   ];
   const rows = Object.entries(optimizers).map(row);
   if (!rows.length) return null;

@@ -13,13 +13,13 @@ const OPTIONS = {
 const TOUCH = matchMedia("(pointer: coarse)");
 const PLAIN = { "&lt;": "<", "&gt;": ">", "&quot;": '"', "&#x27;": "'", "&#39;": "'", "&amp;": "&" };
 
-/** A text that was escaped for Plotly, as it was. */
-const plain = (text) => String(text ?? "").replace(/&(?:lt|gt|quot|#x27|#39|amp);/g, (found) => PLAIN[found]);
+/** Undo the escapes that Plotly needs. */
+const plain = (text) => String(text ?? "").replace(/&(?:lt|gt|quot|#x27|#39|amp);/g, (escape) => PLAIN[escape]);
 
-/** What a curve is hidden by: all curves of a group go together, in every panel. */
+/** The key by which a curve is hidden. All curves of a group share it, in every panel. */
 export const keyOf = (trace) => plain(trace.legendgroup || trace.name);
 
-/** A panel. The group that it is in draws it, and is told of zooms, hovers and legend clicks. */
+/** A panel. Its group draws it, and handles zooms, hovers and clicks on legends. */
 export class Panel {
   /**
    * @param {{key: string, title: string, about?: string}} spec
@@ -113,7 +113,7 @@ export class Panel {
     });
   }
 
-  /** Show the hover again that a redraw took away. */
+  /** Show the hover again that a redraw removed. */
   rehover() {
     if (this.pointer === null || !this.plot.matches(":hover")) return;
     try {
@@ -123,7 +123,7 @@ export class Panel {
     }
   }
 
-  /** Where another panel is hovered: a line at that x. It is no part of the figure, so it costs nothing. */
+  /** Draw a line at the x at which another panel is hovered. It is not part of the figure, so nothing is redrawn. */
   cross(x) {
     const axis = x === null || !this.drawn ? null : this.plot._fullLayout?.xaxis;
     const at = axis ? axis.d2p(x) : NaN;
@@ -134,18 +134,18 @@ export class Panel {
 
   /** The legend: buttons, so that a keyboard reaches them. Rebuilt only if its entries changed. */
   entries(data, hidden) {
-    const shown = new Map();
+    const entries = new Map();
     const ranked = [...data].sort((a, b) => (a.legendrank ?? 1000) - (b.legendrank ?? 1000));
     for (const trace of ranked.filter(({ showlegend }) => showlegend !== false)) {
-      if (!shown.has(keyOf(trace))) shown.set(keyOf(trace), trace);
+      if (!entries.has(keyOf(trace))) entries.set(keyOf(trace), trace);
     }
-    const wanted = JSON.stringify([...shown].map(([
+    const state = JSON.stringify([...entries].map(([
       key,
       { name, line, marker: dot },
     ]) => [key, name, line, dot?.color]));
-    if (this.wanted !== wanted) {
-      this.wanted = wanted;
-      fill(this.legend, [...shown].map(([key, trace]) => this.entry(key, trace)));
+    if (this.state !== state) {
+      this.state = state;
+      fill(this.legend, [...entries].map(([key, trace]) => this.entry(key, trace)));
     }
     for (const button of this.legend.children) button.setAttribute(
       "aria-pressed",
@@ -178,12 +178,12 @@ export class Panel {
     );
   }
 
-  /** All the keys that its legend has. */
+  /** The keys of its legend. */
   keys() {
     return [...this.legend.children].map((button) => button.dataset.key);
   }
 
-  /** Save the panel as it is, with its legend, on the page's ground. */
+  /** Save the panel as a PNG, with its legend, on the background of the page. */
   save() {
     if (!this.drawn) return;
     const ground = getComputedStyle(document.body).backgroundColor;
@@ -206,7 +206,7 @@ export class Panel {
   }
 }
 
-/** A trace, or what is left of a hidden one. Plotly makes a selector of its uid, which must be plain. */
+/** A trace, invisible if it is hidden. Plotly makes a CSS selector of its uid, so that must be plain. */
 function shownAs(trace, hidden) {
   const uid = trace.uid?.replace(/[^A-Za-z0-9-]/g, (sign) => `_${sign.codePointAt(0).toString(16)}`);
   return { ...trace, ...(uid && { uid }), ...(hidden.has(keyOf(trace)) && { visible: false }) };

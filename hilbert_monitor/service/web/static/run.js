@@ -1,7 +1,8 @@
-/* Run: one run's geometry, its tokens, what watching it costs, and how it was made. */
+/* Run: the geometry of one run, its tokens, the cost of the monitor, and the run's settings. */
 
 import { get as fetchAnswer, runPath } from "./api.js";
 import { alertCard } from "./alerts.js";
+import { RUN_PANELS } from "./catalogue.js";
 import { Charts } from "./charts.js";
 import { Controls } from "./controls.js";
 import { fill, h, renew, say, tool } from "./dom.js";
@@ -12,46 +13,6 @@ import { alertList, figures, line, troubles } from "./run_head.js";
 import { attempts, configuration, cost, origin, tokenPairs } from "./run_parts.js";
 import { change, get, viewQuery, written } from "./state.js";
 import { about, runs } from "./store.js";
-
-const PANELS = [
-  {
-    key: "diameter",
-    title: "Row diameter D(S)",
-    about: "With its certified bracket, and the ceiling where a theorem gives one",
-  },
-  {
-    key: "saturation",
-    title: "Saturation",
-    about: "D(S) as a share of its ceiling",
-    none: "No ceiling is known for this optimizer.",
-  },
-  {
-    key: "perturbation",
-    title: "Hilbert perturbation",
-    about: "RMS and maximum over the panel, and the bound D · max|h|",
-  },
-  { key: "loss", title: "Loss", about: "Validation, and thinner the training loss" },
-  {
-    key: "efficiency",
-    title: "Step efficiency",
-    about: "Descent as a share of the best that a step of this diameter could have made",
-    none: "Not measured: HilbertMonitor(efficiency=True) does.",
-  },
-  {
-    key: "shares",
-    title: "Utilisation and gauge waste",
-    about: "RMS over D · rms|h|, and the share of the step that shifts all rows alike",
-    none: "Measured with the panel: not yet.",
-  },
-  {
-    key: "norms",
-    title: "What other rulers say",
-    about: "Spectral norm, and the bound on the change of a hidden state's gradient",
-    none: "Measured with the panel: not yet.",
-  },
-  { key: "learning_rate", title: "Learning rate", about: "Of the LM head" },
-  { key: "cost", title: "Cost of the monitor", about: "Seconds by part, and their share of the time between records" },
-];
 
 /** The view at `/runs/{id}`. */
 export class Run {
@@ -64,7 +25,7 @@ export class Run {
     this.marked = h("div", { class: "marked" });
     this.controls = new Controls({ compare: false });
     this.charts = new Charts(
-      PANELS,
+      RUN_PANELS,
       {
         name: () => this.answer?.summary.label || id,
         csv: (panel) => `${runPath(id)}/panels/${panel}.csv${written(viewQuery())}`,
@@ -98,7 +59,7 @@ export class Run {
     this.known();
   }
 
-  /** The runs that are known changed: this one may have appeared, or be gone. */
+  /** The list of runs changed: this run may have appeared, or be gone. */
   known() {
     if (!about.loaded) return;
     const here = runs.has(this.id);
@@ -131,7 +92,7 @@ export class Run {
     this.details.ask();
   }
 
-  /** A link to a step: zoom to its surroundings, unless the link says what to see. */
+  /** Zoom to the surroundings of the step in the address, unless the address has a range. */
   land() {
     this.step = get("step");
     this.mark = null;
@@ -157,15 +118,15 @@ export class Run {
     }
   }
 
-  /** Where the step of the address stands on an axis that does not count steps. */
+  /** Find the place of the address's step on an axis that does not count steps. */
   async place() {
     const [axis, step] = [get("axis"), this.step];
     if (!step || axis === "updates" || this.mark !== null) return;
     const query = new URLSearchParams({ fields: axis, first: step, last: step });
     const { columns } = await fetchAnswer(`${runPath(this.id)}/records`, query);
-    const found = value(columns[axis]?.[0]);
+    const place = value(columns[axis]?.[0]);
     const started = this.answer?.attempts?.[0]?.started;
-    if (found !== null) this.mark = axis === "time" ? (started ? (found - started) / 3600 : null) : found;
+    if (place !== null) this.mark = axis === "time" ? (started ? (place - started) / 3600 : null) : place;
   }
 
   async describe() {
@@ -188,7 +149,7 @@ export class Run {
     this.point();
   }
 
-  /** What can be said from the summary alone: it comes with every event. */
+  /** Show the parts that need the summary alone, which comes with every event. */
   head(summary) {
     document.title = `${summary.label || this.id} · hilbert-monitor`;
     say(this.title, clip(summary.label || this.id, 120));
@@ -197,15 +158,15 @@ export class Run {
     fill(this.stats, figures(summary));
   }
 
-  /** The alert that the address points to, above the figures. */
+  /** Show the alerts of the step in the address above the figures. */
   point() {
     if (!this.answer) return;
     const step = get("step");
-    const found = this.answer.alerts.filter((alert) => String(alert.step) === step);
+    const alerts = this.answer.alerts.filter((alert) => String(alert.step) === step);
     const leave = () => tool("Whole run", () => change({ step: null, x0: null, x1: null }, true));
     const plain = () => h("p", {}, `Step ${whole(step)} is marked. It has no alert.`);
-    const cards = () => (found.length ? found.map((alert) => alertCard(alert, this.id)) : plain());
-    renew(this.marked, [found, step], () => (step ? [h("div", { class: "cards" }, cards()), leave()] : []));
+    const cards = () => (alerts.length ? alerts.map((alert) => alertCard(alert, this.id)) : plain());
+    renew(this.marked, [alerts, step], () => (step ? [h("div", { class: "cards" }, cards()), leave()] : []));
     for (const item of this.parts.alerts.querySelectorAll("li")) {
       item.toggleAttribute("data-here", item.dataset.step === step);
     }

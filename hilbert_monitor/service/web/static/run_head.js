@@ -1,4 +1,4 @@
-/* What stands at the top of a run's page, and the list of its alerts. */
+/* The top of a run's page, and the list of its alerts. */
 
 import { alertCard } from "./alerts.js";
 import { h, optimizerMark, stateMark } from "./dom.js";
@@ -6,12 +6,12 @@ import { ageMark, clip, number, percent, plural, value, whole } from "./format.j
 
 const ALERTS = 100;
 
-/** Its state and what it is, in a line. */
+/** The state of a run, its optimizer, model and seed, in a line. */
 export function line(summary) {
-  const { id, label, problem, status, optimizer, model, seed, attempts, step, time } = summary;
+  const { id, label, status, optimizer, model, seed, attempts, step, time } = summary;
   const facts = [model, seed === null ? null : `seed ${seed}`, attempts > 1 ? plural(attempts, "attempt") : null];
   return [
-    stateMark(problem ? "unreadable" : status),
+    stateMark(status),
     optimizerMark(optimizer),
     facts.filter(Boolean).map((fact) => h("span", {}, fact)),
     h("span", {}, `step ${whole(step)}`, time ? [", ", ageMark(time)] : null),
@@ -19,7 +19,7 @@ export function line(summary) {
   ];
 }
 
-/** What is wrong with it, or with its log. */
+/** The error that ended a run, and problems of its log. */
 export function troubles({ problem, error, message, torn }) {
   const failed = error || message;
   const lost = `${plural(torn, "torn line")} of its log ${torn === 1 ? "is" : "are"} skipped.`;
@@ -30,9 +30,9 @@ export function troubles({ problem, error, message, torn }) {
   ];
 }
 
-/** Its last values. */
+/** The last values of a run. */
 export function figures(summary) {
-  const found = [
+  const entries = [
     ["D(S)", number(summary.diameter)],
     ["of its ceiling", value(summary.saturation) === null ? null : percent(summary.saturation)],
     ["Hilbert RMS", number(summary.perturbation_rms)],
@@ -43,10 +43,10 @@ export function figures(summary) {
   ];
   const bad = (name) => (name === "alerts" && summary.alerts ? "bad" : null);
   const figure = ([name, text]) => h("div", { class: bad(name) }, h("dd", {}, text), h("dt", {}, name));
-  return found.filter(([, text]) => text !== null).map(figure);
+  return entries.filter(([, text]) => text !== null).map(figure);
 }
 
-/** Its alerts, newest first. */
+/** The alerts of a run, newest first. */
 export function alertList(id, alerts) {
   const title = h("h2", {}, "Alerts");
   if (!alerts.length) return [title, h("p", { class: "about" }, "No step has blown up.")];

@@ -48,7 +48,7 @@ function single({ token: id, text, count }) {
   return h("span", { title: `token ${id}` }, token(text ?? id), h("small", {}, whole(count)));
 }
 
-/** What measuring costs, by part. */
+/** What measuring took, by part. */
 export function cost({ share_mean: mean, share_last: last, seconds: parts = {}, records = 0 }) {
   const title = h("h2", {}, "Cost of the monitor");
   const rows = Object.entries(parts).sort(([, a], [, b]) => b - a);
@@ -62,17 +62,17 @@ export function cost({ share_mean: mean, share_last: last, seconds: parts = {}, 
   ];
 }
 
-/** The processes that wrote the run, and where each went on. */
-export function attempts({ attempts: found, summary }) {
+/** The attempts: the processes that wrote the run, and the step from which each began. */
+export function attempts({ attempts: infos, summary }) {
   const resumed = (step) => h("a", { href: `?step=${step}` }, `resumed from step ${whole(step)}`);
   const row = (info, i) => [
     whole(info.attempt ?? i + 1),
     info.first_step ? resumed(info.first_step) : "from the start",
     h("span", {}, moment(info.started), " (", ageMark(info.started), ")"),
     `${info.host || "?"}, process ${info.pid ?? "?"}`,
-    i === found.length - 1 ? summary.status : "went on as the next",
+    i === infos.length - 1 ? summary.status : "resumed by the next",
   ];
-  return [h("h2", {}, "Attempts"), table(["Attempt", "Began", "When", "Where", "State"], found.map(row))];
+  return [h("h2", {}, "Attempts"), table(["Attempt", "Began", "When", "Where", "State"], infos.map(row))];
 }
 
 /** The configuration, with a filter that is in the address. */
@@ -102,8 +102,8 @@ export function configuration() {
     fill(place, rows.length ? table(["Setting", "Value"], rows, { class: "settings" }) : about(none));
   };
   return {
-    show(found) {
-      settings = found ?? [];
+    show(config) {
+      settings = config ?? [];
       filter.hidden = settings.length < 6;
       draw();
       return [heading, place];
@@ -111,7 +111,7 @@ export function configuration() {
   };
 }
 
-/** What a reader of the numbers has to know: remarks, versions, the machine. */
+/** Remarks on the numbers, versions, and the machine of the run. */
 export function origin(info) {
   const remark = (text) => h("li", {}, clip(text, 1000));
   const remarks = (info.remarks ?? []).map(remark);

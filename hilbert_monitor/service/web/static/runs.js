@@ -1,7 +1,8 @@
-/* Runs: a table of all of them, kept up to date row by row; below it how two selected ones differ. */
+/* Runs: a table of all runs, updated row by row, and below it how two selected ones differ. */
 
 import { get as fetchAnswer } from "./api.js";
-import { COLUMNS, STATES, status } from "./columns.js";
+import { STATES } from "./catalogue.js";
+import { COLUMNS } from "./columns.js";
 import { Difference } from "./difference.js";
 import { fill, h, renew, say, stateMark } from "./dom.js";
 import { noMatch, noRuns } from "./empties.js";
@@ -155,7 +156,7 @@ export class Runs {
     renew(this.none, [list.length, runs.size, about.progress, about.root], () => (list.length ? null : none()));
   }
 
-  /** Put rows into order, moving only what must move: a moved row would lose the focus. */
+  /** Put the rows into order. Only rows out of place are moved, as a moved row loses the focus. */
   place(trs) {
     const keep = new Set(trs);
     for (const tr of [...this.body.children]) if (!keep.has(tr)) tr.remove();
@@ -167,7 +168,7 @@ export class Runs {
     const tr = this.rows.get(run.id) ?? this.newRow(run);
     if (tr.run !== run) {
       tr.run = run;
-      tr.dataset.state = status(run);
+      tr.dataset.state = run.status;
       COLUMNS.forEach((column, i) => {
         const cell = tr.children[i + 1].firstChild;
         const fresh = h("div", {}, column.cell(run));
@@ -199,7 +200,7 @@ export class Runs {
 
   chips() {
     const counts = Object.fromEntries(STATES.map((name) => [name, 0]));
-    for (const run of runs.values()) counts[status(run)] += 1;
+    for (const run of runs.values()) counts[run.status] += 1;
     const chip = (name) => h(
       "button",
       {

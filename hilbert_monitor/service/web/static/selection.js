@@ -1,4 +1,4 @@
-/* Which runs take part in a comparison: boxes by optimizer, kept in the address. */
+/* The choice of the runs that are compared: boxes by optimizer. The choice is in the address. */
 
 import { h, optimizerMark, renew, say, stateMark, tool } from "./dom.js";
 import { BASE, OURS } from "./numbers.js";
@@ -42,12 +42,12 @@ export class Selection {
       h("input", { type: "checkbox", value: run.id, checked: this.chosen.has(run.id), onchange }),
       h("span", {}, run.label || run.id),
       run.seed === null ? null : h("small", {}, `seed ${run.seed}`),
-      stateMark(run.problem ? "unreadable" : run.status),
+      stateMark(run.status),
       this.aside.includes(run.id) ? h("small", {}, "in no mean") : null,
     );
   }
 
-  /** One more, or one less; the last one stays. */
+  /** Add or remove a run; the last one cannot be removed. */
   flip(id, box) {
     const ids = this.mine.map((run) => run.id).filter((one) => (one === id ? box.checked : this.chosen.has(one)));
     if (!ids.length) box.checked = true;

@@ -1,6 +1,6 @@
-/* The address: all that the page shows is in it, so that a link shows a colleague the same picture. */
+/* The address holds all settings of the page, so that a link shows a colleague the same picture. */
 
-/** How curves are drawn, where the address does not say it. */
+/** Defaults of the settings that the address may hold. */
 export const DEFAULTS = { axis: "updates", smooth: "0", scale: "auto", group: "optimizer", seeds: "0" };
 const VIEW = [...Object.keys(DEFAULTS), "x0", "x1"];
 
@@ -30,15 +30,15 @@ export const getAll = (name) => new URLSearchParams(location.search).getAll(name
  * Change settings of the address; null takes one away, a list is repeated.
  * @param {Record<string, unknown>} changes
  * @param {boolean} [push] whether the back button undoes it
- * @param {boolean} [quiet] whether nobody needs to be told
+ * @param {boolean} [quiet] whether listeners are not called
  */
 export function change(changes, push = false, quiet = false) {
   const query = new URLSearchParams(location.search);
   for (const [name, given] of Object.entries(changes)) {
     query.delete(name);
     const values = Array.isArray(given) ? given : [given];
-    const said = values.filter((one) => one !== null && one !== undefined).map(String);
-    for (const one of said) if (one !== DEFAULTS[name]) query.append(name, one);
+    const texts = values.filter((one) => one !== null && one !== undefined).map(String);
+    for (const one of texts) if (one !== DEFAULTS[name]) query.append(name, one);
   }
   const target = location.pathname + written(query);
   if (target === location.pathname + location.search) return;
@@ -58,7 +58,7 @@ export function onChange(listener) {
   listeners.add(listener);
 }
 
-/** What the address says of how curves are drawn, for the API. Always whole, whatever the server's defaults are. */
+/** All settings of the curves, as a query for the API; also those that are the page's defaults. */
 export function viewQuery() {
   const query = new URLSearchParams();
   for (const name of VIEW) if (get(name) !== null) query.set(name, get(name));
@@ -74,7 +74,7 @@ export function zoom() {
 /** The query that a view had when it was last seen. */
 export const lastQuery = (view) => visited[view] ?? "";
 
-/** A query as short as it may be. */
+/** A query as text, with commas and colons left readable. */
 export function written(query) {
   const text = query.toString().replaceAll("%2C", ",").replaceAll("%3A", ":");
   return text && `?${text}`;

@@ -1,4 +1,4 @@
-/* What is known of every run: fetched once, then kept up to date by events. */
+/* The summaries of all runs: fetched once, then updated by events. */
 
 import { get } from "./api.js";
 import { coalesce, onEvent } from "./live.js";
@@ -9,7 +9,7 @@ export const runs = new Map();
 export const about = { root: "", progress: 1, version: null, loaded: false, error: null };
 
 const listeners = new Set();
-/** Call back after what is known of the runs has changed. */
+/** Call back after a summary has changed. */
 export const onRuns = (listener) => listeners.add(listener);
 
 /** Take summaries of an answer, the newest of each. */
@@ -20,15 +20,15 @@ export function learn(summaries) {
   }
 }
 
-/** Runs that events told of since all were asked for: what they said may be newer than the answer. */
-const heard = new Set();
+/** Runs that had an event since all were fetched: the event may be newer than the answer. */
+const updated = new Set();
 
 /** Fetch all runs anew. */
 export async function load() {
-  heard.clear();
+  updated.clear();
   try {
     const answer = await get("/api/runs");
-    for (const id of runs.keys()) if (!heard.has(id)) runs.delete(id);
+    for (const id of runs.keys()) if (!updated.has(id)) runs.delete(id);
     learn(answer.runs);
     Object.assign(
       about,
@@ -58,7 +58,7 @@ onEvent((name, data) => {
   if (name === "reset") for (const run of runs.values()) run.version = -1; // another server counts from the start
   if (name === "run") {
     learn([data.summary]);
-    heard.add(data.id);
+    updated.add(data.id);
   } else if (name === "gone") runs.delete(data.id);
   else if (name === "progress") about.progress = data.progress;
   else if (name === "reset" || (name === "hello" && data.version !== about.version)) return reload.ask();

@@ -1,4 +1,4 @@
-/* The one stream of events: opened, kept open, and told on. Runs in the shared worker, or in a tab that has none. */
+/* The stream of events of the server, which is reopened when it breaks. It runs in the shared worker, or in the tab. */
 
 const NAMES = ["hello", "reset", "run", "records", "alert", "gone", "progress"];
 const PATIENCE = 1500;

@@ -1,0 +1,217 @@
+"""Writes what documents take from the code: tables, and the text of examples.
+
+    python docs/generate.py            # write them
+    python docs/generate.py --check    # exit with 1 if a document is not up to date
+
+A document says where: `<!-- table: NAME -->` or `<!-- file: PATH -->` begins a part, and `<!-- end -->` ends it. What
+stands between the two is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hilbert_monitor import HilbertMonitor, geometry
+from hilbert_monitor.pretrain import recipes
+from hilbert_monitor.runs.families import FAMILIES
+from hilbert_monitor.runs.metrics import CATALOGUE
+
+ROOT = Path(__file__).parents[1]
+RULES, RUNBOOKS = ROOT / "dashboards" / "prometheus" / "rules", ROOT / "dashboards" / "runbooks"
+PART = re.compile(r"(<!-- (table|file): (\S+) -->\n).*?(<!-- end -->)", re.S)
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml"}
+
+ORDER = ("diameter", "radius", "perturbation", "simplex", "rows", "efficiency", "oracle", "tension", "backward")
+"""Modules whose functions are in the geometry's table, in its order."""
+COSTS = {
+    "row_diameter": "on optimizers' increments about 20 reads of S; at worst all pairs",
+    "row_diameter_bracket": "two passes over S",
+    "hilbert_perturbation": "on a CPU less than the product S H'; at worst a little more",
+    "hilbert_distance": "one pass",
+    "variation_seminorm": "one pass",
+    "tv_bound": "one pass",
+    "cross_entropy_change_bound": "one pass",
+    "center_rows": "O(Vd)",
+    "row_norm": "O(Vd)",
+    "projected_row_norm": "O(Vd)",
+    "step_efficiency": "none",
+    "gauge_waste": "one pass",
+    "spectral_norm": "two passes for each of 16 iterations",
+    "first_order_decrease": "one pass",
+    "jung_ratio": "none",
+    "diameter_oracle": "seconds at 400 rows; grows faster than V^2 d",
+    "tension_bracket": "as long as you give it; half a second for a first answer",
+    "fixed_cotangent_bound": "one pass",
+    "backward_bound": "O(N)",
+    "uniform_backward_bound": "O(N)",
+}
+"""Costs of functions whose docstring has no line that begins with `Cost:`."""
+
+Function = Any
+Table = Callable[[], Iterator[tuple[str, ...]]]
+
+
+def metrics() -> Iterator[tuple[str, ...]]:
+    """Everything that is exported to Prometheus."""
+    yield "metric", "kind", "what"
+    for metric in CATALOGUE:
+        if not metric.counted:
+            yield f"`{metric.exported}`", "gauge", metric.help
+    for family in FAMILIES:
+        labels = "{" + ", ".join(family.labels) + "}" if family.labels else ""
+        yield f"`{family.exported}{labels}`", family.kind, family.help
+
+
+def fields() -> Iterator[tuple[str, ...]]:
+    """The measured fields of a record, and their names in a Lightning logger."""
+    yield "field", "in a logger", "what"
+    for metric in CATALOGUE:
+        yield f"`{metric.field}`", f"`{metric.logged}`", metric.help
+
+
+def alerts() -> Iterator[tuple[str, ...]]:
+    """The alerts of Prometheus, a row for each rule."""
+    yield "alert", "severity", "fires when"
+    for path in sorted(RULES.glob("*.yml")):
+        for group in yaml.safe_load(path.read_text())["groups"]:
+            for rule in group["rules"]:
+                if "alert" in rule:
+                    link = f"[{rule['alert']}](../dashboards/runbooks/{rule['alert']}.md)"
+                    yield link, rule["labels"]["severity"], meaning(rule["alert"], rule["labels"].get("source", ""))
+
+
+def meaning(alert: str, source: str) -> str:
+    """When an alert fires: the first sentence of its runbook, and who decides."""
+    deciders = {
+        "verdict": " (decided by the rules in the training process)",
+        "history": " (decided by PromQL alone, from the run's own last hour and its learning rate)",
+        "gauge": " (decided by the last step that was scraped)",
+    }
+    text = (RUNBOOKS / f"{alert}.md").read_text()
+    paragraph = re.split(r"^## Meaning\s*", text, flags=re.M)[1].split("\n\n")[0]
+    sentence = re.split(r"(?<=[.])\s", " ".join(paragraph.split()))[0]
+    return sentence.rstrip(".") + deciders.get(source, "")
+
+
+def arguments() -> Iterator[tuple[str, ...]]:
+    """The arguments of HilbertMonitor, from its signature and its docstring."""
+    text = (inspect.getdoc(HilbertMonitor) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, re.M)
+    parameters = inspect.signature(HilbertMonitor).parameters
+    yield "argument", "default", "what"
+    for name, what in entries:
+        yield f"`{name}`", f"`{parameters[name].default!r}`".replace("'", '"'), " ".join(what.split())
+
+
+def functions() -> Iterator[tuple[str, ...]]:
+    """The functions of the geometry: what they compute and what they cost."""
+    yield "function", "what", "cost"
+    public = [inspect.unwrap(getattr(geometry, name)) for name in geometry.__all__ if name.islower()]
+    for function in sorted((function for function in public if room(function) in ORDER), key=place):
+        parameters = inspect.signature(function).parameters.values()
+        names = ", ".join(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+        text = inspect.getdoc(function) or ""
+        cost = re.search(r"^Cost: *(.*?)(?:\n\n|\Z)", text, re.M | re.S)
+        cost_text = " ".join(cost[1].split()) if cost else COSTS.get(function.__name__, "")
+        yield f"`{function.__name__}({names})`", text.partition("\n")[0].rstrip("."), cost_text.rstrip(".")
+
+
+def room(function: Function) -> str:
+    """The module of a function, by its last name."""
+    return function.__module__.rpartition(".")[2]
+
+
+def place(function: Function) -> tuple[int, int]:
+    """Where a function stands in its table: by module, then as in the module's text."""
+    return ORDER.index(room(function)), function.__code__.co_firstlineno
+
+
+def sizes() -> Iterator[tuple[str, ...]]:
+    """The paper's runs, from the recipes."""
+    yield (
+        "size",
+        "parameters",
+        "width",
+        "attention heads",
+        "updates",
+        "micro-batch x accumulation, on eight GPUs",
+        "head's learning rate: AdamW",
+        "RowNorm",
+    )
+    for size, preset in recipes.PAPER.items():
+        rates = [f"{recipes.recipe(size, head=head).head_lr:.3e}" for head in recipes.HEADS]
+        parameters, updates = preset.model.parameters, preset.resolved.updates
+        numbers = [f"{number:,}" for number in (parameters, preset.width, preset.width // preset.head_dim, updates)]
+        yield size, *numbers, f"{preset.micro_batch} x {preset.accumulation}", *rates
+
+
+TABLES: dict[str, Table] = {
+    "metrics": metrics,
+    "fields": fields,
+    "alerts": alerts,
+    "arguments": arguments,
+    "functions": functions,
+    "sizes": sizes,
+}
+
+
+def table(name: str) -> str:
+    """A table in Markdown."""
+    head, *rows = TABLES[name]()
+    lines = [head, ("---",) * len(head), *(tuple(map(cell, row)) for row in rows)]
+    return "\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---") + "\n\n"
+
+
+def cell(text: str) -> str:
+    """Text that neither ends a table's cell nor begins a tag."""
+    return text.replace("|", r"\|") if text.startswith("`") else text.replace("|", r"\|").replace("<", "&lt;")
+
+
+def included(path: str) -> str:
+    """A file as a block of code."""
+    return f"```{LANGUAGES[Path(path).suffix]}\n{(ROOT / path).read_text()}```\n"
+
+
+def documented(text: str) -> str:
+    """A document with all its parts as they should be."""
+
+    def part(match: re.Match[str]) -> str:
+        begin, kind, name, end = match.groups()
+        return begin + (table(name) if kind == "table" else included(name)) + end
+
+    return PART.sub(part, text)
+
+
+def documents() -> list[Path]:
+    """The documents that may have such parts."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def main() -> int:
+    """Write the documents, or with --check only say which are not up to date."""
+    parser = argparse.ArgumentParser(description="Writes the parts of documents that come from the code.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if one is not up to date")
+    check = parser.parse_args().check
+    stale = []
+    for path in documents():
+        text = path.read_text()
+        new = documented(text)
+        if new != text:
+            stale.append(path.relative_to(ROOT).as_posix())
+            if not check:
+                path.write_text(new)
+    if stale:
+        print("not up to date:" if check else "wrote", ", ".join(stale))
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""``hilbert-monitor bench``: measure this package beside its opponents, one subcommand per subject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .options import JsonFile, Quick, help_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hilbert_monitor.bench.suite import Job, Results
+
+app = typer.Typer()
+
+
+def _moved(form: str) -> Callable[[Any], None]:
+    """Return a callback that refuses an old switch and names the form that replaced it."""
+
+    def refuse(value: Any) -> None:
+        if value:
+            raise typer.BadParameter(f"this is a subcommand now: write hilbert-monitor bench {form}")
+
+    return refuse
+
+
+def _old(switch: str, form: str) -> Any:
+    return typer.Option(switch, hidden=True, callback=_moved(form))
+
+
+def bench(
+    context: typer.Context,
+    json: JsonFile = None,
+    quick: Quick = False,
+    optim: Annotated[bool, _old("--optim", "optimizers")] = False,
+    faults: Annotated[bool, _old("--faults", "faults")] = False,
+    service: Annotated[bool, _old("--service", "service")] = False,
+    oracle: Annotated[bool, _old("--oracle", "oracle")] = False,
+    increment: Annotated[list[Path] | None, _old("--increment", "geometry --increment FILE")] = None,
+) -> None:
+    """Measure speed, memory and detection beside opponents that run on the same machine.
+
+    Without a subcommand this measures the geometry and the monitor: some minutes.
+
+    Example: hilbert-monitor bench --json bench.json
+    """
+    subcommand = context.invoked_subcommand
+    if subcommand is None:
+        from hilbert_monitor.bench import suite
+
+        _measure([*suite.geometry_jobs([], quick=quick), *suite.monitor_jobs(quick=quick)], json)
+    elif json is not None or quick:
+        option = "--quick" if quick else f"--json {json}"
+        raise typer.BadParameter(
+            f"options stand after the subcommand: write hilbert-monitor bench {subcommand} {option}"
+        )
+
+
+def geometry(
+    increment: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Measure on this increment, a (V, d) tensor that torch.save wrote, instead of synthetic ones. May be"
+            " given several times."
+        ),
+    ] = None,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Time the exact diameter D(S), its bounds and the Hilbert perturbation of a panel.
+
+    The opponents are a search over all pairs of rows, one pass over the matrix, and the bare matrix product.
+
+    Example: hilbert-monitor bench geometry --increment step50.pt --json geometry.json
+    """
+    from hilbert_monitor.bench import suite
+
+    try:
+        jobs = list(suite.geometry_jobs(increment or [], quick=quick))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--increment") from None
+    _measure(jobs, json)
+
+
+def optimizers(json: JsonFile = None, quick: Quick = False) -> None:
+    """Time one step of RowNorm and of Muon, and measure the memory that RowNorm holds.
+
+    The opponents are torch's fused AdamW, torch's Muon, and Muon written as a plain loop.
+
+    Example: hilbert-monitor bench optimizers --json optimizers.json
+    """
+    from hilbert_monitor.bench import suite
+
+    _measure(suite.optimizer_jobs(quick=quick), json)
+
+
+def monitor(json: JsonFile = None, quick: Quick = False) -> None:
+    """Time training steps with the monitor and without it.
+
+    The model has the size of the demo's; D(S) is computed every 10 updates and the panel every 500, as in the paper.
+
+    Example: hilbert-monitor bench monitor --json monitor.json
+    """
+    from hilbert_monitor.bench import suite
+
+    _measure(suite.monitor_jobs(quick=quick), json)
+
+
+def service(json: JsonFile = None, quick: Quick = False) -> None:
+    """Time the dashboard's service on 200 long runs: it takes 5 GB of disk and some minutes.
+
+    Each figure stands beside a limit that the service should keep, or beside TensorBoard.
+
+    Example: hilbert-monitor bench service --json service.json
+    """
+    from rich.console import Console
+
+    from hilbert_monitor.bench import suite
+    from hilbert_monitor.bench.service import ServiceLoad
+
+    console = Console()
+    try:
+        results, remarks = suite.run_service(ServiceLoad.quick() if quick else ServiceLoad(), console)
+    except RuntimeError as error:
+        console.print(str(error), style="red", soft_wrap=True)
+        raise typer.Exit(1) from None
+    suite.show(results, console)
+    for remark in remarks:
+        console.print(remark, style="yellow", soft_wrap=True)
+    _write(results, json, console)
+
+
+def faults(json: JsonFile = None, quick: Quick = False) -> None:
+    """Put faults into small training runs, and see which detector notices them: ten minutes.
+
+    The blow-up rules stand beside detectors of spikes in the loss and in the gradient norm. Faults that leave no trace
+    in the optimizer step are marked.
+
+    Example: hilbert-monitor bench faults --json faults.json
+    """
+    from rich.console import Console
+
+    from hilbert_monitor.bench import suite
+    from hilbert_monitor.bench.fault_summary import show
+    from hilbert_monitor.bench.faults import TrialPlan
+
+    console = Console()
+    summary = suite.run_faults(TrialPlan.quick() if quick else TrialPlan(), console)
+    show(summary, console)
+    _write(summary, json, console)
+
+
+def oracle(
+    increment: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Use this matrix, a (V, d) tensor that torch.save wrote, instead of a synthetic gradient. May be given"
+            " several times."
+        ),
+    ] = None,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Bound the best descent that a step of a given diameter can make, with more and more time.
+
+    The gap between the upper and the lower bound stands beside the gaps of simpler bounds, on the gradient of a softmax
+    head.
+
+    Example: hilbert-monitor bench oracle --json oracle.json
+    """
+    from rich.console import Console
+
+    from hilbert_monitor.bench import suite
+
+    console = Console()
+    try:
+        gaps = suite.run_oracle(increment or [], console, quick=quick)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--increment") from None
+    _write(gaps, json, console)
+
+
+def _measure(jobs: Iterable[Job], json: Path | None) -> None:
+    """Run jobs, print their results, and write them if a file is given."""
+    from rich.console import Console
+
+    from hilbert_monitor.bench import suite
+
+    console = Console()
+    results = suite.run(list(jobs), console)
+    suite.show(results, console)
+    _write(results, json, console)
+
+
+def _write(results: Results, json: Path | None, console: Console) -> None:
+    from hilbert_monitor.bench import suite
+
+    if json is not None:
+        suite.write_json(results, json)
+        console.print(f"written to {json}", soft_wrap=True)
+
+
+app.callback(invoke_without_command=True, help=help_text(bench))(bench)
+for command in (geometry, optimizers, monitor, service, faults, oracle):
+    app.command(help=help_text(command))(command)

@@ -1,0 +1,164 @@
+"""What is measured of one optimizer step: typed parts, and the record that they make.
+
+A part is what one look at the increment, the gradient or the panel gives. Its fields are fields of a `StepRecord`, by
+the same names: what a part holds is in the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hilbert_monitor.geometry import row_diameter, row_diameter_bracket
+from hilbert_monitor.runs.record import Pair, StepRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiameterBounds:
+    """Certified bounds of D(S), and the pair of tokens that attains the lower one."""
+
+    diameter_lower: float
+    diameter_upper: float
+    pair: Pair
+    nonfinite_rows: int
+
+    @classmethod
+    def of(cls, S: Tensor) -> DiameterBounds:
+        """Bound the diameter of an increment (V, d) in two passes."""
+        bracket = row_diameter_bracket(S)
+        return DiameterBounds(
+            diameter_lower=bracket.lower,
+            diameter_upper=bracket.upper,
+            pair=bracket.pair,
+            nonfinite_rows=bracket.nonfinite_rows,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactDiameter(DiameterBounds):
+    """D(S) itself, and what else is measured of the increment on exact steps."""
+
+    diameter: float
+    row_norm: float
+    row_token: int
+
+    @classmethod
+    def of(cls, S: Tensor) -> ExactDiameter:
+        """Search an increment (V, d) for its diameter."""
+        exact = row_diameter(S)
+        norms = torch.linalg.vector_norm(S, dim=1)  # (V,)
+        token = int(norms.argmax())
+        return cls(
+            diameter=exact.lower,
+            diameter_lower=exact.lower,
+            diameter_upper=exact.upper,
+            pair=exact.pair,
+            nonfinite_rows=exact.nonfinite_rows,
+            row_norm=float(norms[token]),
+            row_token=token,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientRows:
+    """The head's gradient by rows: its longest row, and how far its rows are from summing to zero."""
+
+    gradient_row_norm: float
+    gradient_row_token: int
+    gradient_balance: float
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, gradient: Tensor, tokens: int | None = None) -> GradientRows:
+        """Measure a gradient (V, d) whose first `tokens` rows are tokens; padding takes part in the softmax too."""
+        G = gradient.float()
+        norms = torch.linalg.vector_norm(G, dim=1)  # (V,)
+        token = int(norms[:tokens].argmax())
+        return cls(
+            gradient_row_norm=float(norms[token]),
+            gradient_row_token=token,
+            gradient_balance=float(G.sum(0).norm() / norms.sum()),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepQuality:
+    """How much of the step reaches the predictions, and how much descent it makes of its diameter."""
+
+    gauge_waste: float
+    spectral_norm: float
+    efficiency_lower: float | None = None
+    efficiency_upper: float | None = None
+    moment_efficiency_lower: float | None = None
+    moment_efficiency_upper: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PanelPerturbation:
+    """The Hilbert perturbation over the panel, and the norms of its hidden states."""
+
+    perturbation_rms: float
+    perturbation_max: float
+    perturbation_pair: Pair
+    hidden_norm: float
+    hidden_norm_rms: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Measurement:
+    """One step while it is being measured. A part that was not measured is None."""
+
+    step: int
+    skipped: str = ""
+    learning_rate: float | None = None
+    rounding: float | None = None
+    ceiling: float | None = None
+    bounds: DiameterBounds | None = None
+    """An ExactDiameter on exact steps."""
+    gradient: GradientRows | None = None
+    quality: StepQuality | None = None
+    panel: PanelPerturbation | None = None
+    backward_bound: float | None = None
+    train_loss: float | None = None
+    validation_loss: float | None = None
+    tokens: int | None = None
+
+    @property
+    def exact(self) -> ExactDiameter | None:
+        """The exact diameter, if it was searched for."""
+        return self.bounds if isinstance(self.bounds, ExactDiameter) else None
+
+    def record(
+        self,
+        *,
+        time: float,
+        seconds: dict[str, float],
+        share: float | None,
+        decode: Callable[[Pair], tuple[str, str] | None] = lambda pair: None,
+    ) -> StepRecord:
+        """Make the record.
+
+        Args:
+            time: seconds since the epoch.
+            seconds: what measuring cost, by part.
+            share: of the time since the last record, the part that measuring took.
+            decode: gives the texts of two tokens.
+        """
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if is_dataclass(value):
+                values |= {part.name: getattr(value, part.name) for part in fields(value)}
+            elif field.name not in PARTS:
+                values[field.name] = value
+        for name in ("pair", "perturbation_pair"):
+            values[f"{name}_text"] = decode(values[name]) if name in values else None
+        return StepRecord(time=time, seconds=seconds, share=share, **values)
+
+
+PARTS = {"bounds": ExactDiameter, "gradient": GradientRows, "quality": StepQuality, "panel": PanelPerturbation}
+"""Fields of a Measurement that hold several fields of a record."""

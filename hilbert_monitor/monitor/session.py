@@ -1,0 +1,325 @@
+"""Everything around the measurement of one run: panel, log, rules, responses, exporter, sinks, and state to save.
+
+It knows no training framework. A framework's adapter gives it a `TrainingLoop` and tells it what happens.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from hilbert_monitor import __version__
+from hilbert_monitor.runs.alerts import Judge, Rules
+from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+
+from .exporter import Prometheus
+from .guard import Guard
+from .head import find_head_module
+from .hidden import AutocastFactory, HiddenStates
+from .increment import Decay
+from .outputs import Outputs
+from .panel_source import PanelChoice, PanelSource
+from .probe import Probe
+from .ranks import Ranks
+from .responses import Action, Controls, Responses
+
+
+@dataclass(kw_only=True)
+class MonitorOptions:
+    """What a user chooses, whatever trains the model. `HilbertMonitor` documents each option."""
+
+    head: str | Module | None = None
+    panel_size: int = 8192
+    diameter_every: int = 10
+    perturbation_every: int = 500
+    bracket: bool | None = None
+    panel: PanelChoice = "loader"
+    hidden: HiddenStates | None = None
+    decay: Decay | None = None
+    vocab_size: int | None = None
+    logit_scale: float = 1.0
+    decode: Callable[[int], str] | None = None
+    run_dir: str | None = "runs"
+    run_name: str | None = None
+    config: dict[str, Any] | None = None
+    efficiency: bool = False
+    rules: Rules | None = None
+    on_blowup: Action | list[Any] = "warn"
+    sinks: Iterable[Any] = ()
+    prometheus: Prometheus | None = None
+    strict: bool = False
+
+
+class TrainingLoop(Controls, Protocol):
+    """What a session needs of whatever trains the model."""
+
+    @property
+    def model(self) -> Module:
+        """The model, as the loop calls it."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those among which one moves the head."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates so far."""
+
+    @property
+    def last_update(self) -> float:
+        """Updates at the end of training, or infinity."""
+
+    @property
+    def validation_loaders(self) -> Any:
+        """Loaders of validation data, or None if they are not known yet."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there will be a validation."""
+
+    @property
+    def keeps_log(self) -> bool:
+        """Whether the run is worth a log; a trial of a few batches is not."""
+
+    @property
+    def folder(self) -> str:
+        """Where the loop puts its files."""
+
+    @property
+    def autocast(self) -> AutocastFactory | None:
+        """Makes the context in which the model runs its forward pass."""
+
+    def describe(self) -> RunInfo:
+        """Say what the loop knows of the run: model, seed, configuration, versions."""
+
+    def log(self, record: StepRecord, *, final: bool) -> None:
+        """Give a record to the loop's own loggers, on rank zero."""
+
+
+class MonitorSession:
+    """Monitors the runs of one model, one after the other.
+
+    Args:
+        options: of the user.
+    """
+
+    def __init__(self, options: MonitorOptions) -> None:
+        self.options = options
+        self.guard = Guard(strict=options.strict)
+        self.panels = PanelSource(options.panel, options.panel_size)
+        self.probe: Probe | None = None
+        self.outputs: Outputs | None = None
+        """Where the run is written, on rank zero while it trains."""
+        self._loop: TrainingLoop | None = None
+        self._responses: Responses | None = None
+        self._described = (0, False)  # number of remarks, and whether there is a panel, that the log knows of
+        self._resumed: dict[str, Any] = {}
+        self._tokens = 0
+        self._loss: Tensor | None = None
+        self._validation_loss: float | None = None
+
+    # From the start of a run to its end
+
+    def start(self, loop: TrainingLoop) -> None:
+        """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
+        started = False
+        with self.guard("start"):
+            self._start(loop)
+            started = True
+        if not loop.ranks.unanimous(started):
+            self.close()
+            self.probe = None
+
+    def add_batch(self, *, loss: Tensor | None, tokens: int) -> None:
+        """Note a micro-batch of the update that is being made.
+
+        Args:
+            loss: its part of the update's loss.
+            tokens: its training tokens, over all ranks.
+        """
+        if loss is not None:
+            self._loss = loss if self._loss is None else self._loss + loss
+        self._tokens += tokens
+
+    def record(self, *, final: bool = False) -> None:
+        """Make the record of the update, if there was one, and hand it on. Called on every rank."""
+        loop, probe = self._loop, self.probe
+        if loop is None or probe is None or not (final or probe.stepped):
+            return
+        record = probe.record(
+            final=final,
+            train_loss=None if self._loss is None else float(self._loss),
+            validation_loss=self._validation_loss,
+            tokens=self._tokens,
+        )
+        self._loss = self._validation_loss = None
+        judged = [*probe.earlier(), *([(record, probe.alerts)] if record is not None else [])]
+        if loop.ranks.rank == 0:
+            for one, alerts in judged:
+                self._hand_on(loop, one, alerts, final=final)
+        self._respond(loop, probe, [alert for _, alerts in judged for alert in alerts], final=final)
+
+    def validated(self, loss: float) -> None:
+        """Add the validation loss to the record of the step before it, or keep it for the first."""
+        amended = None if self.probe is None or self.probe.stepped else self.probe.amend(validation_loss=loss)
+        if amended is None:
+            self._validation_loss = loss
+        elif self.outputs is not None:
+            self.outputs.write(amended)
+
+    def alive(self) -> None:
+        """Say that the run is doing something, though it makes no step."""
+        if self.outputs is not None:
+            self.outputs.alive()
+
+    def update_panel(self) -> None:
+        """Let the probe have the panel that was found."""
+        if self.probe is not None:
+            self.probe.panel = self.panels.panel
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Let go of the optimizer and close the outputs; say what ended the run, if that was an error."""
+        if self.probe is not None:
+            self._resumed = self.state_dict()
+            self.probe.detach()
+        webhooks = self._responses.webhooks if self._responses is not None else []
+        (self.outputs or Outputs(self.guard)).close(error, webhooks)
+        self.outputs = self._responses = self._loop = None
+        self._loss = self._validation_loss = None
+        self.panels.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps and tokens so far, the name of the log and the history of the rules, of plain types."""
+        if self.probe is None or self.probe.judge is None:
+            return dict(self._resumed)
+        return {
+            "step": self.probe.step,
+            "tokens": self._tokens,
+            "run": self.outputs.id if self.outputs is not None else self._resumed.get("run", ""),
+            "name": self.options.run_name or "",
+            "history": self.probe.judge.state(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting where the run was saved."""
+        self._resumed = dict(state_dict)
+
+    # How
+
+    def _start(self, loop: TrainingLoop) -> None:
+        options = self.options
+        if loop.updates == 0:
+            self._resumed = {}
+        self._loop = loop
+        self._responses = Responses(options.on_blowup, self.guard, lambda: self.outputs.id if self.outputs else "")
+        name, head = find_head_module(loop.model, options.head)
+        with self.guard("panel"):
+            if self.panels.panel is None and options.perturbation_every:
+                self.panels.take(loop.validation_loaders, validates=loop.validates)
+        self.probe = Probe(
+            loop.model,
+            _owner(loop.optimizers, head.weight, name),
+            head=head,
+            panel=self.panels.panel,
+            diameter_every=options.diameter_every,
+            perturbation_every=options.perturbation_every,
+            bracket=options.bracket,
+            hidden=options.hidden,
+            autocast=loop.autocast,
+            decay=options.decay,
+            vocab_size=options.vocab_size,
+            logit_scale=options.logit_scale,
+            decode=options.decode,
+            judge=Judge(options.rules),
+            efficiency=options.efficiency,
+            world=loop.ranks.world,
+            guard=self.guard,
+        )
+        if self.panels.panel is None and not loop.validates:
+            self.probe.perturbation_every = 0  # on every rank alike
+        self._resume(loop, self.probe)
+        if loop.ranks.rank == 0:
+            with self.guard("outputs"):
+                self._open(loop, self.probe)
+        self.probe.attach()
+
+    def _resume(self, loop: TrainingLoop, probe: Probe) -> None:
+        """Go on counting and judging where the run was saved."""
+        probe.step, self._tokens = self._resumed.get("step", loop.updates), self._resumed.get("tokens", 0)
+        with self.guard("last step"):
+            probe.last = probe.step + loop.last_update - loop.updates
+        if probe.judge is not None and "history" in self._resumed:
+            with self.guard("history"):  # a learning rate may be another on purpose now
+                probe.judge.restore({**self._resumed["history"], "rates": []})
+
+    def _open(self, loop: TrainingLoop, probe: Probe) -> None:
+        """Begin to write the run, in threads of their own: where a file system hangs, training does not."""
+        run_dir = self.options.run_dir if loop.keeps_log else None
+        self.outputs = Outputs(
+            self.guard, sinks=self.options.sinks, run_dir=run_dir, prometheus=self.options.prometheus
+        )
+        self._described = len(probe.remarks), self.panels.panel is not None
+        self.outputs.open(self._describe(loop, probe), first_step=probe.step)
+
+    def _describe(self, loop: TrainingLoop, probe: Probe) -> RunInfo:
+        """What is known of the run now."""
+        options, panel, info = self.options, self.panels.panel, loop.describe()
+        same = options.run_name in (None, self._resumed.get("name"))  # or it is a branch with a name of its own
+        versions = {
+            "hilbert_monitor": __version__,
+            "torch": str(torch.__version__),
+            **info.versions,
+            "python": platform.python_version(),
+        }
+        return msgspec.structs.replace(
+            info,
+            id=self._resumed.get("run", "") if same else "",
+            name=options.run_name or "",
+            head_optimizer=type(probe.source.optimizer).__name__,
+            config=info.config if options.config is None else options.config,
+            panel_hash="" if panel is None else panel.hash,
+            panel_size=None if panel is None else panel.size,
+            remarks=tuple(probe.remarks),
+            versions=versions,
+            world_size=loop.ranks.world,
+        )
+
+    def _hand_on(self, loop: TrainingLoop, record: StepRecord, alerts: list[Alert], *, final: bool) -> None:
+        """Give a record and its alerts to the log, the sinks and the loggers."""
+        assert self.probe is not None
+        known = len(self.probe.remarks), self.panels.panel is not None
+        if self.outputs is not None:
+            with self.guard("run log"):
+                if known != self._described:
+                    self._described = known
+                    self.outputs.describe(self._describe(loop, self.probe))
+            self.outputs.write(record, alerts)
+        with self.guard("loggers"):
+            loop.log(record, final=final)
+
+    def _respond(self, loop: TrainingLoop, probe: Probe, alerts: list[Alert], *, final: bool) -> None:
+        """Respond to blow-ups; what takes all ranks, only while there is a next step."""
+        assert self._responses is not None
+        self._responses.tell(alerts)
+        if not final:
+            folder = (self.outputs.folder if self.outputs is not None else None) or loop.folder
+            self._responses.act(loop, alerts, probe.ranks, str(folder), probe.step)
+
+
+def _owner(optimizers: Sequence[Optimizer], weight: Tensor | Module, name: str) -> Optimizer:
+    for optimizer in optimizers:
+        if any(weight is p for group in optimizer.param_groups for p in group["params"]):
+            return optimizer
+    raise ValueError(f"no optimizer of this run moves the head '{name}': is it frozen?")

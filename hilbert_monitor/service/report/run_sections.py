@@ -1,0 +1,144 @@
+"""The sections of a report about single runs: their states, efficiency, alerts, remarks and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from hilbert_monitor.runs.record import Alert
+from hilbert_monitor.service.figures.comparison import METRICS, final_value
+from hilbert_monitor.service.figures.series import CURVES, RunSeries
+from hilbert_monitor.service.following.run_settings import settings
+from hilbert_monitor.service.following.text import clip
+
+from .markup import DASH, optimizer_cell, plural, table, text, with_minus
+from .summary import ReportedRun
+
+ALERTS = 30
+"""The largest number of alerts of a run on the page; it shows the last ones."""
+SETTINGS = 100
+"""The largest number of settings on the page."""
+
+RUN_HEADS = ("Run", "LM head", "Seed", "State", "Last step", "Validation loss", "D(S)", "Hilbert RMS")
+EFFICIENCY_HEADS = ("Run", "LM head", "For the moment", "For the batch's gradient", "Gauge waste")
+
+
+# Runs
+
+
+def runs_section(runs: Sequence[ReportedRun], counted: Collection[str]) -> str:
+    """A table of all runs, with their states and final values. `counted` has the ids of those that enter a mean."""
+    rows = [_run_row(run, run.series.id in counted) for run in runs]
+    return f"<section><h2>Runs</h2>{table(RUN_HEADS, rows)}</section>"
+
+
+def _run_row(run: ReportedRun, counted: bool) -> tuple[str, Sequence[str]]:
+    s = run.series
+    error = f": {run.state.error} {run.state.message}" if run.state.error else ""
+    state = f'<em class="{s.status}">{s.status}</em><span>{text(error, 400)}</span>' + (
+        "" if counted else "<small>in no mean</small>"
+    )
+    finals = (final_value(s, metric) for metric in METRICS)
+    values = [DASH if value is None else with_minus(f"{value:.5g}") for value in finals]
+    seed, step = (DASH if number is None else f"{number:,}" for number in (s.seed, s.step))
+    name = text(s.label) + (f"<small>{text(s.id)}</small>" if s.label != s.id else "")
+    return name, (optimizer_cell(s.optimizer), seed, state, step, *values)
+
+
+# Efficiency
+
+
+def efficiency_section(runs: Sequence[ReportedRun]) -> str:
+    """A table of how much descent the steps made for their diameter; empty if no run measured it."""
+    rows = [_efficiency_row(run) for run in runs if "efficiency_lower" in run.efficiency]
+    if not rows:
+        return ""
+    caption = "Descent as a share of the best that a step of the same diameter could have made: a mean over the run"
+    return f"<section><h2>Step efficiency</h2>{table(EFFICIENCY_HEADS, rows, caption)}</section>"
+
+
+def _efficiency_row(run: ReportedRun) -> tuple[str, Sequence[str]]:
+    shares = [_percent_interval(run.efficiency, name) for name in ("moment_efficiency", "efficiency")]
+    waste = f"{run.efficiency['gauge_waste']:.2%}" if "gauge_waste" in run.efficiency else DASH
+    return text(run.series.label), (optimizer_cell(run.series.optimizer), *shares, waste)
+
+
+def _percent_interval(efficiency: Mapping[str, float], name: str) -> str:
+    """The interval between the bounds of an efficiency: "40.0 to 50.0 %"."""
+    if f"{name}_lower" not in efficiency:
+        return DASH
+    return with_minus(f"{100 * efficiency[f'{name}_lower']:.1f} to {100 * efficiency[f'{name}_upper']:.1f} %")
+
+
+# Alerts and remarks
+
+
+def alerts_section(runs: Sequence[ReportedRun]) -> str:
+    """The last alerts of each run."""
+    lists = "".join(_alert_list(run) for run in runs if run.alerts)
+    return f"<section><h2>Alerts</h2>{lists or '<p>None.</p>'}</section>"
+
+
+def _alert_list(run: ReportedRun) -> str:
+    alerts = run.alerts[-ALERTS:]
+    items = "".join(f"<li><b>{alert.step:,}</b> {text(_alert_text(alert), 600)}</li>" for alert in alerts)
+    cut = f"<p>The last {len(alerts)} of {len(run.alerts):,}.</p>" if len(alerts) < len(run.alerts) else ""
+    return f'<h3>{text(run.series.label)}</h3>{cut}<ul class="alerts">{items}</ul>'
+
+
+def _alert_text(alert: Alert) -> str:
+    """An alert's message; if it has none, its kind, value and tokens."""
+    tokens = f", tokens {alert.pair_text[0]!r} and {alert.pair_text[1]!r}" if alert.pair_text else ""
+    return alert.message or f"{alert.kind}: {alert.value:.4g}{tokens}"
+
+
+def remarks_section(runs: Sequence[ReportedRun]) -> str:
+    """What the monitor remarked about the runs, and which curves have values that cannot be drawn."""
+    runs_of_remark: dict[str, list[ReportedRun]] = {}
+    for run in runs:
+        for remark in (*run.info.remarks, *_nonfinite_remarks(run.series)):
+            runs_of_remark.setdefault(remark, []).append(run)
+    items = "".join(_item(remark, 1000, some, runs) for remark, some in runs_of_remark.items())
+    return f"<section><h2>Remarks</h2><ul>{items}</ul></section>" if items else ""
+
+
+def _nonfinite_remarks(series: RunSeries) -> Iterator[str]:
+    for name in CURVES:
+        curve = series.curve(name)
+        steps = curve.steps[~np.isfinite(curve.values)]
+        if len(steps):
+            yield f"{name} is nan or infinite at {plural(len(steps), 'step')}, first at {steps[0]:,}."
+
+
+# Settings
+
+
+def settings_section(runs: Sequence[ReportedRun]) -> str:
+    """The settings that are not the same in all runs; empty for a single run."""
+    if len(runs) < 2:
+        return ""
+    settings_of_runs = [settings(run.info) for run in runs]
+    rows = []
+    for key in sorted({key for run_settings in settings_of_runs for key in run_settings}):
+        runs_of_value: dict[str, list[ReportedRun]] = {}
+        for run, run_settings in zip(runs, settings_of_runs, strict=True):
+            runs_of_value.setdefault(run_settings.get(key, DASH), []).append(run)
+        if len(runs_of_value) > 1:
+            items = "".join(_item(value, 200, some, runs) for value, some in runs_of_value.items())
+            rows.append(f'<tr><th scope="row">{text(key)}</th><td><ul>{items}</ul></td></tr>')
+    cut = f"<p>The first {SETTINGS} of {len(rows):,}.</p>" if len(rows) > SETTINGS else ""
+    content = f'{cut}<table class="settings"><tbody>{"".join(rows[:SETTINGS])}</tbody></table>'
+    return f"<section><h2>Configuration differences</h2>{content if rows else '<p>None.</p>'}</section>"
+
+
+def _item(value: str, limit: int, some: Sequence[ReportedRun], runs: Sequence[ReportedRun]) -> str:
+    """A list item: a text, and the names of those runs that it is about."""
+    return f"<li>{text(value, limit)} <small>{_run_names(some, runs)}</small></li>"
+
+
+def _run_names(some: Sequence[ReportedRun], runs: Sequence[ReportedRun]) -> str:
+    if len(some) == len(runs):
+        return "all runs"
+    names = ", ".join(clip(run.series.label, 40) for run in some[:6])
+    return text(names + (f" and {len(some) - 6} more" if len(some) > 6 else ""), 400)

@@ -1,0 +1,31 @@
+"""The script /static/catalogue.js: lists that the page shares with Python, written here so that none stands twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from hilbert_monitor.service.figures.run_figures import PANELS
+from hilbert_monitor.service.figures.style import COLOURS
+from hilbert_monitor.service.following.snapshot import SHOWN_STATUSES
+
+NAME = "catalogue.js"
+
+
+def script() -> bytes:
+    """A JavaScript module with a constant for each list."""
+    panels = [
+        {"key": panel.name, "title": panel.title, "about": panel.help, "none": panel.if_empty}
+        for panel in PANELS.values()
+    ]
+    constants: dict[str, tuple[str, Any]] = {
+        "RUN_PANELS": ("The panels of a run's page.", panels),
+        "STATES": ("The states of a run, in the order in which they want attention.", SHOWN_STATUSES),
+        "COLOURS": ("The colours of optimizers.", COLOURS),
+    }
+    lines = [
+        f"/** {about} */\nexport const {name} = {msgspec.json.encode(value).decode()};"
+        for name, (about, value) in constants.items()
+    ]
+    return ("/* Written by the service from its catalogue. */\n\n" + "\n\n".join(lines) + "\n").encode()

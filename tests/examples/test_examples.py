@@ -1,0 +1,53 @@
+"""Every example runs, as a reader would start it: in a process of its own, from any folder."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hilbert_monitor.runs.log import RunReader
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def output_of(example, *arguments):
+    """What an example prints, errors included; it has to end well."""
+    command = [sys.executable, str(EXAMPLES / example), *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_there_is_a_test_for_every_example():
+    programs = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")}
+    assert programs == {"hugging_face.py", "lightning_callback.py", "lightning_cli/main.py", "own_loop.py"}
+
+
+def test_the_callback_reports_a_learning_rate_accident_in_its_step():
+    output = output_of("lightning_callback.py")
+    assert "step 45: D(S) = " in output
+    assert "the learning rate jumped from 0.001 to 0.01" in output
+    run = RunReader(Path("runs/lightning-example"))
+    assert [alert.step for alert in run.alerts()] == [45]
+    assert [record.step for record in run.steps()] == list(range(1, 61))
+
+
+def test_a_loop_of_ones_own_has_a_record_for_every_step():
+    output = output_of("own_loop.py")
+    assert output.count("D(S) = ") == 10
+    assert output.count("of its worst case") == 2
+
+
+def test_a_hugging_face_model_needs_nothing_beyond_the_one_line():
+    pytest.importorskip("transformers")
+    assert output_of("hugging_face.py").count("D(S) = ") == 2
+
+
+def test_the_monitor_stands_in_the_yaml_of_a_lightning_cli():
+    pytest.importorskip("jsonargparse")
+    output_of("lightning_cli/main.py", "fit", "--config", EXAMPLES / "lightning_cli" / "config.yaml")
+    (run,) = Path("runs").iterdir()
+    assert run.name == "lightning-cli-example"
+    assert RunReader(run).info.config["width"] == 32
+    assert [record.step for record in RunReader(run).steps()] == list(range(1, 21))

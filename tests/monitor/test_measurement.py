@@ -1,0 +1,89 @@
+"""The typed measurement of a step and the record that it makes."""
+
+import typing
+
+import msgspec
+import pytest
+import torch
+
+from hilbert_monitor import HilbertMonitor, Prometheus
+from hilbert_monitor.monitor import measurement
+from hilbert_monitor.monitor.measurement import DiameterBounds, ExactDiameter, GradientRows, Measurement
+from hilbert_monitor.runs.record import StepRecord
+from tests.support.references import all_pairs_diameter, normal
+
+
+def record_of(step: Measurement, **options) -> StepRecord:
+    return step.record(time=1.0, seconds={"diameter": 0.1}, share=0.5, **options)
+
+
+def test_every_field_of_a_part_is_a_field_of_the_record_with_a_fitting_type():
+    expected = typing.get_type_hints(StepRecord)
+    own = {name: kind for name, kind in typing.get_type_hints(Measurement).items() if name not in measurement.PARTS}
+    parts = [typing.get_type_hints(part) for part in measurement.PARTS.values()]
+    for name, kind in [item for part in (own, *parts) for item in part.items()]:
+        allowed = set(typing.get_args(expected[name])) | {expected[name]}
+        assert {kind} <= allowed or set(typing.get_args(kind)) <= allowed, name
+
+
+def test_a_measurement_without_any_part_makes_a_record_of_what_is_known():
+    record = record_of(Measurement(step=3, skipped="overflow", learning_rate=0.1))
+    assert record == StepRecord(
+        step=3, time=1.0, skipped="overflow", learning_rate=0.1, seconds={"diameter": 0.1}, share=0.5
+    )
+
+
+def test_what_the_parts_hold_is_in_the_record():
+    S, G = normal(0, 40, 6), normal(1, 40, 6)
+    bounds, exact, gradient = DiameterBounds.of(S), ExactDiameter.of(S), GradientRows.of(G)
+    assert bounds.diameter_lower <= exact.diameter <= bounds.diameter_upper
+    record = record_of(
+        Measurement(step=1, bounds=exact, gradient=gradient), decode=lambda pair: (f"<{pair[0]}>", f"<{pair[1]}>")
+    )
+    assert record.diameter == pytest.approx(all_pairs_diameter(S), rel=1e-6)
+    assert record.pair_text == (f"<{exact.pair[0]}>", f"<{exact.pair[1]}>")
+    assert record.row_norm == pytest.approx(float(S.norm(dim=1).max()))
+    assert record.gradient_row_token == int(G.norm(dim=1).argmax())
+    assert record.gradient_balance == pytest.approx(float(G.sum(0).norm() / G.norm(dim=1).sum()))
+    assert msgspec.json.decode(msgspec.json.encode(record), type=StepRecord) == record
+
+
+def test_bounds_that_are_not_exact_have_no_diameter():
+    step = Measurement(step=1, bounds=DiameterBounds.of(normal(0, 40, 6)))
+    assert step.exact is None
+    assert record_of(step).diameter is None
+    assert record_of(step).diameter_lower is not None
+
+
+def test_padding_takes_part_in_the_balance_and_is_no_token():
+    G = torch.zeros(4, 2)
+    G[0], G[3] = torch.tensor([1.0, 0.0]), torch.tensor([-3.0, 0.0])
+    rows = GradientRows.of(G, tokens=3)
+    assert (rows.gradient_row_token, rows.gradient_row_norm) == (0, 1.0)
+    assert rows.gradient_balance == pytest.approx(2 / 4)
+
+
+@pytest.mark.parametrize("name", ["address", "tls", "registry", "stalled_after", "linger"])
+def test_an_argument_that_moved_is_refused_with_its_new_form(name):
+    with pytest.raises(TypeError, match=rf"prometheus_{name} has moved: give prometheus=Prometheus\(.*{name}="):
+        HilbertMonitor(**{f"prometheus_{name}": None})
+
+
+def test_an_argument_that_never_was_is_refused_as_python_does():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'diameter_evry'"):
+        HilbertMonitor(diameter_evry=3)
+
+
+def test_the_short_form_of_the_port_and_the_whole_settings_exclude_each_other():
+    assert HilbertMonitor(prometheus_port=9464).options.prometheus == Prometheus(port=9464)
+    with pytest.raises(ValueError, match="give one of the two"):
+        HilbertMonitor(prometheus_port=9464, prometheus=Prometheus(port=9465))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [({"port": 70000}, "between 0, .* and 65535, got 70000"), ({"linger": -1.0}, "linger is a number of seconds")],
+)
+def test_settings_of_prometheus_are_checked_when_they_are_made(settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Prometheus(**settings)

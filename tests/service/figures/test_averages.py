@@ -1,0 +1,47 @@
+"""Pointwise means and deviations, and the alignment of curves, against plain loops."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hilbert_monitor.service.figures.averages import align, mean_curve
+from hilbert_monitor.service.figures.series import Series
+
+VALUES = st.one_of(st.floats(-1e3, 1e3), st.sampled_from([math.nan, math.inf, -math.inf]))
+CURVE = st.dictionaries(st.integers(1, 12), VALUES, max_size=12)
+
+
+def series(values):
+    """A curve from {step: value}. A step has ten tokens and takes a second."""
+    steps = sorted(values)
+    return Series(steps, [10.0 * s for s in steps], [100.0 + s for s in steps], [values[s] for s in steps], 100.0)
+
+
+@given(st.lists(CURVE, max_size=6), st.sampled_from(["updates", "tokens", "time"]))
+def test_means_and_deviations_equal_those_of_a_loop(curves, axis):
+    values_at = {}
+    for curve in curves:
+        for step, value in sorted(curve.items()):
+            if math.isfinite(value):
+                values_at.setdefault(step, []).append(value)
+    means = mean_curve([series(curve) for curve in curves], axis)
+    unit = {"updates": 1, "tokens": 10, "time": 1 / 3600}[axis]
+    assert means.x.tolist() == pytest.approx([unit * step for step in sorted(values_at)])
+    for row, step in enumerate(sorted(values_at)):
+        values = values_at[step]
+        assert means.runs[row] == len(values)
+        assert means.mean[row] == pytest.approx(sum(values) / len(values), abs=1e-9)
+        deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+        assert means.deviation[row] == pytest.approx(deviation, abs=1e-6, nan_ok=True)
+        assert means.smallest[row] == min((v for v in values if v > 0), default=math.inf)
+
+
+@given(st.lists(st.lists(st.integers(-20, 20), max_size=10), min_size=1, max_size=5))
+def test_every_array_is_found_at_its_positions_among_all_keys(arrays):
+    keys, positions = align([np.array(array, np.int64) for array in arrays])
+    assert set(keys.tolist()) == {key for array in arrays for key in array}
+    assert [keys[at].tolist() for at in positions] == arrays
