@@ -58,6 +58,12 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+def times_power_of_two(x: Tensor, exponents: Tensor) -> Tensor:
+    """Return `x` times two to `exponents`, in two steps: `ldexp` of torch 2.9 forms the power, which can overflow."""
+    half = (exponents // 2).to(x.dtype)
+    return torch.ldexp(torch.ldexp(x, half), exponents - half)
+
+
 def check_real(name: str, A: Tensor) -> None:
     """Raise TypeError unless A is a dense real floating-point tensor."""
     if not isinstance(A, Tensor):

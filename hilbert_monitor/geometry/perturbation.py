@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ._cloud import SAMPLE, PointCloud, column_extremes, leading_directions
-from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, nonfinite
+from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, nonfinite, times_power_of_two
 
 _RANK = 32
 _TILE = 64  # positions
@@ -124,12 +124,12 @@ class _Panel:
         h = self.H[at].to(self.cloud.dtype)
         if self.exponents is None:
             return h
-        return torch.ldexp(h, -self.exponents[at, None]).nan_to_num_(0.0, 0.0, 0.0)
+        return times_power_of_two(h, -self.exponents[at, None]).nan_to_num_(0.0, 0.0, 0.0)
 
     def delta(self) -> Tensor:
         """Return high - low in the units of S and H."""
         delta = (self.high - self.low) / self.cloud.post_scale / self.cloud.pre_scale
-        return delta if self.exponents is None else torch.ldexp(delta, self.exponents)
+        return delta if self.exponents is None else times_power_of_two(delta, self.exponents)
 
     def extreme_tokens(self, position: int) -> tuple[int, int]:
         """Return the rows with the largest and the smallest product at a position."""

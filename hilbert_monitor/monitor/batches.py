@@ -70,10 +70,13 @@ def select_rows(batch: Batch, positions: Tensor) -> tuple[Batch, Tensor]:
     B, T = input_ids(batch).shape
     used = torch.zeros(B, dtype=torch.bool)
     used[positions // T] = True
+    rows = used.nonzero().flatten()
 
     def narrow(x: Tensor) -> Tensor:
         x = x.detach()
-        return x[used.to(x.device)].cpu() if x.ndim and len(x) == B else x.to("cpu", copy=True)
+        if x.ndim == 0 or len(x) != B:
+            return x.to("cpu", copy=True)
+        return x.index_select(0, rows.to(x.device)).cpu()  # torch 2.9 cannot index uint16 with brackets
 
     row = used.cumsum(0)[positions // T] - 1
     return with_tensors(batch, narrow), row * T + positions % T

@@ -61,7 +61,7 @@ class Panel:
             rows, columns = positions // ids.shape[1], positions % ids.shape[1]
             for row in sorted(set(rows.tolist())):
                 places = attention[row].cumsum(0)[columns[rows == row]] - 1
-                tokens = ids[row][attention[row]][: int(places.max()) + 1]
+                tokens = ids[row].long()[attention[row]][: int(places.max()) + 1]
                 entries = [len(tokens), len(places), *tokens.tolist(), *places.tolist()]
                 digest.update(struct.pack(f"<{len(entries)}q", *entries))
         return digest.hexdigest()
