@@ -196,7 +196,7 @@ def leading_directions(sample: Tensor, k: int) -> Tensor:
     basis, _ = torch.linalg.qr(start.T)
     for _ in range(2):
         basis, _ = torch.linalg.qr(sample.T @ (sample @ basis))
-    seen = sample @ basis
-    _, order = torch.linalg.eigh(seen.T @ seen)
+    coordinates = sample @ basis
+    _, order = torch.linalg.eigh(coordinates.T @ coordinates)
     directions: Tensor = basis @ order.flip(1)
     return directions

@@ -1,12 +1,12 @@
 """The row diameter D(S) = max_{i<j} |s_i - s_j|: an O(Vd) bracket, and the exact value with its proof.
 
 An all-pairs search costs V^2 d / 2 multiplications. The exact search here grows about as V d on the
-increments that optimizers make, because almost every pair can be *proved* shorter than one already found:
+increments that optimizers make, because almost every pair can be *proved* shorter than one that is known:
 
 1. Survey. Centre the rows and keep, for each, its norm r_i and its coordinates z_i along a few leading
    directions. What the directions leave out has norm rho_i = sqrt(r_i^2 - |z_i|^2), so
    |s_i - s_j|^2 <= r_i^2 + r_j^2 - 2 z_i.z_j + 2 rho_i rho_j.
-2. A first long pair, found by walking to farthest partners in the survey. Call its length L.
+2. Walk. Go from outlying rows to their farthest partners in the survey. The longest pair met has length L.
 3. Hubs. A pair of length L has one end with r_i >= L/2, a hub, and the other with r_j >= L - r_max. The mean
    of an increment's rows sits in the mass of rare tokens, so hubs are few.
 4. Screen. The bound of step 1 is one matrix product of hubs against partners. Hubs and partners that never
@@ -14,15 +14,15 @@ increments that optimizers make, because almost every pair can be *proved* short
 5. Prove. Hubs that are left, the most promising first, meet their partners in full; pairs that come within
    rounding of L are measured in fp64.
 
-Every comparison carries a slack for the rounding of what it compares, so a dropped pair is shorter than L in
-exact arithmetic. One part of it is measured, not proved: how far the directions are from orthonormal (at most half of
-what is allowed). Where nothing can be dropped (points on a sphere) a screen is given up after a sample of
-hubs, and step 5 is a tiled all-pairs search.
+Every comparison has a slack for rounding, so a dropped pair is shorter than L in exact arithmetic. One part of the
+slack was measured, not proved: how far the directions are from orthonormal (at most half of what the slack allows).
+Where nothing can be dropped (points on a sphere) the search gives a screen up after a sample of hubs, and step 5 is a
+tiled all-pairs search.
 
-Tried and dropped: eliminating rows without telling hubs from partners, which leaves most rows where one
-outlier faces everything; and one slack for all pairs, scaled by the largest norm, which kept two to nine times the
-hubs that a slack by the pair's own norms keeps. Not built: a tiling of the rows, which could drop blocks of pairs where
-hubs are many, as late in training with a small vocabulary.
+Tried and dropped: no distinction between hubs and partners, which drops almost no row where one outlier is far from
+everything; and one slack for all pairs, scaled by the largest norm, which keeps two to nine times the hubs that a slack
+by the pair's own norms keeps. Not built: a tiling of the rows, which could drop blocks of pairs where hubs are many, as
+late in training with a small vocabulary.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from .arithmetic import MAX_BYTES, check_rows, full_precision, nonfinite
 class DiameterBracket:
     """Certified bounds lower <= D(S) <= upper.
 
-    Where S has non-finite entries the bounds are nan if any entry is nan and inf otherwise, and `pair` names
-    the first such row and another one.
+    If S has non-finite entries, the bounds are nan if any entry is nan and inf otherwise, and `pair` holds the first
+    such row and another one.
     """
 
     lower: float
@@ -60,7 +60,7 @@ class RowDiameter(DiameterBracket):
     pairs_screened: int
     """Bounds computed along leading directions; a pair that is screened again counts again."""
     pairs_computed: int
-    """Distances computed in all d dimensions; a pair that is met twice counts twice."""
+    """Distances computed in all d dimensions; a pair that is computed twice counts twice."""
 
     @property
     def value(self) -> float:
@@ -83,11 +83,11 @@ _FEW = 4096  # up to this many near-longest pairs of a tile are measured one by 
 def row_diameter_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> DiameterBracket:
     """Bracket D(S) in O(Vd): two passes over S, and little else.
 
-    The first finds the rows farthest from the centre. The longest pair of those, and of their farthest partners in an
-    even sample of rows, gives a midpoint, and the second pass the rows farthest from that. The lower bound is the
-    longest pair of all these; the upper one the sum of the two largest distances from the centre, or from the midpoint,
-    whichever is smaller. It never exceeds twice the lower bound (but for rounding), and comes within a few percent of
-    it when the rows fill a ball, as RowNorm's do.
+    The first pass finds the rows farthest from the centre. Among those and their farthest partners in an even sample,
+    the longest pair gives a midpoint. The second pass finds the rows farthest from that midpoint. The lower bound is
+    the longest pair of all these rows. The upper bound is the sum of the two largest distances from the centre, or from
+    the midpoint, whichever is smaller. It is at most twice the lower bound (but for rounding), and within a few percent
+    of it where the rows fill a ball, as RowNorm's do.
 
     Args:
         S: (V, d) update rows, any real floating-point dtype.
@@ -110,26 +110,26 @@ def row_diameter_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> DiameterBr
     from_midpoint = cloud.recentred(*_longest(cloud, walk)).norms()
     i, j = _longest(cloud, torch.cat([walk, from_midpoint.topk(min(_OUTER, len(S))).indices]))
     reach = torch.stack([norms.topk(2).values.double().sum() for norms in (from_centre, from_midpoint)]).amin()
-    found = torch.stack([cloud.pair_lengths(i[None], j[None])[0], reach, i.double(), j.double()]).tolist()
-    lower, upper = found[0], max(found[0] * _fp64_rounding(S), found[1] * (1 + cloud.rounding))
-    return DiameterBracket(
-        cloud.row_length(lower), _up(cloud.row_length(upper)), _ordered(int(found[2]), int(found[3])), 0
-    )
+    length, reach_value, *pair = torch.stack(
+        [cloud.pair_lengths(i[None], j[None])[0], reach, i.double(), j.double()]
+    ).tolist()
+    lower, upper = length, max(length * _fp64_rounding(S), reach_value * (1 + cloud.rounding))
+    return DiameterBracket(cloud.row_length(lower), _up(cloud.row_length(upper)), _ordered(*map(int, pair)), 0)
 
 
 @full_precision
 def row_diameter(S: Tensor, *, max_bytes: int = MAX_BYTES) -> RowDiameter:
     """Compute D(S) = max_{i<j} |s_i - s_j| exactly, with a pair that attains it.
 
-    Grows about as V d on optimizer increments, and costs at worst an all-pairs search; the module's docstring
-    says how. Several pairs may tie: any one of them is returned.
+    Where several pairs tie, any one of them is returned. The cost grows about as V d on optimizers' increments, and is
+    that of an all-pairs search at worst; the docstring of `diameter.py` explains the method.
 
     Args:
         S: (V, d) update rows, any real floating-point dtype.
         max_bytes: bound on scratch memory.
 
     Returns:
-        the value (fp64, from the rows as given), the pair, and how many pairs had to be looked at.
+        the value (fp64, from the rows as given), the pair, and how many pairs were screened and computed.
     """
     check_rows("S", S)
     low, high = column_extremes(S)
@@ -142,7 +142,7 @@ def row_diameter(S: Tensor, *, max_bytes: int = MAX_BYTES) -> RowDiameter:
 
 
 def _fp64_rounding(S: Tensor) -> float:
-    """Factor by which a length may exceed what fp64 made of it, by differences or by a Gram product."""
+    """Return the factor by which a length may exceed its fp64 value, from differences or from a Gram product."""
     return 1 + (S.shape[1] + 8) * 2.0**-51
 
 
@@ -176,14 +176,14 @@ def trivial_diameter(
 
 
 def _partners(cloud: PointCloud, rows: Tensor, norms: Tensor) -> Tensor:
-    """For each of some rows the index of the one farthest from it in an even sample; not nearer than the centre."""
+    """Return, for each of some rows, the index of the row farthest from it in an even sample."""
     at = cloud.sample
     far = torch.addmm(norms[at].square(), cloud.points(rows), cloud.points(at).T, alpha=-2)
     return far.argmax(1).mul_(at.step)
 
 
 def _longest(cloud: PointCloud, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of the longest pair among a few rows, still on their device."""
+    """Return the indices of the longest pair among a few rows, as scalar tensors on their device."""
     x = cloud.points(rows).double()
     norm2 = x.square().sum(1)
     longest = torch.addmm(norm2 + norm2[:, None], x, x.T, alpha=-2).argmax()
@@ -196,7 +196,7 @@ def _ordered(i: int, j: int) -> tuple[int, int]:
 
 
 class _Search:
-    """Branch and bound for the longest pair. Rows are named by rank in decreasing norm once they are sorted."""
+    """Branch and bound for the longest pair. After `_sort` a row is identified by its rank in decreasing norm."""
 
     def __init__(self, cloud: PointCloud) -> None:
         self.cloud = cloud
@@ -220,7 +220,7 @@ class _Search:
             if k <= rank:
                 z = [coordinates.index_select(0, self.order[side])[:, :k] for side in (hubs, partners)]
             elif len(hubs) * len(partners) <= k * (len(hubs) + len(partners)):
-                break  # computing what is left costs less than projecting it
+                break  # to compute the remaining pairs costs less than to project their rows
             else:
                 directions = cloud.leading_directions(k)
                 z = [cloud.survey(directions, self.order[side])[1] for side in (hubs, partners)]
@@ -228,7 +228,7 @@ class _Search:
         self._prove(hubs, partners, bounds)
 
     def _ranks(self) -> list[int]:
-        """Numbers of directions to screen along: none for a few rows, and tables that fit the memory bound."""
+        """Return the numbers of directions to screen along: none for few rows, and only what fits the memory bound."""
         V, d = self.cloud.S.shape
         row_bytes = 2 * self.cloud.budget // V
         if row_bytes < _ROW_BYTES:
@@ -247,7 +247,7 @@ class _Search:
             self.length, self.pair = length, _ordered(int(a), int(b))
 
     def _walk(self, norm2: Tensor, z: Tensor) -> None:
-        """Find a long pair: from outlying rows to the partners farthest from them in the survey, twice."""
+        """Find a long pair: go from outlying rows to their farthest partners in the survey, twice."""
         outer = norm2.topk(min(8, len(norm2))).indices
         seeds = torch.cat([outer, z[:, :8].argmax(0), z[:, :8].argmin(0)])
         for _ in range(2):
@@ -257,7 +257,7 @@ class _Search:
             seeds = partners[:, 0]
 
     def _sort(self, norm2: Tensor) -> None:
-        """Keep the rows that can be an end of a longer pair, by decreasing norm; norms are rounded up."""
+        """Sort the rows that can be an end of a longer pair by decreasing norm. Norms are rounded up."""
         self.norm2 = norm2
         radius = norm2.sqrt().mul_(1 + self.cloud.rounding)
         able = (radius >= self.length - radius.max()).nonzero().squeeze(1)
@@ -265,7 +265,7 @@ class _Search:
         self.order = able[order]
 
     def _ranges(self, hubs: Tensor, partners: Tensor) -> list[list[int]]:
-        """For each hub the range of later partners that it could reach, by norms alone: [starts, ends]."""
+        """Return, for each hub, the range of later partners that could be far enough by norms: [starts, ends]."""
         start = torch.searchsorted(partners, hubs, right=True)
         reach = self.radius[hubs] - self.length
         end = torch.searchsorted(-self.radius[partners], reach, right=True)
@@ -293,11 +293,11 @@ class _Search:
             if float((sampled >= self.length**2).double().mean()) > 0.5:
                 return hubs, partners, bounds
         bounds, reached = self._bounds(hubs, partners, left, right)
-        kept = ~(bounds < self.length**2)
-        return hubs[kept], partners[~(reached < self.length**2)], bounds[kept]
+        open_hubs = ~(bounds < self.length**2)
+        return hubs[open_hubs], partners[~(reached < self.length**2)], bounds[open_hubs]
 
     def _parts(self, ranks: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Norms of rows, norms of what coordinates z leave of them, and squared norms; all rounded up."""
+        """Return norms of rows, norms of their parts outside the directions of z, and squared norms; all rounded up."""
         e = self.cloud.rounding
         radius = self.radius[ranks]
         norm2 = radius.square()
@@ -305,7 +305,7 @@ class _Search:
         return radius, rest2.sqrt_(), norm2.mul_(1 + 2 * e)
 
     def _bounds(self, hubs: Tensor, partners: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Largest bound on a squared distance, for each hub over its partners and each partner over its hubs."""
+        """Return the largest bound on a squared distance of each hub to a partner, and of each partner to a hub."""
         by_hub = left.new_full((len(hubs),), -torch.inf)
         by_partner = right.new_full((len(partners),), -torch.inf)
         starts, ends = self._ranges(hubs, partners)
@@ -323,8 +323,8 @@ class _Search:
         return by_hub, by_partner
 
     def _prove(self, hubs: Tensor, partners: Tensor, bounds: Tensor) -> None:
-        """Compute what the screens left, the most promising hubs first."""
-        if 2 * len(hubs) < len(self.order):  # else keep their order, in which each pair is met once
+        """Compute the pairs that the screens did not drop, the most promising hubs first."""
+        if 2 * len(hubs) < len(self.order):  # otherwise keep their order, in which each pair is computed once
             bounds, order = bounds.sort(descending=True)
             hubs = hubs[order]
         most = max(1, min(_MEET_ROWS, self.cloud.budget // (4 * self.cloud.width * self.cloud.dtype.itemsize)))
@@ -333,8 +333,8 @@ class _Search:
             batch, hubs, bounds = hubs[:size], hubs[size:], bounds[size:]
             starts, ends = self._ranges(batch, partners)
             self._meet(batch, partners[min(starts) : max(ends)])
-            kept = ~(bounds < self.length**2)
-            hubs, bounds = hubs[kept], bounds[kept]
+            open_hubs = ~(bounds < self.length**2)
+            hubs, bounds = hubs[open_hubs], bounds[open_hubs]
             size = min(2 * size, most)
 
     def _meet(self, hubs: Tensor, partners: Tensor) -> None:
@@ -355,7 +355,7 @@ class _Search:
                 self._settle(tile >= self.length**2, rows, columns[at])
 
     def _settle(self, near: Tensor, rows: Tensor, columns: Tensor) -> None:
-        """Measure the pairs that rounding cannot tell from the longest; in bulk where they are many (ties)."""
+        """Measure in fp64 the pairs that rounding cannot tell from the longest; in bulk if there are many (ties)."""
         if int(near.sum()) <= _FEW:
             i, j = near.nonzero(as_tuple=True)
             if len(i):

@@ -1,8 +1,8 @@
-"""What a step is worth: how much of what its diameter allows it turns into descent, and how much of it does nothing.
+"""The efficiency of a step, and two measures of the step alone: its gauge waste and its spectral norm.
 
-A step S lowers the loss by -<G, S> to first order. Among all steps of its diameter the best lowers it by D(S) T(G),
-with T(G) the minimum total tension of the gradient; the quotient is the step's efficiency. A common shift of all rows
-changes no probability; its share of |S|^2 is wasted on the gauge.
+A step S lowers the loss by -<G, S> to first order. The best step of the same diameter lowers it by D(S) T(G), with T(G)
+the minimum total tension of the gradient. The quotient of the two is the efficiency of S. A common shift of all rows
+changes no probability; its share of |S|^2 is the gauge waste.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .arithmetic import check_real, compute_dtype, full_precision
 
 
 class Interval(NamedTuple):
-    """A number that is known to lie between two others."""
+    """Lower and upper bound of a number."""
 
     lower: float
     upper: float
 
 
 def step_efficiency(decrease: float, *, diameter: Interval, tension: Interval) -> Interval | None:
-    """Return -<G, S> / (D(S) T(G)) as an interval; None where it is 0 / 0.
+    """Return bounds of the efficiency -<G, S> / (D(S) T(G)), or None if a bound is zero or not finite.
 
     Args:
         decrease: -<G, S>, of the centred gradient.
@@ -40,7 +40,11 @@ def step_efficiency(decrease: float, *, diameter: Interval, tension: Interval) -
 
 @full_precision
 def gauge_waste(S: Tensor) -> float:
-    """Return V |mean row|^2 / |S|^2, the share of S that is a common row shift; nan for S = 0. S: (V, d)."""
+    """Return the share V |mean row|^2 / |S|^2 of S that is a common row shift; nan for S = 0.
+
+    Args:
+        S: (V, d). Rows in bf16 or fp16 are copied to fp32.
+    """
     check_real("S", S)
     S = S.to(compute_dtype(S))
     shift = S.mean(0, dtype=torch.float64).norm() / torch.linalg.vector_norm(S, dtype=torch.float64)
@@ -49,10 +53,10 @@ def gauge_waste(S: Tensor) -> float:
 
 @full_precision
 def spectral_norm(S: Tensor, *, vectors: int = 4, iterations: int = 16) -> float:
-    """Return the largest singular value of S, from below, by power iteration on a few vectors.
+    """Return a lower estimate of the largest singular value of S, by power iteration on a few vectors.
 
-    It begins with the longest rows, so that no random number is drawn, and looks at nothing on the way, so that the
-    host waits once.
+    The iteration starts from the longest rows, so it draws no random number. The host waits once, for the result.
+    Takes a copy of S as scratch.
 
     Args:
         S: (V, d).

@@ -1,19 +1,19 @@
 """The Hilbert perturbation of a panel of hidden states: delta_l = max_i (S h_l)_i - min_i (S h_l)_i.
 
-The plain way streams S H' over the vocabulary and keeps the running extremes. On a CPU most of that product
-need not be formed. Rows and hidden states are split along the panel's leading directions, s_i = Q z_i + ... and
+The plain method computes S H' a chunk of the vocabulary at a time, and updates the extremes. On a CPU most of that
+product can be skipped. Rows and hidden states are split along the panel's leading directions, s_i = Q z_i + ... and
 h_l = Q g_l + ..., with remainders of norm rho_i and sigma_l, so that
 
     |s_i.h_l - z_i.g_l| <= rho_i sigma_l.
 
-A few outlying rows give first extremes M_l and m_l for every position. A row that cannot pass either of them
-need not meet that position. Positions are tiled by median splits, so that one bound can drop a row for a whole
-tile (centre and radius), a second one, position by position, drops most of what is left, and only what remains is
-multiplied in full. If a few tiles show that little can be dropped, the plain way is taken; on other devices it
-always is, since every tile would cost a synchronisation there.
+A few outlying rows give first extremes M_l and m_l for every position. A row that cannot exceed either of them is
+skipped at that position. Positions are tiled by median splits, so that one bound (from a tile's centre and radius) can
+skip a row for a whole tile. A second bound, position by position, skips most of the others. The rest is multiplied in
+full. If a few tiles show that little can be skipped, the plain method takes over. Other devices always use it: there
+every tile would cost a synchronisation.
 
-Rows are centred throughout: a common shift changes no delta. Outlying rows are guessed along the tiles' centres as
-well as by norm, since RowNorm's rows all have one norm.
+Rows are centred throughout: a common shift changes no delta. Outlying rows are chosen along the tiles' centres as well
+as by norm, because RowNorm's rows all have one norm.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TILE = 64  # positions
 _GUESSES = 64  # tiles whose outermost rows every position meets first
 _MANY_ROWS, _MANY_POSITIONS = 16384, 512  # fewer are not worth the bookkeeping
 _ROWS, _BLOCK = 512, 2048  # rows and positions of a product that stays in cache
-_HOPELESS, _SPARSE = 0.8, 0.25  # shares of rows left by the two bounds above which the plain way is faster
+_HOPELESS, _SPARSE = 0.8, 0.25  # shares of rows left by the two bounds, above which the plain method is faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class HilbertPerturbation:
     nonfinite_rows: int
     nonfinite_positions: int
     products: int
-    """Row-position products computed in full: few of V N; or all, and a few twice, where pruning was given up."""
+    """Row-position products computed in full: few of V N with pruning, or all (and a few twice) without."""
 
 
 @full_precision
@@ -169,7 +169,7 @@ class _Panel:
         self.products += len(rows) * len(positions)
 
     def _prune(self) -> bool:
-        """Find the extremes from few products; give up, with False, where few can be dropped."""
+        """Find the extremes from few products. Return False, and stop, if few products can be skipped."""
         cloud = self.cloud
         H = self.states(slice(None))
         directions = leading_directions(H[:: -(-len(H) // SAMPLE)], _RANK)
@@ -180,7 +180,7 @@ class _Panel:
         g = H @ directions
         rests = _remainder_and_norm(norm2, z, err)  # (V, 2)
         states = _remainder_and_norm(H.square().sum(1), g, err)  # (N, 2)
-        states[:, 1] *= 4 * (e + err)  # the rounding of z.g and of what it is compared with
+        states[:, 1] *= 4 * (e + err)  # the rounding of z.g and of the extremes
         tiles = _median_tiles(g)  # (T, _TILE) positions
         centre = g[tiles].mean(1)
         radius = (g[tiles] - centre[:, None]).square().sum(2).amax(1).sqrt_().mul_(1 + e)
@@ -199,14 +199,14 @@ class _Panel:
             return False
 
         trial = range(0, len(tiles), -(-len(tiles) // 4))
-        kept = 0
+        rows_left = 0
         for t in (*trial, *(t for t in range(len(tiles)) if t not in trial)):
             tile, rows = tiles[t], needed[t].nonzero().squeeze(1)
             sides = _sides(g[tile], of_state[tile], self.high[tile], self.low[tile])
             rows = rows[~((left.index_select(0, rows) @ sides.T).amax(1) < 0)]
             self._meet(rows, tile)
-            kept += len(rows)
-            if t == trial[-1] and kept > _SPARSE * len(left) * len(trial):
+            rows_left += len(rows)
+            if t == trial[-1] and rows_left > _SPARSE * len(left) * len(trial):
                 return False
         return True
 
@@ -219,18 +219,22 @@ class _Panel:
 
 
 def _remainder_and_norm(norm2: Tensor, z: Tensor, err: float) -> Tensor:
-    """Norms (n, 2) of what coordinates z leave out of points of squared norm norm2, and of the points; rounded up."""
+    """Return norms (n, 2) of the points' parts outside the directions of z, and of the points; rounded up."""
     rest2 = (norm2 - z.square().sum(1)).clamp_min_(0).add_(norm2, alpha=8 * err)
     return torch.stack([rest2, norm2 * (1 + 2 * err)], 1).sqrt_()
 
 
 def _sides(g: Tensor, over: Tensor, high: Tensor, low: Tensor) -> Tensor:
-    """Table (2 n, k + 4) whose product with a row's is negative if the row can pass neither `high` nor `low`."""
+    """Return a table (2 n, k + 4) whose product with a row's is negative if the row passes neither `high` nor `low`."""
     return torch.cat([torch.column_stack([g, over, -high]), torch.column_stack([-g, over, low])])
 
 
 def _median_tiles(g: Tensor) -> Tensor:
-    """Tile points (n, k) by median splits along their widest coordinate: (tiles, _TILE) indices, some repeated."""
+    """Tile points (n, k) by median splits along their coordinate of largest variance.
+
+    Returns:
+        (tiles, _TILE) indices, some repeated.
+    """
     depth = max(0, math.ceil(math.log2(len(g) / _TILE)))
     size = 2**depth * -(-len(g) // 2**depth)
     tiles = torch.arange(size, device=g.device).clamp_max(len(g) - 1)[None]

@@ -12,7 +12,7 @@ from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, ro
 def center_rows(A: Tensor, *, max_bytes: int = MAX_BYTES) -> Tensor:
     """Subtract the mean row: P A with P = I - 11'/V.
 
-    Changes neither D(A) nor what softmax makes of A h.
+    Changes neither D(A) nor softmax(A h).
 
     Args:
         A: (V, d).

@@ -1,4 +1,4 @@
-"""Hilbert's projective distance on the probability simplex, and what it bounds.
+"""Hilbert's projective distance on the probability simplex, and the changes that it bounds.
 
 For p = softmax(z) and q = softmax(z') the distance is the variation seminorm of z - z': the largest change
 of any pairwise log-odds. It bounds the change of the cross entropy for every target at once, and, through
@@ -43,9 +43,9 @@ def variation_seminorm(x: Tensor) -> Tensor:
 def hilbert_distance(p: Tensor, q: Tensor, *, logits: bool = False) -> Tensor:
     """Hilbert distance max_i log(p_i/q_i) - min_i log(p_i/q_i) over the last dimension.
 
-    Zero probabilities are allowed: distributions with one support compare on it, any others are infinitely far
-    apart, and two without any mass are nowhere (nan). Only the direction of p and q matters, so neither needs to
-    sum to one.
+    Zero probabilities are allowed. Distributions with the same support are compared on it; with different supports the
+    distance is infinite; if both have no mass it is nan. Only the direction of p and q matters, so neither needs
+    to sum to one.
 
     Args:
         p: (..., V) probabilities, or logits with ``logits=True``.

@@ -1,4 +1,4 @@
-"""One optimizer over several, for whatever takes only one: automatic optimization, a scheduler, a scaler."""
+"""One optimizer that holds several, for code that takes only one: a Trainer, a scheduler, a GradScaler."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class ChainedOptimizer(Optimizer):
 
     ``ChainedOptimizer(Muon(matrices), AdamW(embedding, fused=True), RowNorm(head, lr=3e-3))``
 
-    The chain has one list of parameter groups and one state; the optimizers in it hold the same dictionaries, so a
-    scheduler, clipping, a GradScaler, `state_dict`, pickle and deepcopy see one ordinary optimizer, and the optimizers
-    see what was done to it. Every group carries the name of its owner under the key "owner". Hooks on the optimizers
-    inside fire too, when the new gradients are there. Torch's OneCycleLR wants cycle_momentum=False: the optimizers
-    may name their momenta differently.
+    The chain has one list of parameter groups and one state, and its optimizers hold the same dictionaries. So a
+    scheduler, clipping, a GradScaler, `state_dict`, pickle and deepcopy see one ordinary optimizer, and their changes
+    reach the optimizers inside. Every group has the name of its owner under the key "owner". Hooks on the optimizers
+    inside run too, after the closure. Torch's OneCycleLR needs cycle_momentum=False: the optimizers may name their
+    momenta differently.
 
     Args:
-        *optimizers: any torch optimizers that need no closure of their own, each with parameters of its own.
-        model: given, every trainable parameter of it must be in one of the optimizers.
+        *optimizers: any torch optimizers that need no closure of their own, each with its own parameters.
+        model: if given, each of its trainable parameters must be in one of the optimizers.
     """
 
     optimizers: tuple[Optimizer, ...]
@@ -62,7 +62,9 @@ class ChainedOptimizer(Optimizer):
         """Give the optimizers the chain's groups and state, through their own `__setstate__`."""
         for o, name in zip(self.optimizers, _names(self.optimizers), strict=True):
             groups = [group for group in self.param_groups if group["owner"] == name]
-            own: defaultdict[Tensor, Any] = defaultdict(dict)  # theirs alone: some optimizers go through all they see
+            own: defaultdict[Tensor, Any] = defaultdict(
+                dict
+            )  # without the others' state: some optimizers loop over all of it
             own.update((p, self.state[p]) for group in groups for p in group["params"] if p in self.state)
             o.__setstate__({"state": own, "param_groups": groups})
             o.state = self.state
@@ -76,7 +78,7 @@ class ChainedOptimizer(Optimizer):
         return {**super().__getstate__(), "optimizers": optimizers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        kinds = state.pop("optimizers", None)  # only a copy has them: when a state dict is loaded they are here
+        kinds = state.pop("optimizers", None)  # only a copy or a pickle has them, a state dict does not
         super().__setstate__(state)
         if kinds is not None:
             self.optimizers = tuple(kind.__new__(kind) for kind, _ in kinds)
@@ -95,7 +97,7 @@ class ChainedOptimizer(Optimizer):
             )
         if any(param_group is group for group in self.param_groups):
             raise ValueError(f"this group of {param_group['owner']} is in the chain already")
-        if not any(param_group is group for group in owner.param_groups):  # they are when the chain is made
+        if not any(param_group is group for group in owner.param_groups):  # it is when the chain is constructed
             held = {p for group in self.param_groups for p in group["params"]}
             owner.add_param_group(param_group)
             for index, p in enumerate(param_group["params"]):
@@ -107,18 +109,18 @@ class ChainedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call the closure once, then step every optimizer; return what the closure returned."""
+        """Call the closure once, step every optimizer, and return the closure's result."""
         loss = call_closure(closure)
         self._check_gradients()
         if [id(group) for group in self.param_groups] != self._shared:
-            self._share()  # somebody has put in other groups
+            self._share()  # the groups were replaced
         with outside_autocast(p for group in self.param_groups for p in group["params"]):
             for o in self.optimizers:
                 o.step()
         return loss
 
     def _check_gradients(self) -> None:
-        """Refuse what one of the optimizers would refuse after others have moved."""
+        """Raise TypeError for a gradient that one of the optimizers would refuse only after others have stepped."""
         for o in self.optimizers:
             if isinstance(o, MatrixOptimizer):
                 o.check_gradients()
@@ -137,17 +139,17 @@ class ChainedOptimizer(Optimizer):
         raise ValueError(f"the parameter of shape {tuple(param.shape)} is in none of the chained optimizers")
 
     def increment(self, param: Tensor) -> Tensor:
-        """Return what the last step added to `param`, weight decay left out, as its owner says it."""
+        """Return the increment of the last step on `param`, without weight decay, from the optimizer that owns it."""
         owner = self.owner(param)
         if not isinstance(owner, MatrixOptimizer):
             raise TypeError(f"{type(owner).__name__} cannot say what its last step was: RowNorm and Muon can")
         return owner.increment(param)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what a chain of the same optimizers over the same parameters saved; refuse anything else."""
+        """Load the state of a chain of the same optimizers over the same parameters; refuse any other state."""
         if not isinstance(state_dict, dict):
             raise TypeError(f"ChainedOptimizer loads a dict that state_dict() made, got {type(state_dict).__name__}")
-        check = self.register_load_state_dict_pre_hook(_check_fits)  # of what the user's own hooks leave
+        check = self.register_load_state_dict_pre_hook(_check_fits)  # after the user's own hooks
         before = {"state": self.state, "param_groups": self.param_groups}
         try:
             with keep_state_precision(self, *self.optimizers):
@@ -159,7 +161,7 @@ class ChainedOptimizer(Optimizer):
             check.remove()
 
     def describe(self, file: IO[str] | None = None) -> None:
-        """Print who owns what as a table."""
+        """Print a table of the groups: optimizer, parameters, learning rate and weight decay."""
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for column in ("optimizer", "group", "parameters"):
             table.add_column(column, no_wrap=True)
@@ -176,12 +178,12 @@ class ChainedOptimizer(Optimizer):
                 f"{group.get('weight_decay', 0):g}",
             )
         console = Console(file=file)
-        console.width = max(console.width, Console(width=1000).measure(table).maximum)  # rather wide than cut short
+        console.width = max(console.width, Console(width=1000).measure(table).maximum)  # no column is cut
         console.print(table)
 
 
 def _names(optimizers: tuple[Optimizer, ...]) -> list[str]:
-    """Class names, numbered from the second of a class on."""
+    """Return the class names of the optimizers, with numbers from the second of a class on."""
     kinds = [type(o).__name__ for o in optimizers]
     counts = [kinds[:index].count(kind) for index, kind in enumerate(kinds)]
     return [f"{kind} {count + 1}" if count else kind for kind, count in zip(kinds, counts, strict=True)]
@@ -203,11 +205,11 @@ def _check_owned_once(groups: list[Group], model: Module | None) -> None:
 
 
 PER_ENTRY = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
-"""State that has its parameter's shape, in torch's optimizers and ours."""
+"""Keys of state tensors that have their parameter's shape, in torch's optimizers and ours."""
 
 
 def _check_fits(chain: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Refuse a state that was saved by another chain, before anything is changed."""
+    """Raise ValueError for a state that another chain saved, before anything is changed."""
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
             "ChainedOptimizer loads what state_dict() made, got something without 'state' and 'param_groups'"
@@ -236,16 +238,16 @@ def _check_fits(chain: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 WRAPPERS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""What compiling or wrapping a model puts into the names of its parameters."""
+"""Parts of parameter names that come from compiling or wrapping a model."""
 
 
 def _stripped(names: list[str]) -> list[str]:
-    """Names as they would be without wrappers."""
+    """Return parameter names without the parts that wrappers add."""
     return [".".join(part for part in name.split(".") if part not in WRAPPERS) for name in names]
 
 
 def _summary(group: Group) -> str:
-    """Names of a group's parameters, numbered blocks as one, or their shapes."""
+    """Return the names of a group's parameters, with * for block numbers, or their shapes."""
     if "param_names" not in group:
         shapes = dict.fromkeys("x".join(map(str, p.shape)) for p in group["params"])
         return ", ".join(shapes)

@@ -1,4 +1,4 @@
-"""Muon: momentum made orthogonal, for the matrices of the blocks."""
+"""Muon: steps along the orthogonalised momentum, for the matrices of the blocks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ._matrix_optimizer import LastStep, MatrixOptimizer
 from .newton_schulz import orthogonalize
 
 STACK_BYTES = {"cpu": 16 * 2**20}
-"""Matrices that go through Newton-Schulz at once, in bytes: on a CPU small ones gain from company, and big ones from
-staying in the cache. Elsewhere 256 MiB."""
+"""Size of a stack of matrices for Newton-Schulz, in bytes. On a CPU a stack is faster than its matrices one by one, as
+long as it fits the cache. Elsewhere 256 MiB."""
 
 
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
@@ -37,14 +37,14 @@ class Muon(MatrixOptimizer):
         S_t = -lr sqrt(max(1, m / n)) NS(N_t / (|N_t|_F + eps))
         W_{t+1} = (1 - lr weight_decay) W_t + S_t
 
-    where NS is `ns_steps` of the Newton-Schulz iteration with (3.4445, -4.7750, 2.0315). torch.optim.Muon makes the
-    same step but for its arithmetic: it iterates in bf16, and takes the larger of norm and eps where this adds them.
+    where NS is `ns_steps` of the Newton-Schulz iteration with (3.4445, -4.7750, 2.0315). torch.optim.Muon has the same
+    formula but other arithmetic: it iterates in bf16, and divides by the larger of norm and eps, not by their sum.
 
-    Matrices of one shape are orthogonalised in stacks. Under torch.distributed each rank takes its share of every
-    shape and the results are gathered, one collective a shape, in the order of the parameters; the gradients are
-    expected to agree on all ranks, as DDP leaves them. Momentum is kept on every rank, so that the state of any one
-    is whole. A parameter stays where it is, on all ranks, if the rank that it falls to has no gradient for it. The
-    gathered results of one shape take as much memory as its parameters in `ns_dtype`.
+    Matrices of one shape are orthogonalised in stacks. Under torch.distributed each rank computes its share of every
+    shape, and one collective a shape gathers the results, in the order of the parameters. The gradients must agree on
+    all ranks, as they do under DDP. Every rank has all momentum buffers, so the state of any rank is complete. If the
+    rank that computes a parameter has no gradient for it, the parameter moves on no rank. The gathered results of one
+    shape take as much memory as its parameters in `ns_dtype`.
 
     A weight stored the other way round, (in, out), as in Hugging Face's Conv1D, gets the scale of its transpose.
 
@@ -56,8 +56,8 @@ class Muon(MatrixOptimizer):
         nesterov: look ahead by one gradient.
         ns_steps: Newton-Schulz steps, 1 to 99.
         eps: added to the Frobenius norm.
-        ns_dtype: precision of Newton-Schulz. fp32 means fp32: TF32 is kept out. torch.bfloat16 is for accelerators.
-        maximize: climb.
+        ns_dtype: precision of Newton-Schulz. fp32 is true fp32, never TF32. torch.bfloat16 is for accelerators.
+        maximize: ascend.
         distributed: share the work over the ranks of `process_group` when torch.distributed is initialised.
         process_group: the ranks that hold the same parameters; all of them by default.
     """
@@ -101,7 +101,7 @@ class Muon(MatrixOptimizer):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the work, if not all of them."""
+        """The ranks that share the work; None for all of them."""
         return self._ranks.group
 
     @property
@@ -148,7 +148,7 @@ class Muon(MatrixOptimizer):
                     shrink_and_add(p, s, shrink=shrink)
 
     def _step_shared(self, alike: list[Tensor], options: Group, world: int) -> None:
-        """One shape under torch.distributed: each rank sends its share of the results, and a flag for each."""
+        """Step the parameters of one shape: each rank sends its share of the results, and a flag for each."""
         size, share = alike[0].numel(), math.ceil(len(alike) / world)
         first = share * dist.get_rank(self.process_group)
         mine = torch.zeros(share * (size + 1), dtype=options["ns_dtype"], device=alike[0].device)
@@ -168,7 +168,7 @@ class Muon(MatrixOptimizer):
             shrink_and_add(p, _scaled(x, p, options), shrink=shrinks[rank, slot])
 
     def _orthogonal(self, stack: list[Tensor], options: Group) -> Tensor:
-        """Newton-Schulz (k, min(m, n), max(m, n)) of the directions of `stack`."""
+        """Return the orthogonalised directions of `stack`, (k, min(m, n), max(m, n))."""
         directions = self._buffers(stack)
         if options["nesterov"]:
             directions = list(torch._foreach_mul(directions, options["momentum"]))
@@ -189,7 +189,7 @@ class Muon(MatrixOptimizer):
         return _scaled(self._orthogonal([param], last.options)[0], param, last.options)
 
     def _before_step(self) -> None:
-        """Once for each set of parameters: refuse, on all ranks, to share work over ranks that hold different ones."""
+        """Raise ValueError on all ranks if they hold different parameters. Checked once for each set of parameters."""
         world, params = self._world, [p for group in self.param_groups for p in group["params"]]
         if world == 1 or self._agreed or not params:
             return
@@ -209,7 +209,7 @@ class Muon(MatrixOptimizer):
 
 
 class _Ranks:
-    """A process group, which a copy of its optimizer shares and a file cannot hold."""
+    """Holder of a process group: a copy of the optimizer shares the group, and pickling it is refused."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -224,7 +224,7 @@ class _Ranks:
 
 
 def _by_shape(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters of one shape, dtype and device, in their order: all of them, so that ranks cannot differ."""
+    """Yield lists of parameters of one shape, dtype and device. Includes those without a gradient, as on all ranks."""
     alike: dict[Any, list[Tensor]] = {}
     for p in params:
         alike.setdefault((p.shape, p.dtype, p.device), []).append(p)
@@ -232,7 +232,7 @@ def _by_shape(params: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _stacks(params: list[Tensor], dtype: torch.dtype) -> Iterator[list[Tensor]]:
-    """Cut parameters of one shape into stacks of a size that suits their device."""
+    """Yield stacks of parameters of one shape, of a size that suits their device."""
     if not params:
         return
     budget = STACK_BYTES.get(params[0].device.type, 256 * 2**20)
@@ -246,7 +246,7 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
 
 
 def _scaled(X: Tensor, p: Tensor, options: Group) -> Tensor:
-    """Increments of matrices like `p` from their orthogonal ones, in place where these have the state's dtype."""
+    """Return the increments -lr sqrt(max(1, m / n)) X of matrices like `p`. May overwrite X."""
     m, n = p.shape
     S = (X if X.shape[-2:] == p.shape else X.mT).to(compute_dtype(p))
     lr = options["lr"] if options["maximize"] else -options["lr"]

@@ -1,4 +1,4 @@
-"""Newton-Schulz: the nearest semi-orthogonal matrix, roughly, by matrix products alone."""
+"""Newton-Schulz: an approximation of the nearest semi-orthogonal matrix, by matrix products alone."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 @full_precision
 def orthogonalize(X: Tensor, *, steps: int, eps: float) -> Tensor:
-    """Map the singular values of each matrix of a stack towards one: divide by (|X|_F + eps), then iterate.
+    """Move the singular values of each matrix of a stack towards one: divide by (|X|_F + eps), then iterate.
 
-    One step is X <- a X + (b A + c A A) X with A = X X'. The mathematics is the plain loop's. Matrices at least twice
-    as wide as high take some steps on A alone: with Z = a I + b A + c A A a step is X <- Z X and A <- Z A Z, so the
-    wide products are formed once in three steps (after three, A is taken from X again: rounding is not carried on).
+    One step is X <- a X + (b A + c A A) X with A = X X'. For matrices at least twice as wide as high, three steps at a
+    time work on A alone: with Z = a I + b A + c A A a step is X <- Z X and A <- Z A Z, so X itself is multiplied once
+    in three steps. After them A is computed from X again, so rounding does not build up.
 
     Args:
         X: (k, m, n) with m <= n; overwritten.
-        steps: how many.
+        steps: number of iterations.
         eps: added to the Frobenius norm.
 
     Returns:

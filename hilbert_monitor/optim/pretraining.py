@@ -1,4 +1,4 @@
-"""The paper's optimizers on any decoder."""
+"""The paper's recipe of optimizers for any decoder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHT_DECAY = 0.1
 """Decoupled weight decay of all but a RowNorm head and vectors."""
 
 FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
-"""Where torch has a fused AdamW kernel; it would say so only at the first step."""
+"""Devices where torch has a fused AdamW kernel. On others torch would fail only at the first step."""
 
 
 def pretraining_optimizer(
@@ -39,24 +39,24 @@ def pretraining_optimizer(
     tied: Literal["head", "embedding"] | None = None,
     muon: Mapping[str, Any] | None = None,
 ) -> ChainedOptimizer:
-    """Muon on the blocks' matrices, RowNorm or AdamW on the LM head, AdamW on everything else.
+    """Return the paper's optimizers: Muon on the blocks' matrices, RowNorm or AdamW on the LM head, AdamW elsewhere.
 
-    The paper's recipe: Muon with momentum 0.95; AdamW with betas (0.9, 0.999) and eps 1e-10; weight decay 0.1 on all
-    but a RowNorm head, and, where the paper's model has none, on vectors (norms and biases). ``describe()`` of what is
-    returned prints who owns what. In a bf16 model AdamW has its state in bf16, as torch makes it, RowNorm and Muon in
-    fp32.
+    Muon has momentum 0.95; AdamW has betas (0.9, 0.999) and eps 1e-10. Weight decay is 0.1, but zero on a RowNorm head
+    and on vectors (norms and biases), which the paper's model does not have. ``describe()`` of the result prints which
+    optimizer owns which parameters. In a bf16 model AdamW has its state in bf16, as torch makes it, RowNorm and Muon
+    in fp32.
 
     Args:
-        model: a decoder; roles are found from its module tree (see `parameter_roles`).
+        model: a decoder; its module tree gives the roles (see `parameter_roles`).
         head: optimizer of the LM head.
         head_lr: peak learning rate of the head; by default the paper's, which goes as 1/d.
         matrix_lr: peak learning rate of Muon.
         embedding_lr: peak learning rate of AdamW on everything else.
         weight_decay: decoupled weight decay.
-        head_module: name of the LM head, if it is not to be found by itself.
+        head_module: name of the LM head; by default `find_head` finds it.
         roles: exceptions, from parameter names (with wildcards) to "matrix", "embedding", "head", "tensor" or
             "vector".
-        tied: "head" or "embedding": whose optimizer moves a weight that is both. Without it such a model is refused.
+        tied: "head" or "embedding": the role of a weight that is both. Without it such a model is refused.
         muon: further arguments of `Muon`, such as ns_dtype.
     """
     if head not in HEAD_LR:

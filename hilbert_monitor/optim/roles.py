@@ -1,4 +1,4 @@
-"""Which parameter of a decoder plays which role: found from the module tree, overridable by name."""
+"""The roles of a decoder's parameters (head, embedding, matrix, ...), from its module tree or by name."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ HEAD_NAMES = ("head", "unembed", "unembedding", "output", "output_projection", "
 def find_head(model: Module) -> str:
     """Return the name of the module that turns hidden states into logits.
 
-    In this order: what `get_output_embeddings` returns (Hugging Face); the one module called lm_head; the one outside
-    the blocks with another name that heads have, and no fewer rows than the smallest embedding; the one outside the
-    blocks with as many rows as an embedding; the one outside the blocks with the most rows of all, if it has a row for
-    every token. Of several the one that is trainable.
+    The first of these rules that one module satisfies, or one trainable module:
+
+    1. `get_output_embeddings` returns it (Hugging Face).
+    2. It is called lm_head.
+    3. It is outside the blocks, has another usual name of a head, and no fewer rows than the smallest embedding.
+    4. It is outside the blocks and has as many rows as an embedding.
+    5. It is outside the blocks and has the most rows of all, with a row for every token.
     """
     names: dict[Module, str] = {module: name for name, module in model.named_modules()}
     embeddings = [m for m in names if isinstance(m, Embedding | EmbeddingBag)]
@@ -32,19 +35,19 @@ def find_head(model: Module) -> str:
     rows = {name: len(w) for name, w in matrices.items()}
     outside = [name for name in rows if not _in_a_list(model, name)] or list(rows)
 
-    def said(module: Module) -> str:
-        ask: Any = getattr(module, "get_output_embeddings", None)
-        found = ask() if callable(ask) else None
-        return names.get(found, "") if isinstance(found, Module) else ""
+    def output_embeddings(module: Module) -> str:
+        getter: Any = getattr(module, "get_output_embeddings", None)
+        head = getter() if callable(getter) else None
+        return names.get(head, "") if isinstance(head, Module) else ""
 
-    def called(candidates: Iterable[str], *heads: str) -> list[str]:
+    def named(candidates: Iterable[str], *heads: str) -> list[str]:
         return [name for name in candidates if name.rpartition(".")[2] in heads]
 
     fitting = [name for name in outside if rows[name] in tokens]
     for candidates in (
-        [name for name in map(said, names) if name in rows],
-        called(rows, "lm_head"),
-        [name for name in called(outside, *HEAD_NAMES) if rows[name] >= min(tokens, default=0)],
+        [name for name in map(output_embeddings, names) if name in rows],
+        named(rows, "lm_head"),
+        [name for name in named(outside, *HEAD_NAMES) if rows[name] >= min(tokens, default=0)],
         fitting,
         [name for name in outside if max(tokens, default=0) <= rows[name] == max(rows.values())],
     ):
@@ -52,8 +55,10 @@ def find_head(model: Module) -> str:
         for chosen in (set(candidates), trainable):
             if len(chosen) == 1:
                 return chosen.pop()
-    seen = ", ".join(fitting or rows) or "no module with a matrix: is the model sharded?"
-    raise ValueError(f"could not tell which module is the LM head (found {seen}): pass its name, head_module=...")
+    candidate_names = ", ".join(fitting or rows) or "no module with a matrix: is the model sharded?"
+    raise ValueError(
+        f"could not tell which module is the LM head (found {candidate_names}): pass its name, head_module=..."
+    )
 
 
 def parameter_roles(
@@ -73,12 +78,12 @@ def parameter_roles(
 
     Args:
         model: a decoder.
-        head_module: name of the LM head, if it is not to be found by itself.
+        head_module: name of the LM head; by default `find_head` finds it.
         roles: exceptions, from parameter names to roles; a name may have the wildcards of fnmatch.
-        tied: whose role a weight takes that is embedding and head at once. Without it such a model is refused.
+        tied: the role of a weight that is embedding and head at once. Without it such a model is refused.
 
     Returns:
-        Roles by name, in the model's order.
+        roles by parameter name, in the model's order.
     """
     if head_module is None and "head" not in (roles or {}).values():
         head_module = find_head(model)
@@ -92,30 +97,30 @@ def parameter_roles(
             f"'{head_module}' and an embedding share one weight, which cannot have two optimizers: untie them, or pass"
             ' tied="head" or tied="embedding" to say whose it takes'
         )
-    found: dict[str, Role] = {}
+    by_name: dict[str, Role] = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         if p is head and not (p in embeddings and tied == "embedding"):
-            found[name] = "head"
+            by_name[name] = "head"
         elif p in embeddings:
-            found[name] = "embedding"
+            by_name[name] = "embedding"
         elif p.ndim == 2 and min(p.shape) > 1 and (name.endswith("weight") or _in_a_list(model, name)):
-            found[name] = "matrix"
+            by_name[name] = "matrix"
         else:
-            found[name] = "tensor" if p.ndim > 2 else "vector"
+            by_name[name] = "tensor" if p.ndim > 2 else "vector"
     for pattern, role in (roles or {}).items():
-        matched = [name for name in found if fnmatchcase(name, pattern)]
+        matched = [name for name in by_name if fnmatchcase(name, pattern)]
         if role not in get_args(Role):
             raise ValueError(f"a role is one of {', '.join(get_args(Role))}, got {role!r} for {pattern!r}")
         if not matched:
             raise ValueError(f"roles names {pattern!r}, and the model has no such trainable parameter")
-        found.update(dict.fromkeys(matched, role))
-    return found
+        by_name.update(dict.fromkeys(matched, role))
+    return by_name
 
 
 def _in_a_list(model: Module, name: str) -> bool:
-    """Whether a module or parameter stands inside a list of modules, as blocks do."""
+    """Return whether a module or parameter is inside a list of modules, as blocks are."""
     parts = name.split(".")
     above = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts)))
     return any(isinstance(m, ModuleList | ModuleDict | Sequential) for m in above)

@@ -29,20 +29,20 @@ class RowNorm(MatrixOptimizer):
     Every row of S_t has norm at most lr, hence D(S_t) <= 2 lr (to fp32 rounding): a step changes no pairwise log-odds
     at a hidden state h by more than 2 lr |h|.
 
-    The step is made in place. It needs no scratch of the matrix's size, but for bf16 and fp16 matrices up to 256 MiB on
-    an accelerator. On a CPU rows go through the cache in chunks, so that matrix, gradient and buffer are read from
-    memory once; elsewhere three kernels go over the matrix, four with weight decay.
+    The step is in place. It needs no scratch of the matrix's size, except up to 256 MiB for bf16 and fp16 matrices on
+    an accelerator. On a CPU it takes rows in chunks that fit the cache, so that matrix, gradient and buffer are read
+    from memory once. Elsewhere it takes three kernels over the matrix, four with weight decay.
 
     Args:
         params: matrices, or groups of them. A vector is refused.
         lr: largest norm of a row's step; a float or a tensor with one element.
         momentum: decay of the gradient's average, in [0, 1).
-        eps: stabiliser of the row norms. Below 1e-15 the square of a row that it should tame is lost in fp32.
+        eps: stabiliser of the row norms, at least 1e-15: squares of rows below that are lost in fp32.
         weight_decay: decoupled: U shrinks by the factor 1 - lr weight_decay before S is added.
-        center: "both" for the projected map P RN(P C) of the theory, where P subtracts the mean row. On a softmax
-            head it gives the same function as "none", which the paper ran, since such a gradient's rows sum to zero
-            and softmax does not see a common shift.
-        maximize: climb.
+        center: "both" for the projected map P RN(P C) of the theory, where P subtracts the mean row; "none" for the
+            paper's experiments. On a softmax head both give the same function: rows of its gradient sum to zero, and
+            softmax does not see a common shift.
+        maximize: ascend.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RowNorm(MatrixOptimizer):
                 state["momentum_buffer"] = torch.zeros_like(p, dtype=compute_dtype(p))
             state["step"] += 1
             B = state["momentum_buffer"]
-            if options["center"] == "none":  # the row norms of a chunk are known as soon as its buffer is
+            if options["center"] == "none":  # a chunk's row norms need its own buffer alone
                 for b, g, u in zip(cache_chunks(B), cache_chunks(p.grad, B), cache_chunks(p, B), strict=True):
                     b.lerp_(g.to(b.dtype), weight)
                     shrink_and_add(u, b, scale=_scale(b, state["step"], options), shrink=shrink)
@@ -107,9 +107,9 @@ class RowNorm(MatrixOptimizer):
 
 
 def _scale(b: Tensor, step: int, options: Group) -> Tensor:
-    """Factors (rows, 1) that make the step of the rows `b` of the buffer: -lr / (|b| + eps (1 - momentum^step)).
+    """Return the factors (rows, 1) from rows `b` of the buffer to their step: -lr / (|b| + eps (1 - momentum^step)).
 
-    Which is -lr / (|c| + eps) for the bias-corrected rows c = b / (1 - momentum^step), without forming them.
+    Times b this is -lr c / (|c| + eps), with c = b / (1 - momentum^step) the bias-corrected rows, which are not formed.
     """
     lr = options["lr"] if options["maximize"] else -options["lr"]
     eps = options["eps"] * (1 - options["momentum"] ** step)
@@ -118,7 +118,7 @@ def _scale(b: Tensor, step: int, options: Group) -> Tensor:
 
 
 def _projected(B: Tensor, step: int, options: Group) -> Iterator[Tensor]:
-    """Chunks of -lr P RN(P C)."""
+    """Yield chunks of -lr P RN(P C)."""
     mean = _mean(cache_chunks(B), len(B))
 
     def steps() -> Iterator[Tensor]:
@@ -132,7 +132,7 @@ def _projected(B: Tensor, step: int, options: Group) -> Iterator[Tensor]:
 
 
 def _mean(chunks: Iterator[Tensor] | tuple[Tensor, ...], rows: int) -> Tensor:
-    """Mean row, chunk sums added in fp64 where there is fp64."""
+    """Return the mean row. Sums of chunks are added in fp64, where the device has fp64."""
     total, dtype = None, torch.float32
     for chunk in chunks:
         wide = torch.float32 if chunk.device.type == "mps" else torch.float64  # which knows no fp64

@@ -10,10 +10,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def warmup_cosine(optimizer: Optimizer, total_steps: int, *, warmup: float = 0.1, floor: float = 0.1) -> LambdaLR:
-    """Schedule of the paper for every group of `optimizer`, to be stepped after each update.
+    """Return the paper's schedule for every group of `optimizer`; step it after each update.
 
-    Update t of T, from 0, has the scale t/w for t < w = floor(warmup T), so zero at the first, then a cosine from one
-    at t = w to exactly `floor` at the last, t = T - 1, where it stays.
+    Update t of T, from 0, has the scale t/w for t < w = floor(warmup T), so zero at the first update. Then it follows a
+    cosine from one at t = w to exactly `floor` at the last update, t = T - 1, and stays there.
 
     Args:
         optimizer: its current learning rates are the peaks.
@@ -34,7 +34,7 @@ def warmup_cosine(optimizer: Optimizer, total_steps: int, *, warmup: float = 0.1
 
 
 def warmup_cosine_scale(step: int, *, total_steps: int, warmup: float = 0.1, floor: float = 0.1) -> float:
-    """Scale of the learning rate at update `step` (from 0) of `total_steps`."""
+    """Return the scale of the learning rate at update `step` (from 0) of `total_steps`."""
     w = math.floor(round(warmup * total_steps, 6))  # 0.29 * 100 is 28.999999999999996
     if step < w:
         return step / w

@@ -253,7 +253,7 @@ def test_diameters_may_be_tensors_and_broadcast_against_positions():
 def test_bounds_build_no_graph_leave_their_input_and_ignore_autocast():
     p = normal(0, 10).sigmoid().float().requires_grad_()
     r = (p - p.mean()).detach().requires_grad_()
-    kept = p.detach().clone()
+    before = p.detach().clone()
     sizes = {
         "diameter_step": 0.3,
         "diameter_head": 2.0,
@@ -270,7 +270,7 @@ def test_bounds_build_no_graph_leave_their_input_and_ignore_autocast():
         assert not plain.requires_grad
         assert torch.equal(inside, plain)
         assert inside.dtype == plain.dtype
-    assert torch.equal(p, kept)
+    assert torch.equal(p, before)
 
 
 # What they refuse

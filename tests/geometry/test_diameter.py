@@ -190,7 +190,7 @@ def test_the_pair_moves_with_its_rows():
     assert tuple(sorted(order[[i, j]].tolist())) == row_diameter(S).pair
 
 
-# What is not finite is said, not hidden.
+# Non-finite rows are reported, not hidden.
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def independent_tension(G: Tensor) -> float:
     settings = clarabel.DefaultSettings()
     settings.verbose = False
     nothing = sparse.csc_matrix((V * d, V * d))
-    found = clarabel.DefaultSolver(nothing, -g.ravel(), A, np.array(bound), cones, settings).solve()
-    return float(-found.obj_val)
+    solution = clarabel.DefaultSolver(nothing, -g.ravel(), A, np.array(bound), cones, settings).solve()
+    return float(-solution.obj_val)
 
 
 @pytest.mark.parametrize(("V", "d"), [(2, 1), (5, 1), (6, 2), (12, 3), (25, 5), (40, 3)])
@@ -74,23 +74,24 @@ def test_the_oracle_agrees_with_a_cone_solver(V: int, d: int) -> None:
 @pytest.mark.parametrize(("V", "d", "rank"), [(2, 3, None), (9, 2, None), (30, 8, 2), (60, 40, None), (150, 16, None)])
 def test_the_proof_of_the_oracle_holds(V: int, d: int, rank: int | None) -> None:
     G, eta = gradient(V, d, rank=rank), 0.3
-    found = diameter_oracle(G, eta)
-    assert found.gap <= 1 + 1e-6
-    assert row_diameter(found.S).value <= eta
-    assert found.S.sum(0).abs().max() < 1e-12
-    assert found.value == pytest.approx(first_order_decrease(G, found.S), rel=1e-12)
-    assert eta * checker.proved_below(G, -found.S) >= found.lower
-    assert eta * checker.proved_above(G, checker.edges(found.i, found.j, found.flow)) <= found.upper
+    solution = diameter_oracle(G, eta)
+    assert solution.gap <= 1 + 1e-6
+    assert row_diameter(solution.S).value <= eta
+    assert solution.S.sum(0).abs().max() < 1e-12
+    assert solution.value == pytest.approx(first_order_decrease(G, solution.S), rel=1e-12)
+    assert eta * checker.proved_below(G, -solution.S) >= solution.lower
+    assert eta * checker.proved_above(G, checker.edges(solution.i, solution.j, solution.flow)) <= solution.upper
 
 
 def test_every_edge_with_flow_is_tight_and_along_it() -> None:
     G, eta = gradient(60, 6), 2.0
-    found = diameter_oracle(G, eta)
-    length = found.flow.norm(dim=1)
-    span = found.S[found.i] - found.S[found.j]
+    solution = diameter_oracle(G, eta)
+    length = solution.flow.norm(dim=1)
+    span = solution.S[solution.i] - solution.S[solution.j]
     carrying = length > 1e-4 * length.max()
-    torch.testing.assert_close(span[carrying], -eta * found.flow[carrying] / length[carrying, None], atol=5e-3, rtol=0)
-    missing = (length - (-span / eta * found.flow).sum(1)) / length.sum()
+    direction = solution.flow[carrying] / length[carrying, None]
+    torch.testing.assert_close(span[carrying], -eta * direction, atol=5e-3, rtol=0)
+    missing = (length - (-span / eta * solution.flow).sum(1)) / length.sum()
     assert float(missing.min()) > -1e-12
     assert float(missing.sum()) < 1e-6
 
@@ -133,9 +134,9 @@ def test_the_value_scales_with_the_gradient_and_the_diameter(size: tuple[int, in
 @given(small, st.floats(-10, 10))
 def test_a_common_shift_of_the_rows_changes_nothing_but_is_told(size: tuple[int, int, int], shift: float) -> None:
     G = gradient(*size)
-    found = diameter_oracle(G + shift)
-    assert found.value == pytest.approx(diameter_oracle(G).value, rel=1e-5)
-    assert found.shifted == (abs(shift) > 1e-3) or abs(shift) <= 1e-3
+    solution = diameter_oracle(G + shift)
+    assert solution.value == pytest.approx(diameter_oracle(G).value, rel=1e-5)
+    assert solution.shifted == (abs(shift) > 1e-3) or abs(shift) <= 1e-3
     assert not diameter_oracle(G).shifted
 
 
@@ -151,33 +152,33 @@ def test_the_value_ignores_the_order_of_rows_and_the_choice_of_axes(size: tuple[
 
 @pytest.mark.parametrize("G", [torch.zeros(4, 3), torch.ones(1, 3), torch.full((5, 2), 0.3)])
 def test_nothing_to_gain_is_zero_with_a_gap_of_one(G: Tensor) -> None:
-    for found in (diameter_oracle(G), tension_bracket(G, budget_seconds=0)):
-        assert (found.lower, found.upper, found.gap) == (0, 0, 1)
-        assert found.shifted == bool(G.any())
+    for result in (diameter_oracle(G), tension_bracket(G, budget_seconds=0)):
+        assert (result.lower, result.upper, result.gap) == (0, 0, 1)
+        assert result.shifted == bool(G.any())
 
 
 def test_a_diameter_of_zero_allows_no_step_and_still_has_a_balanced_flow() -> None:
     G = gradient(6, 2)
-    found = diameter_oracle(G, 0.0)
-    assert found.value == found.upper == 0
-    assert not found.S.any()
-    checker.proved_above(G, checker.edges(found.i, found.j, found.flow))
+    solution = diameter_oracle(G, 0.0)
+    assert solution.value == solution.upper == 0
+    assert not solution.S.any()
+    checker.proved_above(G, checker.edges(solution.i, solution.j, solution.flow))
 
 
 @pytest.mark.parametrize(("V", "d"), [(2, 1), (3, 2), (20, 1), (30, 4), (60, 20), (90, 6)])
 @pytest.mark.parametrize("budget", [0.0, 1.0])
 def test_the_bracket_holds_the_exact_value_and_both_certificates_check(V: int, d: int, budget: float) -> None:
     G = gradient(V, d).float()
-    exact, found = diameter_oracle(G), tension_bracket(G, budget_seconds=budget)
-    assert found.lower <= exact.upper
-    assert found.upper >= exact.lower
-    assert checker.proved_below(G, found.potential) >= found.lower
-    assert row_diameter(found.potential).value <= 1 + 1e-6
-    if found.flow is None:
+    exact, bracket = diameter_oracle(G), tension_bracket(G, budget_seconds=budget)
+    assert bracket.lower <= exact.upper
+    assert bracket.upper >= exact.lower
+    assert checker.proved_below(G, bracket.potential) >= bracket.lower
+    assert row_diameter(bracket.potential).value <= 1 + 1e-6
+    if bracket.flow is None:
         jung = np.linalg.norm(checker.centred(G), axis=1).sum() * math.sqrt(min(d, V - 1) / (2 * (min(d, V - 1) + 1)))
-        assert jung <= found.upper
+        assert jung <= bracket.upper
     else:
-        assert checker.proved_above(G, checker.spread(G, found.flow)) <= found.upper
+        assert checker.proved_above(G, checker.spread(G, bracket.flow)) <= bracket.upper
 
 
 def test_a_bracket_of_few_rows_closes_with_time() -> None:
@@ -186,21 +187,21 @@ def test_a_bracket_of_few_rows_closes_with_time() -> None:
 
 def test_more_time_never_makes_a_bracket_wider() -> None:
     G = gradient(1500, 24).float()
-    found = [tension_bracket(G, budget_seconds=budget) for budget in (0, 0.3, 3)]
-    lowers, uppers = [f.lower for f in found], [f.upper for f in found]
+    brackets = [tension_bracket(G, budget_seconds=budget) for budget in (0, 0.3, 3)]
+    lowers, uppers = [bracket.lower for bracket in brackets], [bracket.upper for bracket in brackets]
     assert lowers == sorted(lowers)
     assert uppers == sorted(uppers, reverse=True)
-    assert found[-1].gap < found[0].gap
-    assert found[-1].gap < 1.25
+    assert brackets[-1].gap < brackets[0].gap
+    assert brackets[-1].gap < 1.25
 
 
 def test_a_bracket_of_a_real_shape_beats_projected_rownorm_and_jung() -> None:
     G = gradient(5000, 32).float()
-    found = tension_bracket(G, budget_seconds=0)
+    bracket = tension_bracket(G, budget_seconds=0)
     stretched = first_order_decrease(center_rows(G), -projected_row_norm(G)) / row_diameter(projected_row_norm(G)).value
     total = float(center_rows(G).double().norm(dim=1).sum())
-    assert found.lower >= stretched * (1 - 1e-6)
-    assert found.upper < total / (2 * jung_ratio(32))
+    assert bracket.lower >= stretched * (1 - 1e-6)
+    assert bracket.upper < total / (2 * jung_ratio(32))
 
 
 @settings(max_examples=20, deadline=None)
@@ -209,22 +210,22 @@ def test_a_bracket_of_a_real_shape_beats_projected_rownorm_and_jung() -> None:
 )
 def test_a_bracket_is_sound_at_any_scale_and_shift(V: int, d: int, seed: int, shift: float, scale: float) -> None:
     G = ((gradient(V, d, seed) + shift) * scale).float()
-    exact, found = diameter_oracle(G), tension_bracket(G, budget_seconds=0)
-    assert found.lower <= exact.upper
-    assert found.upper >= exact.lower
-    assert checker.proved_below(G, found.potential) >= found.lower
-    if found.flow is not None:
-        assert checker.proved_above(G, checker.spread(G, found.flow)) <= found.upper
+    exact, bracket = diameter_oracle(G), tension_bracket(G, budget_seconds=0)
+    assert bracket.lower <= exact.upper
+    assert bracket.upper >= exact.lower
+    assert checker.proved_below(G, bracket.potential) >= bracket.lower
+    if bracket.flow is not None:
+        assert checker.proved_above(G, checker.spread(G, bracket.flow)) <= bracket.upper
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_is_taken_as_it_is_and_left_as_it_was(dtype: torch.dtype) -> None:
     G = gradient(20, 3).to(dtype)
     before = G.clone()
-    exact, found = diameter_oracle(G), tension_bracket(G, budget_seconds=0)
+    exact, bracket = diameter_oracle(G), tension_bracket(G, budget_seconds=0)
     assert exact.S.dtype == torch.float64
-    assert found.potential.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert found.lower <= exact.upper <= found.upper * (1 + 1e-6)
+    assert bracket.potential.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert bracket.lower <= exact.upper <= bracket.upper * (1 + 1e-6)
     assert torch.equal(G, before)
 
 

@@ -67,8 +67,8 @@ def test_rows_that_matter_to_a_single_position_are_not_dropped_with_its_neighbou
 
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])
 def test_increments_of_optimizers_need_few_products(head):
-    made = make_increment(head, 20_000, 128, panel=2048)
-    p = assert_exact(made.S, made.H)
+    increment = make_increment(head, 20_000, 128, panel=2048)
+    p = assert_exact(increment.S, increment.H)
     assert p.products < 0.25 * 20_000 * 2048
 
 

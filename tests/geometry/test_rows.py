@@ -255,9 +255,9 @@ def test_result_keeps_the_dtype_and_is_the_fp64_result_rounded(operation, dtype)
 @every_operation
 def test_input_is_left_unchanged_and_shares_no_memory_with_the_result(operation):
     A = normal(4, 20, 6)
-    kept = A.clone()
+    before = A.clone()
     operation(A).fill_(7.0)
-    assert torch.equal(A, kept)
+    assert torch.equal(A, before)
 
 
 @every_operation

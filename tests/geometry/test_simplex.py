@@ -125,10 +125,10 @@ def test_variation_is_a_seminorm_that_vanishes_on_constant_vectors_only(seed, V,
 def test_distributions_with_one_support_compare_on_it(seed, V, scale, mass):
     p, q = normal(seed, 2, V, scale=scale).softmax(-1)
     p = mass * p  # every log ratio on the support far from the zero that stands outside it
-    kept = normal(seed + 1, V) > 0
-    kept[seed % V] = True
-    on_support = hilbert_distance(p[kept], q[kept])
-    assert torch.equal(hilbert_distance(p.where(kept, 0.0), q.where(kept, 0.0)), on_support)
+    support = normal(seed + 1, V) > 0
+    support[seed % V] = True
+    on_support = hilbert_distance(p[support], q[support])
+    assert torch.equal(hilbert_distance(p.where(support, 0.0), q.where(support, 0.0)), on_support)
 
 
 @examples
@@ -290,7 +290,7 @@ def test_probabilities_below_the_normal_range_keep_their_logarithm():
 def test_measuring_builds_no_graph_leaves_its_input_and_ignores_autocast():
     p, q = (x.softmax(0) for x in normal(0, 2, 50).float())
     p.requires_grad_()
-    kept = p.detach().clone()
+    before = p.detach().clone()
     measures = (
         hilbert_distance,
         cross_entropy_change_bound,
@@ -304,7 +304,7 @@ def test_measuring_builds_no_graph_leaves_its_input_and_ignores_autocast():
         assert not plain.requires_grad
         assert torch.equal(inside, plain)
         assert inside.dtype == plain.dtype
-    assert torch.equal(p, kept)
+    assert torch.equal(p, before)
 
 
 # What it refuses

@@ -843,9 +843,9 @@ def test_increment_is_what_the_step_added():
     chain = chained(model)
     before = weights(model)
     train(model, chain.step, [0])
-    for name, kept in (("lm_head.weight", 1.0), ("blocks.0.up.weight", 1 - 0.02 * 0.1)):
+    for name, shrink in (("lm_head.weight", 1.0), ("blocks.0.up.weight", 1 - 0.02 * 0.1)):
         increment = chain.increment(model.get_parameter(name))
-        moved = model.get_parameter(name).detach() - kept * before[name]
+        moved = model.get_parameter(name).detach() - shrink * before[name]
         torch.testing.assert_close(increment, moved, rtol=0, atol=1e-15)
         assert increment.norm() > 0
 

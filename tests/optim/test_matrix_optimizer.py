@@ -114,10 +114,10 @@ def test_gradients_are_left_alone(make):
     optimizer = make(params, lr=0.1)
     for t in range(3):
         give_gradients(params, 100 * t)
-        held, kept = [p.grad for p in params], [p.grad.clone() for p in params]
+        grads, copies = [p.grad for p in params], [p.grad.clone() for p in params]
         optimizer.step()
-        assert all(p.grad is g for p, g in zip(params, held, strict=True))
-        assert same(held, kept)
+        assert all(p.grad is g for p, g in zip(params, grads, strict=True))
+        assert same(grads, copies)
 
 
 @each
@@ -189,18 +189,18 @@ def test_weights_in_half_precision_are_the_fp32_result_rounded_once(make, dtype)
 
 @each
 @pytest.mark.parametrize(
-    ("dtype", "kept"),
+    ("dtype", "state_dtype"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
     ids=str,
 )
-def test_state_is_kept_in_at_least_fp32(make, dtype, kept):
+def test_state_is_kept_in_at_least_fp32(make, dtype, state_dtype):
     params = matrices(dtype=dtype)
     optimizer = make(params, lr=0.1)
     take_steps(optimizer, params, 1)
-    assert {optimizer.state[p]["momentum_buffer"].dtype for p in params} == {kept}
-    assert {optimizer.increment(p).dtype for p in params} == {kept}
+    assert {optimizer.state[p]["momentum_buffer"].dtype for p in params} == {state_dtype}
+    assert {optimizer.increment(p).dtype for p in params} == {state_dtype}
     optimizer.load_state_dict(optimizer.state_dict())
-    assert {optimizer.state[p]["momentum_buffer"].dtype for p in params} == {kept}
+    assert {optimizer.state[p]["momentum_buffer"].dtype for p in params} == {state_dtype}
 
 
 @each
@@ -378,10 +378,10 @@ def test_asking_for_the_increment_changes_nothing(make):
         weights, grads = [p.detach().clone() for p in params], [p.grad.clone() for p in params]
         state, generator = contents(optimizer), torch.get_rng_state()
         first = [optimizer.increment(p) for p in params]
-        kept = [S.clone() for S in first]
+        copies = [S.clone() for S in first]
         for S in first:
             S.zero_()
-        assert same(map(optimizer.increment, params), kept)
+        assert same(map(optimizer.increment, params), copies)
         assert same(params, weights)
         assert same([p.grad for p in params], grads)
         assert same_state(contents(optimizer), state)

@@ -198,6 +198,6 @@ def test_scale_of_the_gradients_changes_no_bit_without_a_stabiliser(shape, expon
 def test_singular_values_of_the_step_are_near_the_scaled_learning_rate(shape):
     scale = 0.1 * math.sqrt(max(1, shape[0] / shape[1]))
     for _, S in walk(Muon, normal(0, *shape).float(), gradients(1, shape, dtype=torch.float32), 6 * [0.1]):
-        found = torch.linalg.svdvals(S) / scale
-        assert found.min() > 0.3
-        assert found.max() < 1.3
+        singular_values = torch.linalg.svdvals(S) / scale
+        assert singular_values.min() > 0.3
+        assert singular_values.max() < 1.3

@@ -1,4 +1,4 @@
-"""Newton-Schulz: the plain loop's result whatever way it is computed, singular values near one, the frame kept."""
+"""Newton-Schulz: both methods agree with the plain loop, singular values come near one, singular vectors stay."""
 
 import pytest
 import torch
@@ -106,9 +106,9 @@ def test_singular_values_of_a_well_conditioned_matrix_come_near_one(seed, shape,
     m, n = shape
     values = torch.linspace(1, 1 / condition, m, dtype=torch.float64)
     N = rotation(normal(seed, m, m)) * values @ rotation(normal(seed + 1, n, n))[:m]
-    found = torch.linalg.svdvals(one(N.float()))
-    assert found.min() > 0.3
-    assert found.max() < 1.3
+    singular_values = torch.linalg.svdvals(one(N.float()))
+    assert singular_values.min() > 0.3
+    assert singular_values.max() < 1.3
 
 
 @examples

@@ -1,4 +1,4 @@
-"""Roles: the head, the embeddings, the blocks' matrices and the rest are found in any decoder, or asked for."""
+"""Roles: the head, the embeddings, the blocks' matrices and the rest, in any decoder, or as the caller names them."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def of_role(roles, role):
     return [name for name, its in roles.items() if its == role]
 
 
-# What is found
+# Roles from the module tree
 
 
 def test_plain_decoder():
@@ -199,7 +199,7 @@ def test_frozen_parameters_have_no_role(frozen):
     assert parameter_roles(model) == {name: role for name, role in PLAIN.items() if name != frozen}
 
 
-# What is said
+# Roles that the caller names, and refusals
 
 
 def test_head_module_is_taken_at_its_word():

@@ -119,8 +119,8 @@ def test_no_step_has_a_diameter_over_twice_the_learning_rate(seed, V, d, lr, mom
     grads = []
     for G in gradients(seed, (V, d), steps=4):
         exponents = 45 * torch.rand(V, 1, generator=generator, dtype=torch.float64) - 30
-        kept = torch.rand(V, 1, generator=generator) >= zeros
-        grads.append((G * 10**exponents * kept).to(dtype))
+        nonzero = torch.rand(V, 1, generator=generator) >= zeros
+        grads.append((G * 10**exponents * nonzero).to(dtype))
     W = torch.zeros(V, d, dtype=dtype)
     for _, S in walk(RowNorm, W, grads, 4 * [lr], momentum=momentum, center=center):
         assert S.isfinite().all()
