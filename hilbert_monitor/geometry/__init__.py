@@ -10,6 +10,7 @@ from .diameter import DiameterBracket, RowDiameter, row_diameter, row_diameter_b
 from .efficiency import Interval, gauge_waste, spectral_norm, step_efficiency
 from .oracle import OracleSolution, diameter_oracle, first_order_decrease, jung_ratio
 from .perturbation import HilbertPerturbation, hilbert_perturbation
+from .radius import RadiusBracket, covering_radius
 from .rows import center_rows, projected_row_norm, row_norm
 from .simplex import cross_entropy_change_bound, hilbert_distance, tv_bound, variation_seminorm
 from .tension import TensionBracket, TensionFlow, tension_bracket
@@ -20,12 +21,14 @@ __all__ = [
     "HilbertPerturbation",
     "Interval",
     "OracleSolution",
+    "RadiusBracket",
     "RowDiameter",
     "TensionBracket",
     "TensionFlow",
     "backward_bound",
     "center_rows",
     "compute_dtype",
+    "covering_radius",
     "cross_entropy_change_bound",
     "diameter_oracle",
     "first_order_decrease",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hilbert_monitor.geometry import row_diameter, row_diameter_bracket
+from hilbert_monitor.geometry import covering_radius, row_diameter, row_diameter_bracket
 from hilbert_monitor.runs.record import Pair, StepRecord
 
 
@@ -45,11 +45,14 @@ class ExactDiameter(DiameterBounds):
     diameter: float
     row_norm: float
     row_token: int
+    radius: float
+    radius_lower: float
 
     @classmethod
     def of(cls, S: Tensor) -> ExactDiameter:
         """Search an increment (V, d) for its diameter."""
         exact = row_diameter(S)
+        radius = covering_radius(S, diameter=exact)
         norms = torch.linalg.vector_norm(S, dim=1)  # (V,)
         token = int(norms.argmax())
         return cls(
@@ -60,6 +63,8 @@ class ExactDiameter(DiameterBounds):
             nonfinite_rows=exact.nonfinite_rows,
             row_norm=float(norms[token]),
             row_token=token,
+            radius=radius.upper,
+            radius_lower=radius.lower,
         )
 
 

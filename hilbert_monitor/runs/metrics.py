@@ -126,6 +126,24 @@ CATALOGUE = (
         is_scientific=True,
     ),
     Metric(
+        name="step_radius",
+        field="radius",
+        panel="norms",
+        label="covering radius",
+        help="Covering radius of the LM head's increment: the radius of the smallest ball that holds all its rows, from"
+        " above. The row diameter D(S) is at most twice as large.",
+        axis="log",
+    ),
+    Metric(
+        name="step_radius_lower",
+        field="radius_lower",
+        panel=NOT_DRAWN,  # a curve of it would hide that of the radius
+        label="covering radius",
+        help="Certified lower bound of the covering radius of the LM head's increment, the radius of the smallest ball"
+        " that holds all its rows.",
+        axis="log",
+    ),
+    Metric(
         name="perturbation_rms",
         field="perturbation_rms",
         panel="perturbation",

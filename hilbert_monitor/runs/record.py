@@ -76,6 +76,9 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The largest D(S) that the optimizer can make at this learning rate, where a theorem gives one."""
     rounding: float | None = None
     """Bound on the error of D(S) from the rounding of the weights, where S is their difference."""
+    radius: float | None = None
+    radius_lower: float | None = None
+    """Certified bounds of the covering radius of S: that of the smallest ball that holds all its rows."""
     row_norm: float | None = None
     """Largest norm of a row of S."""
     row_token: int | None = None

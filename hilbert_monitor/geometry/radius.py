@@ -1,0 +1,260 @@
+"""A certified bracket of the covering radius rad(S) = min_z max_i |s_i - z|, the radius of the smallest enclosing ball.
+
+RowNorm limits the radius of a step; the Hilbert distance sees its diameter. Jung's theorem ties the two:
+
+    D(S) <= 2 rad(S) <= 2 J_k D(S),    J_k = sqrt(k / (2 (k + 1))),    k = min(d, V - 1).
+
+To find the smallest ball is a convex problem in which few rows matter, a core set. Any centre z proves an upper bound,
+max_i |s_i - z|. Any convex weights w on some rows prove a lower bound:
+
+    rad(S)^2 >= sum_i w_i |s_i|^2 - |sum_i w_i s_i|^2,
+
+with equality for the best weights, whose mean sum_i w_i s_i is the best centre. So:
+
+1. Solve the problem for an even sample of rows, and the diameter's pair if it is known: a first centre.
+2. Measure all rows from that centre (first pass over S). The farthest of them join the rows that carry weight.
+3. Solve again: the final centre. Measure all rows from it (second pass): the upper bound.
+4. Solve again with the rows that are now farthest: the lower bound.
+
+The sample is what makes two passes enough. RowNorm's rows lie on a sphere. The rows farthest from a point inside it are
+all on one side, and the ball of those alone misses the other sides. The sample's rows with weight hold them.
+
+Tried and dropped: no sample, but the mean row or the midpoint of the longest pair as the first centre, and 128 to 2,048
+far rows. Then upper exceeded lower by 0.05 to 23 % on an AdamW increment, and by 0.3 to 93 % on one of RowNorm. Also
+pairwise Frank-Wolfe steps in place of the active set: hundreds of steps, where the active set solves some fifty small
+linear systems, and a wider gap.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._cloud import PointCloud, column_extremes
+from .arithmetic import MAX_BYTES, check_rows, full_precision
+from .diameter import DiameterBracket, trivial_diameter
+from .oracle import jung_ratio
+
+_FAR_ROWS = 512  # that join the core set after a pass
+_NEW_ROWS = 32  # that join the active set in a round of the solver
+_ROUNDS = 200  # of the solver, at most
+_SAMPLE_TOLERANCE, _TOLERANCE = 1e-2, 1e-3  # of squared radii
+_RIDGE, _TINY = 1e-10, 1e-300
+
+
+@dataclass(frozen=True, slots=True)
+class RadiusBracket:
+    """Certified bounds lower <= rad(S) <= upper, with their certificates.
+
+    Where S has non-finite entries the bounds and the centre are nan if any entry is nan and inf otherwise, and there is
+    no support.
+    """
+
+    lower: float
+    upper: float
+    center: Tensor
+    """(d,) fp64, on the device of S: centre of a ball that holds all rows, to the rounding of fp64."""
+    ball_radius: float
+    """Radius of that ball. It is `upper`, unless Jung's bound is smaller."""
+    support: Tensor
+    """(n,) rows that prove `lower`, on the CPU."""
+    weights: Tensor
+    """(n,) fp64: their convex weights w."""
+    nonfinite_rows: int
+    """How many rows hold an infinity or a nan."""
+
+
+@full_precision
+def covering_radius(S: Tensor, *, diameter: DiameterBracket | None = None, max_bytes: int = MAX_BYTES) -> RadiusBracket:
+    """Bracket rad(S) = min_z max_i |s_i - z|, the radius of the smallest ball that holds all rows.
+
+    lower <= rad(S) <= upper hold in exact arithmetic. The two are within a percent of each other on optimizers'
+    increments, mostly within 0.1 %. A common shift of all rows changes nothing; a factor scales the result.
+
+    Cost: two passes over S, and small problems solved on the CPU.
+
+    The host waits four times. Rows whose squares leave the range of their dtype, and rows that are not finite, cost two
+    or three passes more.
+
+    Args:
+        S: (V, d) update rows, any real floating-point dtype.
+        diameter: of these rows, from `row_diameter` or `row_diameter_bracket`, if it is known. Its pair starts the
+            search, so that lower >= diameter.lower / 2, and upper is at most Jung's J_k diameter.upper.
+        max_bytes: bound on scratch memory.
+
+    Returns:
+        both bounds, the centre of a ball, and the weights that prove the lower bound.
+    """
+    check_rows("S", S)
+    if diameter is not None and not 0 <= diameter.pair[0] <= diameter.pair[1] < len(S):
+        raise ValueError(f"diameter must be that of S, got one with rows {diameter.pair} where S has {len(S)}")
+    pair = () if diameter is None else diameter.pair
+    search = _Search(PointCloud.unscaled(S, max_bytes), pair)
+    search.measure()
+    if not search.cloud.needs_no_scale(search.distances):
+        low, high = column_extremes(S)
+        if trivial := trivial_diameter(S, low, high, max_bytes):
+            return _trivial(S, trivial[0], trivial[3])
+        search = _Search(PointCloud.in_range(S, low, high, max_bytes), pair)
+        search.measure()
+    search.widen(_TOLERANCE)
+    search.measure()
+    search.widen(_TOLERANCE)
+    return search.bracket(diameter)
+
+
+def _trivial(S: Tensor, value: float, nonfinite_rows: int) -> RadiusBracket:
+    """Return the bracket of equal rows (zero), or of rows that are not finite (inf or nan)."""
+    one = 1 if value == 0 else 0
+    center = S[0].double() if one else S.new_full(S.shape[1:], value, dtype=torch.float64)
+    support, weights = torch.zeros(one, dtype=torch.long), torch.ones(one, dtype=torch.float64)
+    return RadiusBracket(value, value, center, value, support, weights, nonfinite_rows)
+
+
+@dataclass(frozen=True)
+class _CoreSet:
+    """A few rows with convex weights, on the CPU and in fp64."""
+
+    rows: Tensor
+    """(n,) indices into S."""
+    points: Tensor
+    """(n, d)."""
+    weights: Tensor
+    """(n,) that sum to one."""
+
+    @property
+    def center(self) -> Tensor:
+        """Weighted mean (d,): the best centre, where the weights are the best."""
+        return self.weights @ self.points
+
+    @property
+    def radius(self) -> float:
+        """Lower bound on the radius of all rows: sqrt(sum w_i |x_i - z|^2) with z the weighted mean, rounded down."""
+        square = float(self.weights @ (self.points - self.center).square().sum(1))
+        return math.sqrt(square) * (1 - (sum(self.points.shape) + 16) * 2.0**-51)
+
+    def support(self) -> _CoreSet:
+        """Return the rows that carry weight."""
+        index = (self.weights > 0).nonzero().squeeze(1)
+        weights = self.weights[index]
+        return _CoreSet(self.rows[index], self.points[index], weights / weights.sum())
+
+    def joined(self, rows: Tensor, points: Tensor) -> _CoreSet:
+        """Return the core set with more rows, which carry no weight yet."""
+        weights = torch.cat([self.weights, self.weights.new_zeros(len(rows))])
+        return _CoreSet(torch.cat([self.rows, rows]), torch.cat([self.points, points]), weights)
+
+    def solved(self, tolerance: float) -> _CoreSet:
+        """Return the rows on the smallest ball of all rows here, with nearly the best weights.
+
+        In rounds: find the best weights of a few rows, then let the farthest of all rows join those that carry weight,
+        until no row is outside the ball, to the tolerance of its squared radius. Where several new rows are all dropped
+        again the farthest comes alone: then it always gets weight, and the bound grows.
+        """
+        square = self.points.square().sum(1)
+        active = (self.weights > 0).nonzero().squeeze(1)
+        weights, bound = self.weights[active], 0.0
+        for _ in range(_ROUNDS):
+            weights = _best_weights(self.points[active], weights)
+            active, weights = active[weights > 0], weights[weights > 0]
+            center = weights @ self.points[active]
+            previous, bound = bound, float(weights @ square[active] - center.square().sum())
+            distance = torch.addmv(square, self.points, center, alpha=-2)  # squared, less |z|^2
+            number = _NEW_ROWS if bound > previous * (1 + 1e-9) else 1
+            far = distance.topk(min(number, len(distance)))
+            if not float(far.values[0] + center.square().sum()) > (1 + tolerance) * bound:
+                break
+            new = far.indices[~torch.isin(far.indices, active)]
+            active, weights = torch.cat([active, new]), torch.cat([weights, weights.new_zeros(len(new))])
+        solution = torch.zeros_like(self.weights)
+        solution[active] = weights
+        return _CoreSet(self.rows, self.points, solution).support()
+
+
+def _best_weights(points: Tensor, weights: Tensor) -> Tensor:
+    """Return the convex weights (n,) of points (n, d) that maximise sum w_i |x_i|^2 - |sum w_i x_i|^2.
+
+    An active-set method. With K the Gram matrix of the points and b its diagonal, the best weights of either sign solve
+    2 K w = b - lambda 1 and sum w_i = 1. The weights move there until one of them is zero, its point is dropped, and so
+    on, until all are positive. A constant added to K changes nothing, since sum w_i = 1, and makes K regular for points
+    about their mean. A small ridge does so for duplicates, and for more points than dimensions.
+    """
+    x = points - weights @ points
+    gram = x @ x.T
+    square = gram.diagonal().clone()
+    largest = float(square.max())
+    if not 0 < largest < math.inf:  # equal points, or some that are not finite
+        return weights
+    gram.add_(largest).diagonal().add_(_RIDGE * largest)
+    weights, active = weights.clone(), torch.arange(len(weights))
+    for _ in range(len(weights)):
+        factor = torch.linalg.cholesky(gram[active][:, active])
+        right = torch.stack([square[active], torch.ones_like(square[active])], 1)
+        u, v = torch.cholesky_solve(right, factor).unbind(1)
+        current, target = weights[active], (u - (u.sum() - 2) / v.sum() * v) / 2
+        ratio = torch.where(target > 0, math.inf, current / (current - target).clamp_min(_TINY))
+        step = ratio.min().clamp_max(1.0)
+        blocked = ratio <= step
+        weights[active] = torch.where(blocked, 0.0, current + step * (target - current))
+        if not bool(blocked.any()):
+            break
+        active = active[~blocked]
+    return weights / weights.sum()
+
+
+class _Search:
+    """Two passes over the rows, each followed by a problem of a few hundred rows."""
+
+    def __init__(self, cloud: PointCloud, pair: tuple[int, ...]) -> None:
+        self.cloud = cloud
+        self.reach = math.inf  # largest distance of a row from the best centre so far, rounded up
+        self.best = cloud.centre.double()  # that centre, relative to the cloud's
+        sample = cloud.double().sample
+        rows = torch.cat([torch.tensor(pair, dtype=torch.long), torch.arange(0, len(cloud), sample.step)])
+        points = self._points(rows.to(cloud.S.device))
+        weights = torch.zeros(len(rows), dtype=torch.float64)
+        weights[: len(pair) or 1] = 1 / (len(pair) or 1)
+        self.core = _CoreSet(rows, points, weights).solved(_SAMPLE_TOLERANCE)
+
+    def measure(self) -> None:
+        """Measure all rows from the centre of the core set: one pass."""
+        z = self.core.center.to(self.cloud.centre)
+        self.distances = torch.empty(len(self.cloud), dtype=self.cloud.dtype, device=z.device)
+        for at, x in self.cloud.chunks():
+            torch.linalg.vector_norm(x.sub_(z), dim=1, out=self.distances[at])
+        self.z = z.double()
+
+    def widen(self, tolerance: float) -> None:
+        """Note the ball of the last pass if it is the smallest so far, and add the rows farthest from its centre."""
+        most = max(1, self.cloud.budget // (4 * 8 * self.cloud.width))
+        far = self.distances.topk(min(_FAR_ROWS, most, len(self.cloud)))
+        points = self._points(far.indices, far.values, far.indices)
+        # a point's coordinate errs by u |x_i - z| and, before z was subtracted, by u |x_i| <= u (|x_i - z| + |z|)
+        unit = torch.finfo(self.cloud.dtype).eps
+        size = float(torch.linalg.vector_norm(self.core.center))
+        reach = float(points[0, -2]) * (1 + self.cloud.rounding) + unit * (float(points[0, -2]) + size)
+        if reach < self.reach:
+            self.reach, self.best = reach, self.z
+        self.core = self.core.joined(points[:, -1].long(), points[:, :-2]).solved(tolerance)
+
+    def _points(self, rows: Tensor, *columns: Tensor) -> Tensor:
+        """Load some points, with columns beside them, in fp64 on the CPU: the host waits once."""
+        points = self.cloud.double().points(rows)
+        return torch.column_stack([points, *(column.double() for column in columns)]).cpu()
+
+    def bracket(self, diameter: DiameterBracket | None) -> RadiusBracket:
+        """Return the bounds in units of the rows."""
+        cloud = self.cloud
+        lower = max(0.0, math.nextafter(cloud.row_length(self.core.radius), 0.0))
+        upper = radius = math.nextafter(cloud.row_length(self.reach), math.inf)
+        if diameter is not None:
+            jung = diameter.upper / (2 * jung_ratio(min(cloud.width, len(cloud) - 1)))
+            jung = math.nextafter(jung * (1 + 2.0**-50), math.inf)
+            if jung < lower:
+                raise ValueError(f"diameter must be that of S, got at most {diameter.upper:g} for rows farther apart")
+            upper = min(upper, jung)
+        center = (self.best / cloud.post_scale + cloud.centre) / cloud.pre_scale
+        return RadiusBracket(lower, upper, center, radius, self.core.rows, self.core.weights, 0)

@@ -1,0 +1,348 @@
+"""The bracket of the covering radius, against smallest enclosing balls that are found in other ways."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hilbert_monitor.bench.increments import make_increment
+from hilbert_monitor.bench.measure import peak_bytes
+from hilbert_monitor.geometry import _cloud, covering_radius, jung_ratio, row_diameter, row_diameter_bracket
+from tests.support import clouds
+from tests.support.precision import MatmulPrecision
+from tests.support.references import regular_simplex
+
+seeds = st.integers(0, 2**31)
+kinds = st.sampled_from(clouds.KINDS)
+few = st.tuples(st.integers(1, 8), st.integers(1, 3))
+
+
+def enclosing_radius(S):
+    """Radius of the smallest enclosing ball, in fp64, from all balls that have up to d + 1 rows on their surface."""
+    points = S.double().numpy()
+    smallest = math.inf
+    for size in range(1, min(len(points), points.shape[1] + 1) + 1):
+        for subset in itertools.combinations(points, size):
+            edges = np.array(subset[1:]).reshape(size - 1, points.shape[1]) - subset[0]
+            center = subset[0] + np.linalg.lstsq(edges, (edges**2).sum(1) / 2, rcond=None)[0]
+            smallest = min(smallest, float(np.linalg.norm(points - center, axis=1).max()))
+    return smallest
+
+
+def cone_solver_radius(S):
+    """The same from a second-order cone program: minimise r with |s_i - z| <= r."""
+    clarabel = pytest.importorskip("clarabel")
+    sparse = pytest.importorskip("scipy.sparse")
+    points = S.double().numpy()
+    V, d = points.shape
+    block = -sparse.eye(d + 1).tocsc()
+    A = sparse.vstack([block] * V).tocsc()
+    b = np.concatenate([np.concatenate([[0.0], -p]) for p in points])
+    options = clarabel.DefaultSettings()
+    options.verbose = False
+    cost = np.concatenate([[1.0], np.zeros(d)])
+    cones = [clarabel.SecondOrderConeT(d + 1)] * V
+    return float(clarabel.DefaultSolver(sparse.csc_matrix((d + 1, d + 1)), cost, A, b, cones, options).solve().obj_val)
+
+
+def assert_certified(S, **options):
+    """Both bounds follow from their certificates in fp64, with the chain of the paper; return the bracket."""
+    r = covering_radius(S, **options)
+    rows = S.double()
+    assert 0 <= r.lower <= r.upper <= r.ball_radius
+    assert r.nonfinite_rows == 0
+    assert r.center.shape == S.shape[1:]
+    shift = float(rows.abs().max())
+    assert float((rows - r.center).norm(dim=1).max()) <= r.ball_radius * (1 + 1e-15) + 1e-15 * shift
+    assert len(r.support) == len(r.weights)
+    assert float(r.weights.min()) > 0
+    assert float(r.weights.sum()) == pytest.approx(1, abs=1e-12)
+    support = rows[r.support] - rows[0]
+    center = r.weights @ support
+    proof = math.sqrt(float(r.weights @ (support - center).square().sum(1)))
+    assert r.lower <= proof * (1 + 1e-15) + 1e-15 * shift
+    k = min(S.shape[1], len(S) - 1)
+    if k:
+        D = row_diameter(S)
+        assert D.lower <= 2 * r.upper
+        assert r.lower <= D.upper / (2 * jung_ratio(k))
+    return r
+
+
+def assert_brackets(r, radius, gap=0.01):
+    assert r.lower <= radius * (1 + 1e-12)
+    assert r.upper >= radius * (1 - 1e-12)
+    assert r.upper <= (1 + gap) * r.lower
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=seeds, shape=few, kind=kinds, dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_the_radius_of_few_rows_is_bracketed(seed, shape, kind, dtype):
+    S = kind(*shape, seed).to(dtype)
+    radius = enclosing_radius(S)
+    for diameter in (None, row_diameter(S), row_diameter_bracket(S)):
+        assert_brackets(assert_certified(S, diameter=diameter), radius)
+
+
+@pytest.mark.parametrize(("V", "d"), [(12, 2), (40, 3), (60, 8), (200, 20)])
+@pytest.mark.parametrize("kind", clouds.KINDS, ids=lambda kind: kind.__name__)
+def test_a_cone_solver_agrees(kind, V, d):
+    S = kind(V, d, V)
+    r, radius = assert_certified(S), cone_solver_radius(S)
+    assert r.lower <= radius * (1 + 1e-6)
+    assert r.upper >= radius * (1 - 1e-6)
+    assert r.upper <= 1.01 * r.lower
+
+
+@pytest.mark.parametrize("kind", clouds.KINDS, ids=lambda kind: kind.__name__)
+@settings(max_examples=4, deadline=None)
+@given(seed=seeds, V=st.integers(3000, 9000), d=st.sampled_from([2, 17, 64]))
+def test_the_bounds_are_close_on_every_kind_of_cloud(kind, seed, V, d):
+    r = assert_certified(kind(V, d, seed))
+    assert r.upper <= (1.12 if kind is clouds.repeated else 1.03) * r.lower
+
+
+@pytest.mark.parametrize("head", ["adamw", "rownorm"])
+@pytest.mark.parametrize("V", [1500, 16_000])
+def test_the_bounds_are_within_a_percent_on_increments_of_optimizers(head, V):
+    S = make_increment(head, V, 64, panel=1).S
+    for diameter in (None, row_diameter(S)):
+        r = assert_certified(S, diameter=diameter)
+        assert r.upper <= 1.01 * r.lower
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype(dtype):
+    for kind in (clouds.heavy_tailed, clouds.row_normalised):
+        r = assert_certified(kind(3000, 24, 3).to(dtype))
+        assert r.upper <= 1.02 * r.lower
+        assert r.center.dtype == torch.float64
+
+
+# The ends of the chain D <= 2 rad <= 2 J_k D.
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 7, 30, 100])
+def test_a_regular_simplex_attains_jungs_bound(k):
+    S = regular_simplex(k)
+    for diameter in (None, row_diameter(S)):
+        assert_brackets(assert_certified(S, diameter=diameter), 1 / (2 * jung_ratio(k)), gap=1e-4)
+
+
+def test_two_rows_have_half_their_distance_as_radius():
+    S = torch.tensor([[1.0, 2.0], [4.0, 6.0]])
+    r = assert_certified(S)
+    assert_brackets(r, 2.5, gap=1e-5)
+    assert r.center.tolist() == pytest.approx([2.5, 4.0], rel=1e-5)
+    assert sorted(r.support.tolist()) == [0, 1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=seeds, V=st.integers(2, 500))
+def test_on_a_line_the_radius_is_half_the_diameter(seed, V):
+    S = clouds.heavy_tailed(V, 1, seed)
+    assert_brackets(assert_certified(S), float(S.double().max() - S.double().min()) / 2, gap=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, V=st.integers(2, 80), d=st.integers(1, 20), kind=kinds)
+def test_a_known_diameter_bounds_the_radius_from_both_sides(seed, V, d, kind):
+    S = kind(V, d, seed)
+    D = row_diameter(S)
+    r = assert_certified(S, diameter=D)
+    assert r.lower >= D.lower / 2 * (1 - 1e-9)
+    assert r.upper <= D.upper / (2 * jung_ratio(min(d, V - 1))) * (1 + 1e-9)
+
+
+# Shift, scale, order, copies.
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, V=st.integers(2, 60), d=st.integers(1, 20))
+def test_shift_permutation_rotation_and_copies_of_rows_change_nothing(seed, V, d):
+    S = clouds.gaussian(V, d, seed).double()
+    r = covering_radius(S)
+    rotation, _ = torch.linalg.qr(clouds.gaussian(d, d, seed + 1).double())
+    order = torch.randperm(V, generator=torch.Generator().manual_seed(seed))
+    for same in (S + clouds.gaussian(1, d, seed + 2), S[order], S @ rotation, S.repeat(3, 1)):
+        other = assert_certified(same)
+        assert other.lower <= r.upper * (1 + 1e-12)
+        assert r.lower <= other.upper * (1 + 1e-12)
+        assert other.upper <= 1.01 * r.lower
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, V=st.integers(2, 60), d=st.integers(1, 20), exponent=st.integers(-30, 30))
+def test_a_power_of_two_scales_the_bracket_exactly(seed, V, d, exponent):
+    S = clouds.gaussian(V, d, seed)
+    r, scaled = covering_radius(S), covering_radius(S * 2.0**exponent)
+    assert scaled.lower == pytest.approx(r.lower * 2.0**exponent, rel=1e-15)
+    assert scaled.upper == pytest.approx(r.upper * 2.0**exponent, rel=1e-15)
+    assert torch.equal(scaled.center, r.center * 2.0**exponent)
+
+
+def test_a_common_shift_of_a_million_times_the_spread():
+    for kind in (clouds.gaussian, clouds.heavy_tailed, clouds.row_normalised):
+        S = kind(3000, 32, 5)
+        S = S / S.std() + 1e6 * torch.randn(32, generator=torch.Generator().manual_seed(0))
+        r = assert_certified(S)
+        assert r.upper <= 1.01 * r.lower
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-20, 1e-13, 1e13, 1e20, 1e37])
+def test_from_denormals_to_the_largest_floats(scale):
+    S = clouds.heavy_tailed(900, 8, 2)
+    S = (S / S.abs().max()).double().mul(scale).float()
+    r = covering_radius(S)
+    exact = covering_radius(S.double() / scale)
+    assert exact.lower <= r.upper / scale
+    assert r.lower / scale <= exact.upper
+    assert r.upper <= 1.01 * r.lower
+
+
+@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e200, 1e307])
+def test_over_the_range_of_fp64(scale):
+    S = clouds.gaussian(700, 8, 2).double()
+    S = S / S.abs().max()
+    r, exact = covering_radius(S * scale), covering_radius(S)
+    assert r.lower <= exact.upper * scale
+    assert r.upper >= exact.lower * scale
+    assert r.upper <= 1.01 * r.lower
+
+
+def test_the_bounds_hold_between_two_denormals():
+    r = covering_radius(torch.tensor([[5e-324, 0.0], [0.0, 5e-324]], dtype=torch.float64))
+    assert r.lower == 0
+    assert r.upper >= 5e-324
+
+
+def test_rows_at_both_ends_of_fp32():
+    S = torch.full((5, 2), 3e38)
+    S[3] = -3e38
+    assert_brackets(assert_certified(S), float(S[0, 0]) * math.sqrt(2))
+
+
+@pytest.mark.parametrize("V", [1, 2, 700, 5000])
+def test_equal_rows_have_radius_zero(V):
+    S = torch.randn(1, 9, generator=torch.Generator().manual_seed(V)).expand(V, 9)
+    r = covering_radius(S)
+    assert r.lower == r.upper == r.ball_radius == 0
+    assert torch.equal(r.center, S[0].double())
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, V=st.integers(2, 40), d=st.integers(1, 12))
+@example(seed=0, V=2, d=1)
+def test_only_equal_rows_have_radius_zero(seed, V, d):
+    S = clouds.gaussian(1, d, seed).double().repeat(V, 1)
+    assert covering_radius(S).upper == 0
+    S[seed % V, seed % d] += 2.0**-20
+    assert covering_radius(S).lower > 0
+
+
+# Non-finite rows, and arguments that are refused.
+
+
+@pytest.mark.parametrize(
+    ("bad", "value"),
+    [([math.inf], math.inf), ([-math.inf, math.inf], math.inf), ([math.nan, math.inf], math.nan)],
+)
+@pytest.mark.parametrize("V", [1, 2, 5000])
+def test_non_finite_rows_are_counted(V, bad, value):
+    S = clouds.gaussian(V, 8, 0)
+    where = [V // 2, V - 1][: len(bad)]
+    for row, x in zip(where, bad, strict=False):
+        S[row, 3] = x
+    r = covering_radius(S)
+    expected = row_diameter(S)
+    assert str((r.lower, r.upper)) == str((expected.lower, expected.upper))
+    assert r.nonfinite_rows == expected.nonfinite_rows
+    if V > 2:
+        assert r.lower == value or (math.isnan(value) and math.isnan(r.lower))
+
+
+def test_a_diameter_of_other_rows_is_refused():
+    S = clouds.gaussian(50, 4, 0)
+    with pytest.raises(ValueError, match=r"diameter must be that of S, got one with rows .* where S has 10"):
+        covering_radius(S[:10], diameter=row_diameter(S))
+    with pytest.raises(ValueError, match="diameter must be that of S, got at most"):
+        covering_radius(S, diameter=row_diameter(1e-3 * S))
+
+
+@pytest.mark.parametrize(
+    ("S", "error", "words"),
+    [
+        (torch.zeros(0, 4), ValueError, "at least one row"),
+        (torch.zeros(4), ValueError, r"\(V, d\) matrix"),
+        (torch.zeros(3, 4, dtype=torch.int64), TypeError, "floating-point"),
+        ([[1.0, 2.0]], TypeError, "torch.Tensor"),
+    ],
+    ids=["no rows", "vector", "integers", "list"],
+)
+def test_bad_input_gets_one_sentence(S, error, words):
+    with pytest.raises(error, match=words) as caught:
+        covering_radius(S)
+    assert "\n" not in str(caught.value)
+
+
+# What a call leaves as it was.
+
+
+def test_input_graph_random_state_and_settings_stay_as_they_were():
+    S = clouds.heavy_tailed(1500, 32, 0).requires_grad_()
+    before, state = S.detach().clone(), torch.get_rng_state()
+    r = covering_radius(S)
+    assert torch.equal(S, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert S.grad is None
+    assert not r.center.requires_grad
+    assert torch.is_grad_enabled()
+
+
+def test_reduced_precision_around_the_call_does_not_leak_in():
+    S = clouds.row_normalised(3000, 64, 0)
+    expected = covering_radius(S)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16), MatmulPrecision() as products:
+            r = covering_radius(S)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert (r.lower, r.upper) == (expected.lower, expected.upper)
+    assert {dtype for dtype, *_ in products.seen} == {torch.float64}
+
+
+@pytest.mark.parametrize("kind", [clouds.sphere, clouds.heavy_tailed, clouds.row_normalised])
+@pytest.mark.parametrize("mebibytes", [3, 8, 64])
+def test_scratch_memory_stays_within_its_bound(kind, mebibytes):
+    S = kind(12_000, 96, 0)
+    assert peak_bytes(lambda: covering_radius(S, max_bytes=mebibytes * 2**20)) <= mebibytes * 2**20
+    r = covering_radius(S, max_bytes=mebibytes * 2**20)
+    assert r.upper <= 1.03 * r.lower
+
+
+def test_two_passes_over_the_rows(monkeypatch):
+    loads = []
+    real = _cloud.PointCloud.points
+
+    def points(self, at):
+        x = real(self, at)
+        loads.append(len(x))
+        return x
+
+    monkeypatch.setattr(_cloud.PointCloud, "points", points)
+    S = clouds.row_normalised(20_000, 32, 0)
+    covering_radius(S)
+    assert sum(loads) <= 2 * len(S) + _cloud.SAMPLE + 2 * 512
+
+
+def test_views_give_what_their_copies_give():
+    S = clouds.heavy_tailed(1200, 64, 0)
+    for view in (S.T.contiguous().T, S[::2], S[:, ::3], S.flip(0)[1:]):
+        r, other = covering_radius(view), covering_radius(view.clone(memory_format=torch.contiguous_format))
+        assert r.lower == pytest.approx(other.lower, rel=1e-6)
+        assert r.upper == pytest.approx(other.upper, rel=1e-6)
