@@ -54,8 +54,8 @@ def demo(
                 pairs.write_json(pairs.results(runs, out / "runs"), json)
                 console.print(f"written to {json}", soft_wrap=True)
             if url is not None and all(run.step == recipe.updates for run in runs):
-                console.print(f"the dashboard stays at {url} until Ctrl-C", soft_wrap=True)
                 with suppress(KeyboardInterrupt):
+                    console.print(f"the dashboard stays at {url} until Ctrl-C", soft_wrap=True)
                     signal.pause()
     except (ValueError, FileNotFoundError, AddressError) as error:
         raise typer.BadParameter(str(error)) from None

@@ -308,7 +308,9 @@ def test_no_position_at_all_is_refused(make):
 def test_what_cannot_be_a_panel_is_refused():
     for batch in (torch.rand(3, 4), torch.arange(3), {"x": TEXT}, ["text"], "text", None):
         assert token_ids(batch) is None
-        with pytest.raises(ValueError, match=r"found no token ids in a batch of type .*give the text itself"):
+        with pytest.raises(
+            ValueError, match=r"found no token ids in a batch of type .*give the ids of the text itself as panel="
+        ):
             Panel.of_batches([batch], 10)
     with pytest.raises(ValueError, match="at least one position, got size=0"):
         Panel.of_batches([TEXT], 0)
