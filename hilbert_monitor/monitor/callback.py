@@ -1,4 +1,4 @@
-"""HilbertMonitor: Lightning's hooks, wired to a session. Nothing is measured here."""
+"""HilbertMonitor: Lightning's hooks, and the Trainer as a session sees it. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class HilbertMonitor(Callback):
         diameter_every: updates between exact diameters; 0 for none.
         perturbation_every: updates between perturbations of the panel; 0 for none.
         bracket: certified bounds of the diameter on every update; by default where they need no copy of the weights.
-        panel: "loader" for the first positions of the validation data; "paper" for those that each rank's first
-            validation batches hold, an equal part from each, as the paper's authors take them; or your own token ids.
+        panel: "loader" for the first positions of the validation data; "paper" for an equal part of the first
+            validation batches of each rank, as in the paper; or your own token ids.
         hidden: (module, batch) -> hidden states, for a model whose forward pass never calls its head.
         decay: how an optimizer that is not known uses weight_decay.
         vocab_size: rows of the head that are tokens, if it is padded.
@@ -53,8 +53,8 @@ class HilbertMonitor(Callback):
         run_dir: folder of the run logs, in which this run gets one of its own; None for no log.
         run_name: what the run is called; its log goes on in the same folder if it is started again.
         config: settings to keep with the run; by default the module's hyperparameters.
-        efficiency: also measure, where the panel is, how much of what its diameter allows a step turns into descent: a
-            second or two each time.
+        efficiency: also measure, where the panel is, the step's descent as a share of the best possible at its
+            diameter; it takes a second or two each time.
         rules: what counts as a blow-up.
         on_blowup: how to respond to one, besides logging it. Any of "warn", "checkpoint" (save one beside the run log),
             "stop" (end training after this step, on all ranks), the address of a webhook, and a function of the alert,
@@ -125,7 +125,8 @@ class HilbertMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
         self._updates = trainer.global_step
-        self.session.start(LightningLoop(trainer, pl_module, progress_bar=self.progress_bar))
+        with self.session.guard("start"):
+            self.session.start(LightningLoop(trainer, pl_module, progress_bar=self.progress_bar))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -13,13 +13,13 @@ from functools import cache
 from typing import Any
 
 from hilbert_monitor.runs.exposition import (
-    STALLED_AFTER,
     CollectorRegistry,
     Exposition,
     RunSamples,
     Samples,
     start_http_server,
 )
+from hilbert_monitor.runs.states import STALLED_AFTER
 
 from .guard import tell
 
@@ -55,14 +55,11 @@ class Prometheus:
     def __post_init__(self) -> None:
         if self.port is not None and not 0 <= self.port <= 65535:
             raise ValueError(f"a Prometheus port is between 0, for any that is free, and 65535, got {self.port}")
+        if self.port is None and self.registry is None:
+            raise ValueError("Prometheus needs a port=... to serve the metrics at, or a registry=... to add them to")
         for name in ("stalled_after", "linger"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is a number of seconds, zero or more, got {getattr(self, name)}")
-
-    @property
-    def wanted(self) -> bool:
-        """Whether there is anything to export to."""
-        return self.port is not None or self.registry is not None
 
 
 class Exporter:
@@ -137,7 +134,8 @@ def _start(port: int, address: str, tls: tuple[str, str] | None, registry: Colle
         if wanted != port:
             tell(f"port {port} is taken: the metrics are at port {wanted}", stacklevel=4)
         return server
-    raise OSError(errno.EADDRINUSE, f"ports {port} to {port + PORTS - 1} of {address} are taken: give another")
+    last = min(port + PORTS, 65536) - 1
+    raise OSError(errno.EADDRINUSE, f"ports {port} to {last} of {address} are taken: give another")
 
 
 # A forked loader worker would keep the port of a killed parent open, and answer nobody.

@@ -51,9 +51,12 @@ class WatchedHead:
         logit_scale: float = 1.0,
     ) -> None:
         self.name, self.module = find_head_module(model, head)
-        weight = self.module.weight
-        if not isinstance(weight, Tensor) or weight.ndim != 2 or hasattr(weight, "device_mesh"):
-            raise TypeError(f"the head '{self.name}' must have a whole (V, d) weight, not a sharded one: use DDP")
+        weight = getattr(self.module, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            kind = type(self.module).__name__
+            raise TypeError(f"the head '{self.name}', a {kind}, has no (V, d) weight: pass the LM head as head=...")
+        if hasattr(weight, "device_mesh"):
+            raise TypeError(f"the head '{self.name}' has a sharded weight, and only a whole one is measured: use DDP")
         self.weight, self.vocab_size, self.logit_scale = weight, vocab_size, logit_scale
         self.source = IncrementSource(optimizer, weight, decay=decay)
         bias = getattr(self.module, "bias", None)
@@ -84,7 +87,7 @@ class WatchedHead:
     ) -> Callable[[], None]:
         """Call `on_step` after each step of the head; return a function that ends it. See IncrementSource.watch."""
         ends = []
-        if self.bias is not None:  # before the weight, so that its step is known when the weight's is
+        if self.bias is not None:  # first, so that its step is known when `on_step` runs for the weight
             ends.append(self.bias.watch(lambda step: None, measure=measure, guard=guard))
         ends.append(self.source.watch(on_step, measure=measure, guard=guard))
 
@@ -104,10 +107,12 @@ class WatchedHead:
             self._buffer = torch.empty_like(weight, dtype=compute_dtype(weight), requires_grad=False)
         weight_increment = self.source.form(self._buffer)
         S = weight_increment.S
-        rounding = 2 * math.sqrt(S.shape[1]) * weight_increment.rounding * self.logit_scale
+        squares = S.shape[1] * weight_increment.rounding**2  # of the error of one row, at most
         if self.bias is not None:
-            S = torch.cat([S, self.bias.form().S.to(S.dtype)[:, None]], dim=1)
-        S = S[: self.vocab_size]
+            bias_increment = self.bias.form()
+            squares += bias_increment.rounding**2
+            S = torch.cat([S, bias_increment.S.to(S.dtype)[:, None]], dim=1)
+        S, rounding = S[: self.vocab_size], 2 * math.sqrt(squares) * abs(self.logit_scale)
         return LogitIncrement(S if self.logit_scale == 1 else S * self.logit_scale, rounding or None)
 
     def logit_matrix(self, dtype: torch.dtype) -> Tensor:
@@ -120,7 +125,7 @@ class WatchedHead:
             return None
         count = float(self.source.optimizer.state[self.weight].get("step", 0))
         ceiling = diameter_ceiling(self.source.optimizer, self.source.last, count=count, width=self.weight.shape[1])
-        return None if ceiling is None else ceiling * self.logit_scale
+        return None if ceiling is None else ceiling * abs(self.logit_scale)
 
 
 def find_head_module(model: Module, head: str | Module | None) -> tuple[str, Module]:

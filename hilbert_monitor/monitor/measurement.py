@@ -1,7 +1,7 @@
 """What is measured of one optimizer step: typed parts, and the record that they make.
 
-A part is what one look at the increment, the gradient or the panel gives. Its fields are fields of a `StepRecord`, by
-the same names: what a part holds is in the record.
+A part holds the results of one measurement. Its fields have the names of `StepRecord`'s fields, and are copied into the
+record.
 """
 
 from __future__ import annotations

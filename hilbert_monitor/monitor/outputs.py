@@ -41,7 +41,7 @@ class Outputs:
         run_dir: str | None = None,
         prometheus: Prometheus | None = None,
     ) -> None:
-        self.guard, self.run_dir, self.prometheus = guard, run_dir, prometheus or Prometheus()
+        self.guard, self.run_dir, self.prometheus = guard, run_dir, prometheus
         self.log: RunLog | None = None
         self._log_queue: QueuedSink[Any] | None = None
         self._queues = [QueuedSink[StepRecord](sink) for sink in sinks]
@@ -65,8 +65,8 @@ class Outputs:
         else:
             self._info = info = _own_name(info)
         with self.guard("exporter"):
-            if self.prometheus.wanted:
-                info = self._export(info)
+            if self.prometheus is not None:
+                info = self._export(info, self.prometheus)
         if self.log is not None:
             if self.guard.strict:
                 self.log.write(info)
@@ -125,16 +125,16 @@ class Outputs:
             failures[sink.name] += sink.failures + sink.dropped
         return failures
 
-    def _export(self, info: RunInfo) -> RunInfo:
+    def _export(self, info: RunInfo, settings: Prometheus) -> RunInfo:
         """Begin to export; return the info with the port in it."""
-        samples = RunSamples(self.about, failures=self.failures, stalled_after=self.prometheus.stalled_after)
-        self._exporter = Exporter(samples, self.prometheus)
+        samples = RunSamples(self.about, failures=self.failures, stalled_after=settings.stalled_after)
+        self._exporter = Exporter(samples, settings)
         return self._with_place(info, self._exporter)
 
     def _with_place(self, info: RunInfo, exporter: Exporter) -> RunInfo:
         """The info with the place of the metrics in it."""
         return msgspec.structs.replace(
-            info, port=exporter.port, address=self.prometheus.address if exporter.port is not None else ""
+            info, port=exporter.port, address=exporter.settings.address if exporter.port is not None else ""
         )
 
 

@@ -44,7 +44,7 @@ class Probe:
     were.
 
     Args:
-        model: a language model with an untied LM head.
+        model: a language model; a head that is tied to an embedding is measured too, with a remark.
         optimizer: the one that moves the head, or a ChainedOptimizer.
         head: the LM head, its name, or None to look for it.
         panel: validation positions for the Hilbert perturbation; without it only the diameter is measured.
@@ -58,11 +58,11 @@ class Probe:
         logit_scale: factor between the head's output and the logits.
         decode: makes a token's text from its id.
         efficiency: also bracket, where the panel is due, how much descent the step makes of its diameter.
-        judge: blow-up rules. Where the bounds of a step do not rule out a blow-up its diameter is searched for, and
-            where that is one the panel is measured too. Give it on every rank.
+        judge: blow-up rules. If the bounds of a step allow a blow-up, its exact diameter is computed. If it is a
+            blow-up, the panel is measured too. Give it on every rank.
         world: ranks that train together, if they are not those of torch.distributed: 1 for a process by itself.
         guard: counts what fails; by default one of its own.
-        strict: raise what fails, in place of counting it and warning once; of a guard of its own.
+        strict: raise failures instead of counting them. Ignored if `guard` is given.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class Probe:
 
     def attach(self) -> Probe:
         """Begin to watch."""
+        self.detach()
         self._end = self.head.watch(self._on_step, measure=self._will_measure, guard=self.guard)
         return self
 
@@ -142,10 +143,11 @@ class Probe:
         return self._current is not None
 
     def skip(self, why: str) -> None:
-        """Note a step that was due and that nobody called, such as one that a GradScaler left out."""
+        """Count a step that the training loop left out, such as one that a GradScaler skipped."""
         self.step += 1
-        self._increment = None
-        self._current = Measurement(step=self.step, skipped=why, learning_rate=float(self.source.group["lr"]))
+        self._increment, self._current = None, Measurement(step=self.step, skipped=why)
+        lr = self.source.group.get("lr")
+        self._current.learning_rate = None if lr is None else float(lr)
 
     def _will_measure(self) -> bool:
         due = self._due(self.step + 1, self.diameter_every) or self._due(self.step + 1, self.perturbation_every)
@@ -194,6 +196,9 @@ class Probe:
         if exact:
             with self._timed("diameter"):
                 step.bounds, step.ceiling = ExactDiameter.of(S), self.head.ceiling()
+            if step.bounds is None:  # the search has failed
+                with self._timed("bracket"):
+                    step.bounds, step.ceiling = DiameterBounds.of(S), self.head.ceiling()
             self._increment = S  # for the panel, if it is due too
             with self._timed("gradient"):
                 self._measure_gradient(step)
@@ -248,8 +253,8 @@ class Probe:
                 )
 
     def _measure_share(self, step: Measurement) -> Tensor:
-        if self.panel is None:
-            raise RuntimeError("this rank has no panel")
+        if self.panel is None:  # it is yet to be collected
+            return panel_perturbation.failure()
         share = self.panel.share(self.ranks.rank, self.ranks.world)
         if not share.size:
             return panel_perturbation.nothing()
@@ -275,7 +280,7 @@ class Probe:
         mine = False
         with self._timed("rules"):
             mine = self._is_blow_up(step, step.exact.diameter if step.exact else None)
-        return self.ranks.agreed(mine)
+        return self.ranks.from_rank_zero(mine)
 
     def _remark(self, text: str) -> None:
         """Note once why the identity is not exact, and warn of it."""
@@ -308,9 +313,10 @@ class Probe:
             step = dataclasses.replace(self._recorded)
         if step is None:
             return None
-        if fresh and self.head.bias is not None:
+        if fresh and self.head.waits_for_bias:
             self._measure_step(step)
-        if not step.skipped and not (final and not self.source.formable):
+        formable = not final or self.ranks.unanimous(self.source.formable)
+        if formable and not step.skipped:
             fresh |= self._measure_rest(step, final=final)
         if not fresh:
             return None

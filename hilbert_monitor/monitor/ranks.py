@@ -20,13 +20,13 @@ class Ranks:
 
     @classmethod
     def of(cls, device: torch.device, world: int | None = None) -> Ranks:
-        """Those of torch.distributed, unless a process is flag to train by itself."""
+        """Those of torch.distributed; with `world=1`, this process alone."""
         started = dist.is_available() and dist.is_initialized()
         world = (dist.get_world_size() if started else 1) if world is None else world
         return cls(world, dist.get_rank() if world > 1 else 0, device)
 
-    def agreed(self, mine: bool) -> bool:
-        """What rank zero says."""
+    def from_rank_zero(self, mine: bool) -> bool:
+        """Return what rank zero passes."""
         if self.world == 1:
             return mine
         flag = torch.tensor([float(mine)], device=self.device)

@@ -67,7 +67,7 @@ class Responses:
             folder: for a checkpoint.
             step: for its name.
         """
-        if not self._together or not ranks.agreed(bool(alerts)):
+        if not self._together or not ranks.from_rank_zero(bool(alerts)):
             return
         if "checkpoint" in self._together and self._saved < CHECKPOINTS:
             self._saved += 1

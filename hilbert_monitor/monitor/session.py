@@ -5,6 +5,7 @@ It knows no training framework. A framework's adapter gives it a `TrainingLoop` 
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,8 @@ class MonitorSession:
 
     def start(self, loop: TrainingLoop) -> None:
         """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
+        self.probe = None
+        self.guard.failures.clear()  # those of an earlier run
         started = False
         with self.guard("start"):
             self._start(loop)
@@ -141,6 +144,12 @@ class MonitorSession:
         if not loop.ranks.unanimous(started):
             self.close()
             self.probe = None
+            return
+        assert self.probe is not None
+        if not loop.ranks.unanimous(math.isfinite(self.probe.last)):
+            self.probe.last = math.inf
+        if not loop.validates and not loop.ranks.unanimous(self.panels.panel is not None):
+            self.probe.perturbation_every = 0  # there is no panel, and none to come
 
     def add_batch(self, *, loss: Tensor | None, tokens: int) -> None:
         """Note a micro-batch of the update that is being made.
@@ -247,8 +256,6 @@ class MonitorSession:
             world=loop.ranks.world,
             guard=self.guard,
         )
-        if self.panels.panel is None and not loop.validates:
-            self.probe.perturbation_every = 0  # on every rank alike
         self._resume(loop, self.probe)
         if loop.ranks.rank == 0:
             with self.guard("outputs"):
@@ -305,7 +312,8 @@ class MonitorSession:
                 if known != self._described:
                     self._described = known
                     self.outputs.describe(self._describe(loop, self.probe))
-            self.outputs.write(record, alerts)
+            with self.guard("outputs"):
+                self.outputs.write(record, alerts)
         with self.guard("loggers"):
             loop.log(record, final=final)
 
@@ -322,4 +330,4 @@ def _owner(optimizers: Sequence[Optimizer], weight: Tensor | Module, name: str) 
     for optimizer in optimizers:
         if any(weight is p for group in optimizer.param_groups for p in group["params"]):
             return optimizer
-    raise ValueError(f"no optimizer of this run moves the head '{name}': is it frozen?")
+    raise ValueError(f"no optimizer of this run moves the head '{name}': is it frozen, or sharded?")

@@ -57,7 +57,8 @@ def find_head(model: Module) -> str:
                 return chosen.pop()
     candidate_names = ", ".join(fitting or rows) or "no module with a matrix: is the model sharded?"
     raise ValueError(
-        f"could not tell which module is the LM head (found {candidate_names}): pass its name, head_module=..."
+        f"could not tell which module is the LM head (found {candidate_names}): pass its name"
+        " (head=... of the monitor, head_module=... of the optimizers)"
     )
 
 

@@ -35,7 +35,6 @@ from .states import STALLED_AFTER, STALLED_STEPS, STATUSES
 
 __all__ = [
     "BUCKETS",
-    "STALLED_AFTER",
     "CollectorRegistry",
     "Exposition",
     "RunSamples",

@@ -130,8 +130,8 @@ CATALOGUE = (
         field="radius",
         panel="norms",
         label="covering radius",
-        help="Covering radius of the LM head's increment: the radius of the smallest ball that holds all its rows, from"
-        " above. The row diameter D(S) is at most twice as large.",
+        help="Upper bound of the covering radius of the LM head's increment, the radius of the smallest ball that holds"
+        " all its rows. The row diameter D(S) is at most twice as large.",
         axis="log",
     ),
     Metric(
@@ -177,14 +177,16 @@ CATALOGUE = (
         field="hidden_norm",
         panel="hidden",
         label="largest norm",
-        help="Largest norm of a hidden state, an input of the LM head, on the validation panel.",
+        help="Largest norm of a hidden state, an input of the LM head, on the validation panel. For a head with a bias,"
+        " of the state extended by 1.",
     ),
     Metric(
         name="hidden_norm_rms",
         field="hidden_norm_rms",
         panel="hidden",
         label="RMS norm",
-        help="Root mean square of the norms of the hidden states, the inputs of the LM head, on the validation panel.",
+        help="Root mean square of the norms of the hidden states, the inputs of the LM head, on the validation panel."
+        " For a head with a bias, of the states extended by 1.",
     ),
     Metric(
         name="spectral_norm",

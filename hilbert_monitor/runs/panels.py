@@ -1,6 +1,6 @@
 """The panels that draw a run: on its page, in its CSV files and on Grafana's dashboard of a run.
 
-Which lines a panel has, the metrics say: each names its panel.
+Each metric names the panel that draws it.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ PANELS = (
         title="Other norms of the step",
         section="What a step is worth",
         axis_title="Norms of the step",
-        help="The spectral norm, and a bound on how much the step changes the gradient of a hidden state, beside D(S).",
-        if_empty=WITH_THE_PANEL,
+        help="Other rulers of the step, beside D(S): among them a bound on how much it changes the gradient of a hidden"
+        " state.",
         beside=("step_diameter",),
     ),
     RunPanel(
@@ -143,7 +143,7 @@ PANELS = (
         title="Rounding of D(S)",
         section="Geometry",
         axis_title="Bound of the error",
-        help="Only where the increment is a difference of weights, for optimizers that are not known.",
+        help="Only where the increment is a difference of weights, or where the weights have less than fp32.",
         on_page=False,
     ),
     RunPanel(

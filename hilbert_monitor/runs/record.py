@@ -75,7 +75,8 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ceiling: float | None = None
     """The largest D(S) that the optimizer can make at this learning rate, where a theorem gives one."""
     rounding: float | None = None
-    """Bound on the error of D(S) from the rounding of the weights, where S is their difference."""
+    """Bound on the error of D(S) from the rounding of the weights, where S is their difference or they have less than
+    fp32."""
     radius: float | None = None
     radius_lower: float | None = None
     """Certified bounds of the covering radius of S: that of the smallest ball that holds all its rows."""

@@ -6,13 +6,13 @@ from typing import Literal, get_args
 
 Status = Literal["running", "stalled", "failed", "killed", "finished"]
 STATUSES: tuple[Status, ...] = get_args(Status)
-"""All of them, in the order in which they want attention."""
+"""All of them, in the order in which they are listed."""
 LIVE: tuple[Status, ...] = ("running", "stalled")
 """States of a run whose process is there."""
 ENDED: tuple[Status, ...] = ("finished", "failed")
 """States of a run that said how it ended."""
 
 STALLED_AFTER, STALLED_STEPS = 300.0, 20.0
-"""A run is stalled after so many seconds without a step or validation, and not before so many steps at its own pace."""
+"""A run is stalled once it has been silent for both: so many seconds, and the time that so many of its steps take."""
 LOST_AFTER = 60.0
 """A process is gone after so many seconds without a heartbeat."""

@@ -1,16 +1,21 @@
 """The typed measurement of a step and the record that it makes."""
 
+import dataclasses
+import inspect
 import typing
 
 import msgspec
 import pytest
 import torch
 
-from hilbert_monitor import HilbertMonitor, Prometheus
+from hilbert_monitor import HilbertMonitor, Probe, Prometheus
 from hilbert_monitor.monitor import measurement
 from hilbert_monitor.monitor.measurement import DiameterBounds, ExactDiameter, GradientRows, Measurement
+from hilbert_monitor.monitor.session import MonitorOptions
 from hilbert_monitor.runs.record import StepRecord
+from tests.support.decoders import Plain, loss_of, seeded
 from tests.support.references import all_pairs_diameter, normal
+from tests.support.training import UPDATES, Module, fit
 
 
 def record_of(step: Measurement, **options) -> StepRecord:
@@ -82,8 +87,48 @@ def test_the_short_form_of_the_port_and_the_whole_settings_exclude_each_other():
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
-    [({"port": 70000}, "between 0, .* and 65535, got 70000"), ({"linger": -1.0}, "linger is a number of seconds")],
+    [
+        ({"port": 70000}, "between 0, .* and 65535, got 70000"),
+        ({"port": 0, "linger": -1.0}, "linger is a number of seconds"),
+        ({"address": "0.0.0.0"}, "needs a port=... to serve the metrics at, or a registry"),
+    ],
 )
 def test_settings_of_prometheus_are_checked_when_they_are_made(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         Prometheus(**settings)
+
+
+def test_options_of_the_callback_and_of_the_session_have_the_same_defaults():
+    callback = inspect.signature(HilbertMonitor).parameters
+    for field in dataclasses.fields(MonitorOptions):
+        assert callback[field.name].default == field.default, field.name
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_search_that_fails_leaves_the_bounds(monkeypatch):
+    def fails(S):
+        raise RuntimeError("no search")
+
+    monkeypatch.setattr(measurement, "row_diameter", fails)
+    model = seeded(Plain, V=37, d=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Probe(model, optimizer, diameter_every=1) as probe:
+        loss_of(model, 0).backward()
+        optimizer.step()
+        record = probe.record()
+    assert probe.guard.failures == {"diameter": 1}
+    assert record.diameter is None
+    assert 0 < record.diameter_lower <= record.diameter_upper
+
+
+def test_a_second_run_inherits_neither_failures_nor_the_state_of_one_that_could_not_start():
+    fit(Module("torch"), monitor := HilbertMonitor(run_dir=None, panel_size=50))
+    session = monitor.session
+    assert session.state_dict()["step"] == UPDATES
+    session.guard.failures["panel"] = 3
+    monitor.options.head = "no.such.module"
+    with pytest.warns(UserWarning, match="start failed"):
+        fit(Module("torch"), monitor)
+    assert session.probe is None
+    assert session.state_dict() == {}
+    assert session.guard.failures == {"start": 1}
