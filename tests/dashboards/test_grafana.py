@@ -59,8 +59,8 @@ def test_a_metric_that_the_catalogue_does_not_have_is_an_error(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     from panels import Scope
 
-    with pytest.raises(LookupError, match="no metric 'hilbert_step_radius'"):
-        Scope(runs='run="$run"').now("step_radius")
+    with pytest.raises(LookupError, match="no metric 'hilbert_step_temperature'"):
+        Scope(runs='run="$run"').now("step_temperature")
 
 
 def test_every_metric_of_the_catalogue_is_shown_somewhere():
