@@ -95,7 +95,9 @@ def _against_weights(case: OptimizerCase, device: torch.device, updates: int) ->
             before = weight.detach().cpu().double()
             _backward(model, optimizer, update)
             optimizer.step()
-            S, record = probe.increment().cpu().double(), probe.record()
+            S, record = probe.increment(), probe.record()
+            assert S is not None
+            S = S.cpu().double()
             after = weight.detach().cpu().double()
             gap = _gap(S, record, after - decay * before, largest=float(torch.maximum(before.abs(), after.abs()).max()))
             worst = max(worst, gap, key=lambda gap: gap.off / gap.limit)

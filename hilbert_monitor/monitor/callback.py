@@ -9,7 +9,7 @@ from typing import Any, Literal
 import lightning
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from hilbert_monitor.runs.alerts import Rules
@@ -17,14 +17,16 @@ from hilbert_monitor.runs.metrics import values
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
 from .batches import Batch, token_ids
+from .decay import Decay
 from .exporter import Prometheus
 from .hidden import AutocastFactory
-from .increment import Decay
 from .ranks import Ranks
 from .session import MonitorOptions, MonitorSession
 
 VALIDATION_LOSSES = ("val_loss", "validation_loss", "val/loss", "valid_loss")
 """Names under which a validation loss is usually logged."""
+MAYBE = 0.1
+"""How much of an update a batch counts for, where the Trainer does not say whether there was one."""
 MOVED = ("prometheus_address", "prometheus_tls", "prometheus_registry", "prometheus_stalled_after", "prometheus_linger")
 """Arguments that an earlier version had, now of `Prometheus`."""
 
@@ -68,7 +70,7 @@ class HilbertMonitor(Callback):
 
     def __init__(
         self,
-        head: str | Module | None = None,
+        head: str | Module | Parameter | None = None,
         panel_size: int = 8192,
         diameter_every: int = 10,
         perturbation_every: int = 500,
@@ -132,12 +134,22 @@ class HilbertMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Make the record of the step, if this batch ended with one, and hand it on."""
-        session = self.session
-        if session.probe is not None:
-            with session.guard("batch"):
-                self._add_batch(trainer, pl_module, outputs, batch)
-            with session.guard("record"):
-                session.record()
+        session, updated = self.session, trainer.global_step > self._updates
+        self._updates = trainer.global_step
+        # In manual optimization the Trainer counts only steps that go through its wrappers.
+        weight = 1.0 if updated else 0.0 if pl_module.automatic_optimization else MAYBE
+        if session.probe is None:
+            with session.guard("start"):
+                if weight:
+                    session.look_again(weight=weight)
+            return
+        with session.guard("batch"):
+            self._add_batch(trainer, outputs, batch)
+        with session.guard("increment"):
+            if weight and not session.probe.stepped:
+                self._notice_update(trainer, pl_module, weight)
+        with session.guard("record"):
+            session.record()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the panel, or begin to collect what the validation delivers."""
@@ -196,20 +208,23 @@ class HilbertMonitor(Callback):
         head = self.options.head
         return self._generate_state_key(head=head) if isinstance(head, str) else type(self).__qualname__
 
-    def _add_batch(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
-        """Note the loss and the tokens of a micro-batch; notice an update that did not happen."""
-        probe = self.session.probe
-        assert probe is not None
+    def _add_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
+        """Note the loss and the tokens of a micro-batch."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         # Lightning has divided the loss by the number of micro-batches.
         loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
         ids = token_ids(batch)
         tokens = 0 if ids is None else ids.numel() * trainer.world_size
         self.session.add_batch(loss=loss, tokens=tokens)
-        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None and pl_module.automatic_optimization
-        if scaled and trainer.global_step > self._updates and not probe.stepped:
+
+    def _notice_update(self, trainer: Trainer, pl_module: LightningModule, weight: float) -> None:
+        """Note an update in which no hook saw a step."""
+        probe = self.session.probe
+        assert probe is not None
+        if getattr(trainer.precision_plugin, "scaler", None) is not None and pl_module.automatic_optimization:
             probe.skip("overflow")  # a GradScaler does not call step of an optimizer that is not fused
-        self._updates = trainer.global_step
+        else:
+            self.session.notice_update(weight=weight)
 
 
 class LightningLoop:

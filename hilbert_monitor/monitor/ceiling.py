@@ -8,7 +8,8 @@ from torch.optim import Adam, Optimizer
 
 from hilbert_monitor.optim import RowNorm
 
-from .increment import HeadStep
+from .decay import HeadStep
+from .formulas import steps_as
 
 
 def diameter_ceiling(optimizer: Optimizer, step: HeadStep, *, count: float, width: int) -> float | None:
@@ -16,7 +17,7 @@ def diameter_ceiling(optimizer: Optimizer, step: HeadStep, *, count: float, widt
 
     RowNorm: every row has norm at most lr, so 2 lr. Adam and AdamW: by Cauchy-Schwarz an entry of m is at most
     sqrt(v sum_k (b1^2/b2)^k) (1 - b1) / sqrt(1 - b2), which with bias correction gives 2 lr sqrt(d) times a factor that
-    is 1 at the first step and 7.27 in the limit for the usual betas.
+    is 1 at the first step and 7.27 in the limit for the usual betas. A subclass with a step of its own has none.
 
     Args:
         optimizer: the one that moves the head.
@@ -26,17 +27,20 @@ def diameter_ceiling(optimizer: Optimizer, step: HeadStep, *, count: float, widt
     """
     if step.lr is None:
         return None
-    if isinstance(optimizer, RowNorm):
+    if type(optimizer) is RowNorm:
         return 2 * step.lr
-    if not isinstance(optimizer, Adam):
+    if not steps_as(optimizer, Adam):
         return None
     b1, b2 = (float(b) for b in step.options["betas"])
-    return 2 * step.lr * math.sqrt(width) * adam_factor(b1, b2, count)
+    factor = adam_factor(b1, b2, count)
+    return 2 * step.lr * math.sqrt(width) * factor if math.isfinite(factor) else None
 
 
 def adam_factor(b1: float, b2: float, t: float) -> float:
-    """Largest entry of Adam's step number `t` over lr, for all gradients: 1 at t = 1."""
-    ratio = b1 * b1 / b2
+    """Largest entry of Adam's step number `t` over lr, for all gradients: 1 at t = 1, infinite if b2 = 0 < b1."""
+    if b2 == 0 and b1 > 0 and t > 1:
+        return math.inf
+    ratio = b1 * b1 / b2 if b2 else 0.0
     series: float = t if ratio == 1 else (1 - ratio**t) / (1 - ratio)
     largest: float = (1 - b1) / (1 - b1**t)
     return largest * math.sqrt((1 - b2**t) / (1 - b2) * series)

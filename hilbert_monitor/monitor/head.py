@@ -1,22 +1,24 @@
-"""The LM head that is watched: which module it is, and the increment of its last step as it acts on the logits."""
+"""The LM head that is watched: which weight it is, and the increment of its last step as it acts on the logits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Embedding, EmbeddingBag, Module
+from torch.nn import Embedding, EmbeddingBag, Linear, Module, Parameter
 from torch.optim import Optimizer
 
 from hilbert_monitor.geometry import compute_dtype
 from hilbert_monitor.optim import find_head
+from hilbert_monitor.optim.roles import parameter_of
 
 from .ceiling import diameter_ceiling
-from .increment import Decay, HeadStep, IncrementSource
+from .decay import Decay, HeadStep
+from .formulas import state_of
+from .increment import Increment, IncrementSource, owning_optimizer
 
 
 class LogitIncrement(NamedTuple):
@@ -28,13 +30,31 @@ class LogitIncrement(NamedTuple):
     """Bound on the error of D(S) from the rounding of the weights, where there is one."""
 
 
+class HeadPlace(NamedTuple):
+    """Where the LM head is in a model."""
+
+    name: str
+    module: Module | None
+    """None if the head is a parameter that no module of its own holds."""
+    weight: Tensor
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The head's bias, if it has one."""
+        return None if self.module is None else parameter_of(self.module, "bias")
+
+
+class NobodyMovesIt(ValueError):
+    """No optimizer has the head's weight, so far."""
+
+
 class WatchedHead:
     """An LM head and the optimizer that moves it.
 
     Args:
         model: a language model.
-        optimizer: the one that moves the head, or a ChainedOptimizer.
-        head: the LM head, its name, or None to look for it.
+        optimizers: one of them moves the head. One of them may be a ChainedOptimizer.
+        head: the LM head, its name or that of its weight, or None to look for it.
         decay: how an unknown optimizer uses weight_decay.
         vocab_size: rows of the head that are tokens, if it is padded.
         logit_scale: factor between the head's output and the logits.
@@ -43,25 +63,30 @@ class WatchedHead:
     def __init__(
         self,
         model: Module,
-        optimizer: Optimizer,
+        optimizers: Optimizer | Sequence[Optimizer],
         *,
-        head: str | Module | None = None,
+        head: str | Module | Parameter | None = None,
         decay: Decay | None = None,
         vocab_size: int | None = None,
         logit_scale: float = 1.0,
     ) -> None:
-        self.name, self.module = find_head_module(model, head)
-        weight = getattr(self.module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.ndim != 2:
-            kind = type(self.module).__name__
-            raise TypeError(f"the head '{self.name}', a {kind}, has no (V, d) weight: pass the LM head as head=...")
-        if hasattr(weight, "device_mesh"):
-            raise TypeError(f"the head '{self.name}' has a sharded weight, and only a whole one is measured: use DDP")
-        self.weight, self.vocab_size, self.logit_scale = weight, vocab_size, logit_scale
-        self.source = IncrementSource(optimizer, weight, decay=decay)
-        bias = getattr(self.module, "bias", None)
-        self.bias = IncrementSource(optimizer, bias, decay=decay) if isinstance(bias, Tensor) else None
-        self.tied = any(weight is m.weight for m in model.modules() if isinstance(m, Embedding | EmbeddingBag))
+        self.place = place = find_head_place(model, head)
+        self.name, self.module, self.weight = place
+        self.vocab_size, self.logit_scale = vocab_size, logit_scale
+        self.transposed = _is_transposed(model, place, vocab_size)
+        owners = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+        owner = owning_optimizer(owners, self.weight)
+        if owner is None:
+            raise NobodyMovesIt(why_nobody_moves(place))
+        self.source = IncrementSource(owner, self.weight, decay=decay)
+        bias = place.bias
+        bias_owner = None if bias is None else owning_optimizer(owners, bias)
+        self.bias: IncrementSource | None = None
+        """Of a bias that is trained; one that is frozen adds nothing to a step."""
+        if bias is not None and bias_owner is not None:
+            self.bias = IncrementSource(bias_owner, bias, decay=decay)
+        embeddings = [m for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)]
+        self.tied = any(self.weight is parameter_of(m, "weight") for m in embeddings)
         self._buffer: Tensor | None = None
 
     def remarks(self) -> list[str]:
@@ -73,69 +98,188 @@ class WatchedHead:
             remarks.append("the head's weight is an embedding's too: a step also moves the hidden states through it")
         return remarks
 
+    # Steps
+
     @property
-    def waits_for_bias(self) -> bool:
-        """Whether the bias has an optimizer of its own, so that a step is whole only when both have stepped."""
-        return self.bias is not None and self.bias.optimizer is not self.source.optimizer
+    def waits_for_record(self) -> bool:
+        """Whether a step is whole only when its record is made: the bias has an optimizer of its own, or more than the
+        optimizer moves the weights."""
+        apart = self.bias is not None and self.bias.optimizer is not self.source.optimizer
+        return apart or any(source.basis == "update" for source in self._sources())
 
     def watch(
         self,
         on_step: Callable[[HeadStep], None],
-        *,
-        measure: Callable[[], bool],
-        guard: Callable[[str], AbstractContextManager[Any]],
+        **options: Any,
     ) -> Callable[[], None]:
         """Call `on_step` after each step of the head; return a function that ends it. See IncrementSource.watch."""
         ends = []
         if self.bias is not None:  # first, so that its step is known when `on_step` runs for the weight
-            ends.append(self.bias.watch(lambda step: None, measure=measure, guard=guard))
-        ends.append(self.source.watch(on_step, measure=measure, guard=guard))
+            ends.append(self.bias.watch(lambda step: None, **options))
+        ends.append(self.source.watch(on_step, **options))
 
         def end() -> None:
             for stop in ends:
                 stop()
-            for source in filter(None, (self.source, self.bias)):
+            for source in self._sources():
                 source.forget()
             self._buffer = None
 
         return end
 
-    def increment(self) -> LogitIncrement:
-        """Form the increment of the last step as it acts on the logits."""
+    def unseen(self) -> HeadStep | None:
+        """Return the step of an update that no hook saw, if it moved the weights."""
+        if self.bias is not None:
+            self.bias.unseen()
+        return self.source.unseen()
+
+    def stands(self) -> bool:
+        """Whether the weights are those that the last step left; if not, updates are measured from now on."""
+        return all([source.stands() for source in self._sources()])
+
+    def finish_update(self, *, measure: bool) -> None:
+        """Note that an update is over, and whether the next will be measured."""
+        for source in self._sources():
+            source.finish_update(measure=measure)
+
+    def _sources(self) -> list[IncrementSource]:
+        return [self.source] if self.bias is None else [self.source, self.bias]
+
+    # Matrices
+
+    def increment(self) -> LogitIncrement | None:
+        """Form the increment of the last step as it acts on the logits; None if the weights did something else."""
         weight = self.weight
         if self._buffer is None and weight.device.type == "cpu":
             self._buffer = torch.empty_like(weight, dtype=compute_dtype(weight), requires_grad=False)
-        weight_increment = self.source.form(self._buffer)
-        S = weight_increment.S
-        squares = S.shape[1] * weight_increment.rounding**2  # of the error of one row, at most
-        if self.bias is not None:
-            bias_increment = self.bias.form()
-            squares += bias_increment.rounding**2
-            S = torch.cat([S, bias_increment.S.to(S.dtype)[:, None]], dim=1)
-        S, rounding = S[: self.vocab_size], 2 * math.sqrt(squares) * abs(self.logit_scale)
-        return LogitIncrement(S if self.logit_scale == 1 else S * self.logit_scale, rounding or None)
+        increment = self.source.form(self._buffer)
+        bias = None if self.bias is None else self.bias.form()
+        if increment is None or (self.bias is not None and bias is None):
+            return None
+        return self._on_logits(increment, bias)
+
+    @property
+    def has_stored(self) -> bool:
+        """Whether the step that was stored is another than the one intended, and can be formed."""
+        return self.source.is_rounded and all(source.has_stored for source in self._sources())
+
+    def stored_increment(self) -> Tensor:
+        """Form the increment that the stored weights made in the last step, as it acts on the logits. (V, d)."""
+        return self._on_logits(self.source.stored(), None if self.bias is None else self.bias.stored()).S
 
     def logit_matrix(self, dtype: torch.dtype) -> Tensor:
         """The matrix that makes logits of hidden states, (V, d), as it is now."""
-        return self.weight.detach()[: self.vocab_size].to(dtype) * self.logit_scale
+        weight = self.weight.detach()
+        return (weight.t() if self.transposed else weight)[: self.vocab_size].to(dtype) * self.logit_scale
+
+    def gradient(self) -> Tensor | None:
+        """The gradient of the head's weight, (V, d) with padding."""
+        G = self.weight.grad
+        if G is None:
+            return None
+        G = G.to_dense() if G.is_sparse else G
+        return G.t() if self.transposed else G
 
     def ceiling(self) -> float | None:
         """The largest D(S) that the optimizer can make in a step like the last, where there is a theorem."""
-        if self.source.last is None or self.bias is not None:
+        source = self.source
+        if source.last is None or source.basis != "state" or self.bias is not None or self.transposed:
             return None
-        count = float(self.source.optimizer.state[self.weight].get("step", 0))
-        ceiling = diameter_ceiling(self.source.optimizer, self.source.last, count=count, width=self.weight.shape[1])
+        count = float(state_of(source.optimizer, self.weight).get("step", 0))
+        ceiling = diameter_ceiling(source.optimizer, source.last, count=count, width=self.weight.shape[1])
         return None if ceiling is None else ceiling * abs(self.logit_scale)
 
+    def _on_logits(self, weight: Increment, bias: Increment | None) -> LogitIncrement:
+        S = weight.S.t() if self.transposed else weight.S
+        squares = S.shape[1] * weight.rounding**2  # of the error of one row, at most
+        if bias is not None:
+            squares += bias.rounding**2
+            S = torch.cat([S, bias.S.to(S.dtype)[:, None]], dim=1)
+        S, rounding = S[: self.vocab_size].contiguous(), 2 * math.sqrt(squares) * abs(self.logit_scale)
+        return LogitIncrement(S if self.logit_scale == 1 else S * self.logit_scale, rounding or None)
 
-def find_head_module(model: Module, head: str | Module | None) -> tuple[str, Module]:
-    """Return the name of the LM head and the module, given either of them or neither."""
+
+# Finding it
+
+
+def find_head_place(model: Module, head: str | Module | Parameter | None) -> HeadPlace:
+    """Find the LM head in a model, given the module, its weight, the name of either, or nothing."""
+    if isinstance(head, Parameter):
+        name = next((name for name, p in model.named_parameters(remove_duplicate=False) if p is head), None)
+        if name is None:
+            raise ValueError("the head is no parameter of this model: pass one of its parameters, or the name of one")
+        return _place_of_parameter(model, name)
     names = {module: name for name, module in model.named_modules()}
     if isinstance(head, Module):
         if head not in names:
             raise ValueError("the head is no module of this model: pass one of its modules, or the name of one")
-        return names[head], head
+        return _place_of_module(names[head], head)
     name = find_head(model) if head is None else head
-    if name not in names.values():
-        raise ValueError(f"the model has no module called {name!r}: pass the LM head or its name as head=...")
-    return name, model.get_submodule(name)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if name in modules:
+        return _place_of_module(name, modules[name])
+    if name in dict(model.named_parameters(remove_duplicate=False)):
+        return _place_of_parameter(model, name)
+    raise ValueError(f"the model has no module or parameter called {name!r}: pass the LM head or its name as head=...")
+
+
+def _place_of_parameter(model: Module, name: str) -> HeadPlace:
+    holder, _, last = name.rpartition(".")
+    if last == "weight":
+        return _place_of_module(holder, model.get_submodule(holder))
+    weight = model.get_parameter(name)
+    _check_matrix(name, type(weight).__name__, weight)
+    return HeadPlace(name, None, weight)
+
+
+def _place_of_module(name: str, module: Module) -> HeadPlace:
+    weight, kind = parameter_of(module, "weight"), type(module).__name__
+    if weight is None and isinstance(getattr(module, "base_layer", None), Module):
+        raise TypeError(
+            f"the head '{name}' is an adapter, a {kind}: its own weight is frozen, and the product of small matrices"
+            " that is trained beside it is not measured; train the head whole, or watch another as head=..."
+        )
+    if weight is None and hasattr(module, "parametrizations"):
+        raise TypeError(
+            f"the weight of the head '{name}', a {kind}, is computed from others by a parametrization, and its steps"
+            " are not measured: train the head without it, or pass another head=..."
+        )
+    _check_matrix(name, kind, weight)
+    assert weight is not None
+    return HeadPlace(name, module, weight)
+
+
+def _check_matrix(name: str, kind: str, weight: Tensor | None) -> None:
+    if weight is None or weight.ndim != 2:
+        got = "no weight of its own" if weight is None else f"a weight of shape {tuple(weight.shape)}"
+        raise TypeError(f"the head '{name}', a {kind}, has {got}, not one of (V, d): pass the LM head as head=...")
+    if hasattr(weight, "device_mesh"):
+        raise TypeError(f"the head '{name}' has a sharded weight, and only a whole one is measured: use DDP")
+
+
+def _is_transposed(model: Module, place: HeadPlace, vocab_size: int | None) -> bool:
+    """Whether the weight is stored as (d, V). That of an nn.Linear never is."""
+    if isinstance(place.module, Linear | Embedding | EmbeddingBag):
+        return False
+    rows, columns = place.weight.shape
+    embeddings = [m for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)]
+    tokens = {vocab_size} if vocab_size is not None else {m.num_embeddings for m in embeddings}
+    if rows in tokens or columns in tokens:
+        return rows not in tokens
+    if place.module is not None:
+        return False
+    raise ValueError(
+        f"cannot tell whether the head '{place.name}' of shape ({rows}, {columns}) is stored as (V, d) or (d, V): no"
+        " embedding has as many tokens; pass vocab_size=..."
+    )
+
+
+def why_nobody_moves(place: HeadPlace) -> str:
+    """Say why no optimizer has the head's weight, and what to do."""
+    name = place.name
+    if not place.weight.requires_grad:
+        return f"the head '{name}' is frozen, and in no optimizer of this run: it is watched from when one has it"
+    return (
+        f"no optimizer of this run has the head '{name}', a weight of shape {tuple(place.weight.shape)}: it is watched"
+        " from when one has it; if another head is trained, pass it as head=..."
+    )

@@ -1,16 +1,18 @@
-"""The increment S of one optimizer step on one parameter, without decoupled weight decay: U' = (1 - lr decay) U + S.
+"""The increment S of one optimizer step on one parameter, without decoupled weight decay: U' = c U + S.
 
 Our own optimizers say what their last step was. For torch's Adam, AdamW and SGD it is formed again from their state, so
 that nothing is copied and nothing lost to cancellation. For every other optimizer it is the difference of the weights,
 which takes a copy of U on the steps that are measured and is exact to the rounding of U.
+
+What is believed is compared with what the weights did, on a few hundred rows of the first steps and of some later ones.
+Where the two part, the difference of the weights is taken from then on: that of a step, or, where something else moves
+the weights as well (Lookahead, a patched step, weights that are swapped), that of a whole update.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -18,45 +20,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Optimizer
 
 from hilbert_monitor.geometry import compute_dtype
-from hilbert_monitor.optim import (
-    ChainedOptimizer,
-    Group,
-    LastStep,
-    MatrixOptimizer,
-    Muon,
-    cache_chunks,
-    options_of,
-)
+from hilbert_monitor.optim import ChainedOptimizer, Group, LastStep, MatrixOptimizer, Muon, options_of
 
-Decay = Literal["decoupled", "coupled"]
+from .decay import Decay, HeadStep, WeightDecay, learning_rate
+from .formulas import formula_of, sgd, state_of, steps_as
+from .kept_rows import KeptRows
 
-DECOUPLED = {"AdamW", "AdamW8bit", "PagedAdamW", "PagedAdamW8bit", "Adafactor", "Muon", "Lion", "AdEMAMix", "SOAP"}
-COUPLED = {"SGD", "Adam", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "LAMB"}
-"""How optimizers whose groups have no flag decoupled_weight_decay use weight_decay, by the name of their class."""
+Basis = Literal["state", "step", "update"]
+"""What an increment is formed from: the optimizer's state, or the weights around its step, or around an update."""
 
-
-@dataclass(frozen=True, slots=True)
-class HeadStep:
-    """One call of the optimizer's step, as its hooks saw it."""
-
-    skipped: str
-    """Why nothing moved ("no gradient", "overflow"), or empty."""
-    options: Group
-    """The hyperparameters of the parameter's group at that step: a scheduler moves lr soon after."""
-
-    @property
-    def lr(self) -> float | None:
-        """Learning rate of the step, if the optimizer has one."""
-        lr = self.options.get("lr")
-        return None if lr is None else float(lr)
-
-    @property
-    def decay(self) -> float:
-        """The group's weight decay, whichever way it is used."""
-        return float(self.options.get("weight_decay", 0))
+PARTED = 1e-3
+"""Difference between a believed and a real step, as a share of the step, from which on the belief is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,97 +50,124 @@ class IncrementSource:
     """Tells what each step of an optimizer does to one of its parameters.
 
     Args:
-        optimizer: a torch optimizer; of a ChainedOptimizer the one that owns the parameter is watched.
+        optimizer: a torch optimizer, or what wraps one; of a ChainedOptimizer the one that owns the parameter is
+            watched.
         param: a parameter of it.
         decay: how an unknown optimizer uses weight_decay. Without it "decoupled" is assumed, with a warning.
     """
 
     def __init__(self, optimizer: Optimizer, param: Tensor, *, decay: Decay | None = None) -> None:
-        inner = getattr(optimizer, "optimizer", None)  # of a LightningOptimizer
-        optimizer = inner if isinstance(inner, Optimizer) else optimizer
-        self.optimizer = optimizer.owner(param) if isinstance(optimizer, ChainedOptimizer) else optimizer
+        self.optimizer = stepping_optimizer(optimizer, param)
         self.param = param
         self.last: HeadStep | None = None
-        self._decay = decay
+        self.decay = WeightDecay(self.optimizer, decay)
+        self._rows = KeptRows(param)
+        self._trusted, self._by_update, self._checks = True, False, True
         self._before: Tensor | None = None
+        self._next: Group | None = None  # options at the end of the last update, if the next step starts there
         self._outermost: FrameType | None = None
         self._gradient: LastStep | None = None
+        self._doubt: Callable[[str], None] = lambda text: None
         _ = self.group  # refuses a parameter of somebody else
+
+    # What is known
+
+    @property
+    def basis(self) -> Basis:
+        """What the increment is formed from."""
+        return "update" if self._by_update else "state" if self.from_state else "step"
 
     @property
     def from_state(self) -> bool:
         """Whether the increment is formed without a copy of the weights."""
-        return isinstance(self.optimizer, MatrixOptimizer) or self._formula(self.group) is not None
+        known = isinstance(self.optimizer, MatrixOptimizer) or formula_of(self.optimizer, self.group) is not None
+        return self._trusted and known
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the weights have less than fp32, so that a step that is stored is not the one that was intended."""
+        return self.param.dtype.itemsize < 4
 
     @property
     def fleeting(self) -> bool:
         """Whether the increment is formed from the gradient, and lost when that is cleared."""
-        last = self.last
-        plain = last is not None and self._formula(last.options) is _sgd and not last.options["momentum"]
-        return plain or isinstance(self.optimizer, Muon)
+        return self.from_state and (self._is_plain_sgd() or isinstance(self.optimizer, Muon))
 
     @property
     def formable(self) -> bool:
-        """Whether the increment of the last step can still be formed."""
-        if self.last is None:
+        """Whether the increment of the last step can still be formed: nothing has moved the weights since."""
+        if self.last is None or self._rows.are_others():
             return False
-        if self._formula(self.last.options) is _sgd and not self.last.options["momentum"]:
+        if self.from_state and self._is_plain_sgd():
             return self._has_gradient()
+        if self._by_update:
+            return self._before is not None and self._next is None
         return self.from_state or self._before is not None
 
     @property
     def decoupled(self) -> bool:
         """Whether weight decay is apart from the increment."""
-        flag = self.group.get("decoupled_weight_decay")
-        if flag is not None:
-            return bool(flag)
-        return (self._decay or self._known_decay() or "decoupled") == "decoupled"
+        return self.decay.decoupled(self.group)
 
-    def _known_decay(self) -> Decay | None:
-        """How the class, or the nearest that it derives from, is known to use weight_decay."""
-        for kind in type(self.optimizer).__mro__:
-            if kind.__name__ in DECOUPLED | COUPLED:
-                return "decoupled" if kind.__name__ in DECOUPLED else "coupled"
-        return None
+    @property
+    def group(self) -> Group:
+        """The group of the parameter, as it is now."""
+        group = group_of(self.optimizer, self.param)
+        if group is None:
+            raise ValueError(
+                f"the parameter of shape {tuple(self.param.shape)} is in no group of {type(self.optimizer).__name__}:"
+                " give the optimizer that moves it"
+            )
+        return group
+
+    # Steps
 
     def watch(
         self,
         on_step: Callable[[HeadStep], None],
         *,
         measure: Callable[[], bool] = lambda: True,
+        check: Callable[[], bool] = lambda: True,
         guard: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        doubt: Callable[[str], None] = lambda text: None,
     ) -> Callable[[], None]:
         """Call `on_step` after each step; return a function that ends it.
 
         Args:
             on_step: called when the parameter has moved, or would have.
             measure: asked before each step whether its increment will be; only then are weights copied, where needed.
+            check: asked before each step whether what is believed is compared with what the weights do.
             guard: makes the context for what runs inside the optimizer's step, by the name of the part.
+            doubt: told in a sentence where the weights did something else than was believed.
         """
-        self._warn_of_unknown_decay()
+        self.decay.warn_of_guess(self.group)
+        self._doubt = doubt
 
         def before(*_: Any) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                return  # a compiled step has no hooks: `unseen` finds it
             caller = sys._getframe(1)
             if _on_the_stack(self._outermost, caller):
                 return  # a step within a step: a subclass called that of its base, which has hooks too
-            self._outermost, self._before = caller, None
+            self._outermost = caller
             with guard("increment"):
-                if not self.from_state:
-                    self.last = None
-                    if measure():
-                        self._before = self.param.detach().clone()
+                self._checks = check()
+                self._begin(measure())
 
         def after(*_: Any) -> None:
-            if sys._getframe(1) is not self._outermost:
+            if torch.compiler.is_dynamo_compiling() or sys._getframe(1) is not self._outermost:
                 return
             self._outermost = None
             with guard("increment"):
-                self.last = HeadStep(self._skipped(), options_of(self.group))
-                if _steps_as(self.optimizer, SGD) and self.param.grad is not None:
-                    self._gradient = LastStep.of(self.param.grad, self.last.options)
+                self._end(options_of(self.group))
+                assert self.last is not None
                 on_step(self.last)
 
-        handles = [self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after)]
+        handles = [
+            handle
+            for optimizer in (self.optimizer, *inner_optimizers(self.optimizer, self.param))
+            for handle in (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
+        ]
 
         def end() -> None:
             for handle in handles:
@@ -172,62 +176,160 @@ class IncrementSource:
 
         return end
 
+    def unseen(self) -> HeadStep | None:
+        """Return the step of an update that no hook saw, if it moved the weights."""
+        if self._next is None or not self._rows.are_others():
+            return None
+        self._end(self._next)
+        if not self._by_update and not self.from_state:
+            self._follow_updates(f"no hook saw the step of {type(self.optimizer).__name__}")
+        return self.last
+
+    def finish_update(self, *, measure: bool) -> None:
+        """Note that an update is over, and whether the next will be measured."""
+        self._rows.compare()
+        self._rows.see()
+        self._rows.begin()
+        self._next = options_of(self.group)
+        if self._by_update:
+            self._before = self.param.detach().clone() if measure else None
+
+    def stands(self) -> bool:
+        """Whether the weights are those that the last step left; if not, updates are measured from now on."""
+        self._rows.compare()
+        if self._checks and not self._by_update and self._rows.moved():
+            self._follow_updates(self._elsewhere())
+            return False
+        return True
+
     def forget(self) -> None:
         """Forget the last step."""
-        self._before = self.last = None
+        self._before = self.last = self._next = None
+        self._rows.forget()
+
+    def _begin(self, measured: bool) -> None:
+        """Keep what the step's increment needs of the weights before it."""
+        starts_update, self._next = self._next is not None, None
+        if self._by_update and starts_update:
+            return  # the weights at the end of the last update are kept
+        self._rows.compare()
+        if self._checks and self._rows.moved():
+            self._follow_updates(self._elsewhere())
+        self._rows.begin()
+        self._before = None
+        if not self.from_state:
+            self.last = None
+        if measured and (self.is_rounded or not self.from_state):
+            self._before = self.param.detach().clone()
+
+    def _end(self, options: Group) -> None:
+        """Note the step that was made."""
+        options["lr"] = learning_rate(self.optimizer, options, state_of(self.optimizer, self.param))
+        self.last, self._next = HeadStep(self._skipped(), options), None
+        if steps_as(self.optimizer, SGD) and self.param.grad is not None:
+            self._gradient = LastStep.of(self.param.grad, self.last.options)
+        self._rows.see()
+
+    # Increments
 
     @torch.no_grad()
-    def form(self, out: Tensor | None = None) -> Increment:
+    def form(self, out: Tensor | None = None) -> Increment | None:
         """Return the increment of the last step: after it, and before the next or a change of its gradient.
 
         Args:
             out: memory for S, used where it can be: on a CPU new memory costs more than S itself.
+
+        Returns:
+            The increment; None if the weights did something else than was believed before this step.
 
         Raises:
             RuntimeError: if there was no step, or it was not to be measured and has left nothing to form it from.
         """
         if self.last is None:
             raise RuntimeError("there has been no step to form an increment of")
-        dtype, U = compute_dtype(self.param), self.param.detach()
         if self.last.skipped:
-            return Increment(torch.zeros_like(U, dtype=dtype), 0.0)
-        stored = 0.0 if U.dtype.itemsize >= 4 else torch.finfo(U.dtype).eps * float(U.abs().amax())
-        if isinstance(self.optimizer, MatrixOptimizer):
-            return Increment(self.optimizer.increment(self.param, out=out), stored)
-        formula = self._formula(self.last.options)
-        if formula is _sgd and not self.last.options["momentum"] and not self._has_gradient():
-            raise RuntimeError("the gradient of the last step is gone or changed, and SGD's increment needs it")
-        if formula is not None:
-            return Increment(formula(self.param, self.optimizer.state[self.param], self.last.options, out), stored)
-        if self._before is None:
+            return Increment(torch.zeros_like(self.param.detach(), dtype=compute_dtype(self.param)), 0.0)
+        if self._by_update and self._before is None:
+            return None  # it was found out just now
+        if self._by_update or not self.from_state:
+            return self.stored()
+        S = self._from_state(self.last, out)
+        if self._checks and not self._agrees(S, self.last):
+            return None
+        U = self.param.detach()
+        return Increment(S, torch.finfo(U.dtype).eps * float(U.abs().amax()) if self.is_rounded else 0.0)
+
+    @torch.no_grad()
+    def stored(self) -> Increment:
+        """Return the increment that the stored weights made in the last step: U' - c U."""
+        if self.last is None or self._before is None:
             raise RuntimeError(
                 f"the increment of {type(self.optimizer).__name__} is a difference of weights, and none were kept of"
                 " before this step: it was not to be measured"
             )
-        decays = self.decoupled and self.last.decay and self.last.lr is not None
-        shrink = 1 - self.last.options["lr"] * self.last.decay if decays else 1.0
-        S = U.to(dtype) - self._before.to(dtype) * shrink
-        largest = float(torch.maximum(U.abs().amax(), self._before.abs().amax()))
+        U, before, dtype = self.param.detach(), self._before, compute_dtype(self.param)
+        S = torch.sub(U.to(dtype), before.to(dtype) * self.decay.factor(self.last))
+        if U.ndim == 2 and self._checks:
+            seen = self.decay.correct(self._rows.of(before), self._rows.of(S), self.last)
+            if seen:
+                self._doubt(seen)
+                S = torch.sub(U.to(dtype), before.to(dtype) * self.decay.factor(self.last))
+        largest = float(torch.maximum(U.abs().amax(), before.abs().amax()))
         return Increment(S, 2 * torch.finfo(U.dtype).eps * largest)
 
     @property
-    def group(self) -> Group:
-        """The group of the parameter, as it is now."""
-        for group in self.optimizer.param_groups:
-            if any(self.param is p for p in group["params"]):
-                return group
-        raise ValueError(
-            f"the parameter of shape {tuple(self.param.shape)} is in no group of {type(self.optimizer).__name__}: give"
-            " the optimizer that moves it"
+    def has_stored(self) -> bool:
+        """Whether the weights of before the last step were kept."""
+        return self.last is not None and self._before is not None
+
+    @torch.no_grad()
+    def moved_share(self) -> float:
+        """Share of the stored weights that are not what they were before the step."""
+        assert self._before is not None
+        return float((self._before != self.param.detach()).double().mean())
+
+    def _from_state(self, last: HeadStep, out: Tensor | None) -> Tensor:
+        if isinstance(self.optimizer, MatrixOptimizer):
+            return self.optimizer.increment(self.param, out=out)
+        if self._is_plain_sgd() and not self._has_gradient():
+            raise RuntimeError("the gradient of the last step is gone or changed, and SGD's increment needs it")
+        formula = formula_of(self.optimizer, last.options)
+        assert formula is not None
+        return formula(self.param, state_of(self.optimizer, self.param), last.options, out)
+
+    def _agrees(self, S: Tensor, last: HeadStep) -> bool:
+        """Whether the rows that were kept moved as `S` says."""
+        before = self._rows.before
+        if before is None:
+            return True
+        after, step = self._rows.now().to(S.dtype), self._rows.of(S)
+        moved = after - before.to(S.dtype) * self.decay.factor(last)
+        largest = torch.maximum(after.abs().amax(), before.abs().amax().to(S.dtype))
+        numbers = ((moved - step).abs().amax(), step.abs().amax(), moved.abs().amax(), largest)
+        difference, believed, real, weight = torch.stack(numbers).tolist()
+        allowed = PARTED * max(believed, real) + 4 * torch.finfo(self.param.dtype).eps * weight
+        if not difference > allowed:  # also where something is nan
+            return True
+        self._trusted = False
+        self._doubt(
+            f"a step of {type(self.optimizer).__name__} moved a weight by {real:.3g} where its state says"
+            f" {believed:.3g}: the increment is the difference of the weights from now on"
+        )
+        return False
+
+    def _follow_updates(self, why: str) -> None:
+        self._by_update, self._before = True, None
+        self._doubt(f"{why}: the increment is the difference of the weights over whole updates from now on")
+
+    def _elsewhere(self) -> str:
+        return (
+            f"something besides the step of {type(self.optimizer).__name__} moves the head's weights (Lookahead, a"
+            " patched step, swapped or projected weights?)"
         )
 
-    def _formula(self, options: Group) -> Callable[[Tensor, Group, Group, Tensor | None], Tensor] | None:
-        if _steps_as(self.optimizer, Adam):
-            return _adam
-        if _steps_as(self.optimizer, SGD):
-            buffered = options["momentum"] and not options["nesterov"]  # nesterov leaves a changed gradient behind
-            return _sgd if buffered or not (options["momentum"] or options["weight_decay"]) else None
-        return None
+    def _is_plain_sgd(self) -> bool:
+        last = self.last
+        return last is not None and formula_of(self.optimizer, last.options) is sgd and not last.options["momentum"]
 
     def _has_gradient(self) -> bool:
         return self._gradient is not None and self._gradient.had(self.param.grad)
@@ -238,15 +340,49 @@ class IncrementSource:
         overflow = getattr(self.optimizer, "found_inf", None)  # a GradScaler leaves it to a fused optimizer
         return "overflow" if overflow is not None and bool(overflow) else ""
 
-    def _warn_of_unknown_decay(self) -> None:
-        group, kind = self.group, type(self.optimizer).__name__
-        known = "decoupled_weight_decay" in group or self._decay is not None or self._known_decay() is not None
-        if not known and group.get("weight_decay"):
-            warnings.warn(
-                f"hilbert_monitor does not know how {kind} uses weight_decay and takes it to be decoupled, apart"
-                ' from the increment: pass decay="coupled" if it is added to the gradient',
-                stacklevel=3,
-            )
+
+# Optimizers within optimizers
+
+
+def group_of(optimizer: Optimizer, param: Tensor) -> Group | None:
+    """The group of an optimizer that has a parameter."""
+    for group in optimizer.param_groups:
+        if any(param is p for p in group["params"]):
+            return group
+    return None
+
+
+def owning_optimizer(optimizers: Sequence[Optimizer], param: Tensor) -> Optimizer | None:
+    """The first of several optimizers that has a parameter."""
+    return next((optimizer for optimizer in optimizers if group_of(optimizer, param) is not None), None)
+
+
+def stepping_optimizer(optimizer: Any, param: Tensor) -> Optimizer:
+    """The outermost optimizer whose hooks see a step of a parameter.
+
+    That is the optimizer itself, the one of a chain that owns the parameter, or, where a wrapper has no hooks (a
+    LightningOptimizer, an AcceleratedOptimizer, many a Lookahead), the one inside.
+    """
+    if isinstance(optimizer, ChainedOptimizer):
+        return optimizer.owner(param)
+    if isinstance(optimizer, Optimizer) and _has_hooks(optimizer):
+        return optimizer
+    inner = inner_optimizers(optimizer, param)
+    return stepping_optimizer(inner[0], param) if inner else optimizer
+
+
+def inner_optimizers(optimizer: Any, param: Tensor) -> list[Optimizer]:
+    """Optimizers that another one has as attributes and that own the parameter too, as SAM's base_optimizer."""
+    return [
+        value
+        for value in vars(optimizer).values()
+        if isinstance(value, Optimizer) and value is not optimizer and owning_optimizer([value], param) is not None
+    ]
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Whether torch calls the hooks of an optimizer: a wrapper that never calls Optimizer.__init__ has none."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and getattr(type(optimizer).step, "hooked", False)
 
 
 def _on_the_stack(frame: FrameType | None, caller: FrameType | None) -> bool:
@@ -256,37 +392,3 @@ def _on_the_stack(frame: FrameType | None, caller: FrameType | None) -> bool:
             return True
         caller = caller.f_back
     return False
-
-
-def _steps_as(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
-    """Whether an optimizer is of `kind` and its step is that of `kind`; torch wraps steps for its hooks."""
-    return isinstance(optimizer, kind) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
-
-
-def _adam(p: Tensor, state: Group, options: Group, out: Tensor | None) -> Tensor:
-    """-lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps), with the largest v so far under amsgrad."""
-    b1, b2 = options["betas"]
-    t, dtype = _count(state["step"]), compute_dtype(p)
-    scale, root = -options["lr"] / (1 - b1**t), (1 - b2**t) ** 0.5
-    V = state["max_exp_avg_sq"] if options["amsgrad"] else state["exp_avg_sq"]
-    S = torch.empty_like(p, dtype=dtype) if out is None else out
-    for s, m, v in zip(*(cache_chunks(A, S) for A in (S, state["exp_avg"], V)), strict=True):
-        torch.sqrt(v.to(dtype), out=s)
-        torch.div(m.to(dtype), s.div_(root).add_(options["eps"]), out=s).mul_(scale)
-    return S
-
-
-def _count(step: float | Tensor) -> float | Tensor:
-    """The optimizer's count of steps in fp64, as 1 - 0.999^t needs it; an accelerator is not waited for."""
-    if isinstance(step, Tensor) and step.device.type not in ("cpu", "mps"):
-        return step.double()
-    return float(step)
-
-
-def _sgd(p: Tensor, state: Group, options: Group, out: Tensor | None) -> Tensor:
-    """-lr times the momentum buffer, or, without momentum, the gradient."""
-    if options["momentum"]:
-        return torch.mul(state["momentum_buffer"].to(compute_dtype(p)), -options["lr"])
-    assert p.grad is not None
-    G = p.grad.to_dense() if p.grad.is_sparse else p.grad
-    return torch.mul(G.to(compute_dtype(p)), options["lr"] if options["maximize"] else -options["lr"])

@@ -69,6 +69,29 @@ class ExactDiameter(DiameterBounds):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredStep:
+    """The step that weights of less than fp32 really made, next to the one that was intended."""
+
+    stored_diameter: float | None
+    stored_diameter_lower: float
+    stored_diameter_upper: float
+    stored_pair: Pair
+    moved_share: float
+
+    @classmethod
+    def of(cls, S: Tensor, *, exact: bool, moved_share: float) -> StoredStep:
+        """Bound the diameter of what the stored weights did, (V, d), or search for it."""
+        bracket = row_diameter(S) if exact else row_diameter_bracket(S)
+        return cls(
+            stored_diameter=bracket.lower if exact else None,
+            stored_diameter_lower=bracket.lower,
+            stored_diameter_upper=bracket.upper,
+            stored_pair=bracket.pair,
+            moved_share=moved_share,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GradientRows:
     """The head's gradient by rows: its longest row, and how far its rows are from summing to zero."""
 
@@ -122,8 +145,10 @@ class Measurement:
     learning_rate: float | None = None
     rounding: float | None = None
     ceiling: float | None = None
+    increment_from: str = ""
     bounds: DiameterBounds | None = None
     """An ExactDiameter on exact steps."""
+    stored: StoredStep | None = None
     gradient: GradientRows | None = None
     quality: StepQuality | None = None
     panel: PanelPerturbation | None = None
@@ -131,6 +156,10 @@ class Measurement:
     train_loss: float | None = None
     validation_loss: float | None = None
     tokens: int | None = None
+
+    def forget_increment(self) -> None:
+        """Drop what was measured of an increment that turned out not to be that of the update."""
+        self.bounds = self.stored = self.quality = self.ceiling = self.rounding = None
 
     @property
     def exact(self) -> ExactDiameter | None:
@@ -165,5 +194,11 @@ class Measurement:
         return StepRecord(time=time, seconds=seconds, share=share, **values)
 
 
-PARTS = {"bounds": ExactDiameter, "gradient": GradientRows, "quality": StepQuality, "panel": PanelPerturbation}
+PARTS = {
+    "bounds": ExactDiameter,
+    "stored": StoredStep,
+    "gradient": GradientRows,
+    "quality": StepQuality,
+    "panel": PanelPerturbation,
+}
 """Fields of a Measurement that hold several fields of a record."""

@@ -6,13 +6,14 @@ import dataclasses
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from hilbert_monitor.geometry import Interval
@@ -20,17 +21,24 @@ from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, Pair, StepRecord
 
 from . import panel_perturbation
+from .decay import Decay, HeadStep
+from .formulas import state_of
 from .guard import Guard, tell
 from .head import WatchedHead
 from .hidden import AutocastFactory, HiddenStates, hidden_states
-from .increment import Decay, HeadStep
-from .measurement import DiameterBounds, ExactDiameter, GradientRows, Measurement
+from .increment import IncrementSource, owning_optimizer, stepping_optimizer
+from .measurement import DiameterBounds, ExactDiameter, GradientRows, Measurement, StoredStep
 from .panel import Panel
 from .ranks import Ranks
 from .step_quality import backward_bound, head_diameter, increment_quality, step_quality
 
 UNBALANCED = 0.01
 """|sum of the gradient's rows| / sum of their norms, from which on the loss is not that of a plain softmax."""
+
+CHECKED = 5
+"""How many of the first steps are compared with what the weights did; later ones where D(S) is exact."""
+QUIET = 20
+"""Updates in which the head did not move, after which a reader is told why."""
 
 Judged = tuple[StepRecord, list[Alert]]
 """A record, and the alerts that the rules raised about it."""
@@ -45,8 +53,8 @@ class Probe:
 
     Args:
         model: a language model; a head that is tied to an embedding is measured too, with a remark.
-        optimizer: the one that moves the head, or a ChainedOptimizer.
-        head: the LM head, its name, or None to look for it.
+        optimizer: the one that moves the head, a ChainedOptimizer, or several of which one does.
+        head: the LM head, its name or that of its weight, or None to look for it.
         panel: validation positions for the Hilbert perturbation; without it only the diameter is measured.
         diameter_every: steps between exact diameters; 0 for none.
         perturbation_every: steps between perturbations of the panel; 0 for none.
@@ -68,9 +76,9 @@ class Probe:
     def __init__(
         self,
         model: Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
-        head: str | Module | None = None,
+        head: str | Module | Parameter | None = None,
         panel: Panel | None = None,
         diameter_every: int = 10,
         perturbation_every: int = 500,
@@ -88,10 +96,10 @@ class Probe:
         strict: bool = False,
     ) -> None:
         self.model, self.panel = model, panel
-        self.head = WatchedHead(
-            model, optimizer, head=head, decay=decay, vocab_size=vocab_size, logit_scale=logit_scale
+        self._watched_head = partial(
+            WatchedHead, model, head=head, decay=decay, vocab_size=vocab_size, logit_scale=logit_scale
         )
-        self.source = self.head.source
+        self.head = self._watched_head(optimizer)
         self.diameter_every, self.perturbation_every = diameter_every, perturbation_every
         self.bracket = self.source.from_state if bracket is None else bracket
         self.hidden, self.autocast, self.decode = hidden, autocast, decode
@@ -116,13 +124,28 @@ class Probe:
         self._head_diameter: float | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._since = time.perf_counter()
+        self._first = 0  # step at which watching began
+        self._quiet: float = 0  # updates in which the head did not move; from its first step on, not a number
+
+    @property
+    def source(self) -> IncrementSource:
+        """Where increments of the head's weight come from."""
+        return self.head.source
 
     # Hooks
 
     def attach(self) -> Probe:
         """Begin to watch."""
         self.detach()
-        self._end = self.head.watch(self._on_step, measure=self._will_measure, guard=self.guard)
+        self._end = self.head.watch(
+            self._on_step,
+            measure=self._will_measure,
+            check=self._will_check,
+            guard=self.guard,
+            doubt=self._note_doubt,
+        )
+        self._first = self.step
+        self._finish_update()
         return self
 
     def detach(self) -> None:
@@ -149,9 +172,52 @@ class Probe:
         lr = self.source.group.get("lr")
         self._current.learning_rate = None if lr is None else float(lr)
 
+    def notice_update(self, optimizers: Sequence[Optimizer] = (), *, weight: float = 1.0) -> None:
+        """Look for the step of an update that no hook saw: compiled, or made by an optimizer that is new.
+
+        To be called on every rank, where the training loop counts an update and there was no step.
+
+        Args:
+            optimizers: those of the run, as they are now.
+            weight: how much of an update it is, where the loop cannot tell.
+        """
+        step = None
+        with self.guard("increment"):
+            if self._follow(optimizers):
+                self.step += 1
+                self._current = Measurement(step=self.step)
+                return
+            step = self.head.unseen()
+        if step is not None:
+            self._on_step(step)
+        else:
+            self._note_quiet("", weight)
+
+    def _follow(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Watch another optimizer, if the head has moved to one."""
+        owner = owning_optimizer(optimizers, self.head.weight)
+        if owner is None or stepping_optimizer(owner, self.head.weight) is self.source.optimizer:
+            return False
+        self._note_doubt("the head has another optimizer, which is watched in place of the first")
+        watching = self._end is not None
+        self.detach()
+        self.head = self._watched_head(optimizers)
+        if watching:
+            self.attach()
+        return True
+
+    def _finish_update(self) -> None:
+        with self.guard("increment"):
+            self.head.finish_update(measure=self._will_measure())
+
     def _will_measure(self) -> bool:
         due = self._due(self.step + 1, self.diameter_every) or self._due(self.step + 1, self.perturbation_every)
         return due or self.bracket
+
+    def _will_check(self) -> bool:
+        """Whether the next step is compared with what the weights do: an accelerator is waited for."""
+        early = self.step < self._first + CHECKED
+        return self._will_measure() and (early or self._due(self.step + 1, self.diameter_every))
 
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.last)
@@ -163,8 +229,10 @@ class Probe:
         self._increment, self._current = None, Measurement(step=self.step, skipped=step.skipped)
         with self._timed("learning_rate"):
             self._current.learning_rate = step.lr
-        if not self.head.waits_for_bias:
-            self._measure_step(self._current)
+        self._note_quiet(step.skipped)
+        if self.head.waits_for_record:
+            return
+        self._measure_step(self._current)
         if self._increment is None and self._due(self.step, self.perturbation_every) and self.source.fleeting:
             with self._timed("increment"):
                 self._increment = self._form_increment(self._current)
@@ -172,7 +240,7 @@ class Probe:
     # Measuring
 
     def _measure_step(self, step: Measurement) -> None:
-        """Measure a new step: in its hook, or at its record where the bias has an optimizer of its own."""
+        """Measure a new step: in its hook, or at its record where it is whole only then."""
         if step.skipped or step.bounds is not None:
             return
         self._measure_diameter(step, exact=self._due(self.step, self.diameter_every))
@@ -192,10 +260,13 @@ class Probe:
         if not exact:
             with self._timed("bracket"):
                 step.bounds, step.ceiling = DiameterBounds.of(S), self.head.ceiling()
-                exact = self._is_blow_up(step, step.bounds.diameter_upper)
+                self._measure_stored(step, exact=False)
+                upper = step.stored.stored_diameter_upper if step.stored else step.bounds.diameter_upper
+                exact = self._is_blow_up(step, upper)
         if exact:
             with self._timed("diameter"):
                 step.bounds, step.ceiling = ExactDiameter.of(S), self.head.ceiling()
+                self._measure_stored(step, exact=True)
             if step.bounds is None:  # the search has failed
                 with self._timed("bracket"):
                     step.bounds, step.ceiling = DiameterBounds.of(S), self.head.ceiling()
@@ -203,13 +274,26 @@ class Probe:
             with self._timed("gradient"):
                 self._measure_gradient(step)
 
-    def increment(self) -> Tensor:
-        """S of the last step as it acts on the logits: scaled, padding dropped, extended by the bias. (V, d)."""
-        return self.head.increment().S
+    def _measure_stored(self, step: Measurement, *, exact: bool) -> None:
+        """Measure the step that rounded weights really made, where it is not the one intended."""
+        if self.head.has_stored:
+            S = self.head.stored_increment()
+            step.stored = StoredStep.of(S, exact=exact, moved_share=self.source.moved_share())
 
-    def _form_increment(self, step: Measurement) -> Tensor:
-        S, step.rounding = self.head.increment()
-        return S
+    def increment(self) -> Tensor | None:
+        """S of the last step as it acts on the logits: scaled, padding dropped, extended by the bias. (V, d).
+
+        None if the weights did something else than the optimizer's state says.
+        """
+        increment = self.head.increment()
+        return None if increment is None else increment.S
+
+    def _form_increment(self, step: Measurement) -> Tensor | None:
+        increment = self.head.increment()
+        if increment is None:
+            return None
+        step.rounding, step.increment_from = increment.rounding, self.source.basis
+        return increment.S
 
     def _measure_quality(self, step: Measurement) -> None:
         """Measure how good the step is, while its gradient is there. With a bias, no gradient has the shape of S."""
@@ -218,24 +302,27 @@ class Probe:
         if self._increment is None:
             self._increment = self._form_increment(step)
         S, head = self._increment, self.head
+        if S is None:
+            return
         if head.bias is not None or not (self.efficiency and step.bounds is not None):
             step.quality = increment_quality(S)
         else:
             bounds = Interval(step.bounds.diameter_lower, step.bounds.diameter_upper)
-            state = self.source.optimizer.state[head.weight]
-            step.quality = step_quality(S, head.weight.grad, state, bounds)
+            state = {} if head.transposed else state_of(self.source.optimizer, head.weight)
+            step.quality = step_quality(S, head.gradient(), state, bounds)
         if head.bias is None:
             self._head_diameter = head_diameter(head.logit_matrix(S.dtype), S)
 
     def _measure_gradient(self, step: Measurement) -> None:
-        if self.head.weight.grad is None:
+        gradient = self.head.gradient()
+        if gradient is None:
             return
-        step.gradient = GradientRows.of(self.head.weight.grad, self.head.vocab_size)
+        step.gradient = GradientRows.of(gradient, self.head.vocab_size)
         # An embedding's gradient is in that of a tied weight too.
         if step.gradient.gradient_balance > UNBALANCED and not self.head.tied:
             self._remark(
-                "the rows of the head's gradient do not sum to zero, as those of a softmax cross entropy do: a z-loss,"
-                " or soft-capped logits?"
+                "the rows of the head's gradient do not sum to zero, as those of a plain softmax cross entropy do:"
+                " gradients clipped by value, a z-loss or soft-capped logits can be why"
             )
 
     def _measure_panel(self, step: Measurement) -> None:
@@ -259,6 +346,10 @@ class Probe:
         if not share.size:
             return panel_perturbation.nothing()
         S = self._form_increment(step) if self._increment is None else self._increment
+        if S is None:
+            return panel_perturbation.failure()
+        if self.head.module is None:
+            raise TypeError("TODO")
         H = hidden_states(self.model, self.head.module, share, hidden=self.hidden, autocast=self.autocast)
         if self.head.bias is not None:
             H = torch.cat([H, H.new_ones(len(H), 1)], dim=1)
@@ -279,7 +370,9 @@ class Probe:
             return False
         mine = False
         with self._timed("rules"):
-            mine = self._is_blow_up(step, step.exact.diameter if step.exact else None)
+            stored = step.stored.stored_diameter if step.stored else None
+            intended = step.exact.diameter if step.exact else None
+            mine = self._is_blow_up(step, intended if stored is None else stored)
         return self.ranks.from_rank_zero(mine)
 
     def _remark(self, text: str) -> None:
@@ -287,6 +380,27 @@ class Probe:
         if text not in self.remarks:
             self.remarks.append(text)
             tell(f"identity not exact, {text}", stacklevel=3)
+
+    def _note_doubt(self, text: str) -> None:
+        """Note that D(S) is formed in another way than before, and say so."""
+        self.remarks.append(f"from step {self.step + 1} on: {text}")
+        tell(f"step {self.step + 1}: {text}", stacklevel=3)
+
+    def _note_quiet(self, why: str, weight: float = 1.0) -> None:
+        """Count an update in which the head did not move; after some, say so once, and what may be the reason."""
+        if not why and self._current is not None:
+            self._quiet = math.nan  # it moves
+        before, self._quiet = self._quiet, self._quiet + weight
+        if not before < QUIET <= self._quiet:
+            return
+        name, kind = self.head.name, type(self.source.optimizer).__name__
+        if not self.head.weight.requires_grad:
+            reason = "it is frozen, and is measured once it is not"
+        elif why:
+            reason = f"{why} reaches it: if the model trains another head, pass that as head=..."
+        else:
+            reason = f"{kind}, which has it, makes no step: if another head is trained, pass that as head=..."
+        tell(f"the head '{name}' has not moved in {QUIET} updates; {reason}", stacklevel=3)
 
     # Records
 
@@ -313,17 +427,28 @@ class Probe:
             step = dataclasses.replace(self._recorded)
         if step is None:
             return None
-        if fresh and self.head.waits_for_bias:
-            self._measure_step(step)
+        if fresh:
+            with self.guard("increment"):
+                self._check_weights(step)
+            if self.head.waits_for_record:
+                self._measure_step(step)
         formable = not final or self.ranks.unanimous(self.source.formable)
         if formable and not step.skipped:
             fresh |= self._measure_rest(step, final=final)
+        if not final:
+            self._finish_update()
         if not fresh:
             return None
         step.train_loss = step.train_loss if train_loss is None else train_loss
         step.validation_loss = step.validation_loss if validation_loss is None else validation_loss
         step.tokens = step.tokens if tokens is None else tokens
         return self._finish(step)
+
+    def _check_weights(self, step: Measurement) -> None:
+        """Drop what was measured in the hook of a step, if something moved the weights after it."""
+        if step.bounds is not None and not self.head.stands():
+            step.forget_increment()
+            self._increment = self._head_diameter = None
 
     def _measure_rest(self, step: Measurement, *, final: bool) -> bool:
         """Measure what waits for the record, or for the end of the run; return whether anything was due."""

@@ -14,21 +14,22 @@ from typing import Any, Protocol
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from hilbert_monitor import __version__
 from hilbert_monitor.runs.alerts import Judge, Rules
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
+from .decay import Decay
 from .exporter import Prometheus
-from .guard import Guard
-from .head import find_head_module
+from .guard import Guard, tell
+from .head import NobodyMovesIt, find_head_place
 from .hidden import AutocastFactory, HiddenStates
-from .increment import Decay
+from .increment import owning_optimizer
 from .outputs import Outputs
 from .panel_source import PanelChoice, PanelSource
-from .probe import Probe
+from .probe import QUIET, Probe
 from .ranks import Ranks
 from .responses import Action, Controls, Responses
 
@@ -37,7 +38,7 @@ from .responses import Action, Controls, Responses
 class MonitorOptions:
     """What a user chooses, whatever trains the model. `HilbertMonitor` documents each option."""
 
-    head: str | Module | None = None
+    head: str | Module | Parameter | None = None
     panel_size: int = 8192
     diameter_every: int = 10
     perturbation_every: int = 500
@@ -109,6 +110,21 @@ class TrainingLoop(Controls, Protocol):
         """Give a record to the loop's own loggers, on rank zero."""
 
 
+@dataclass
+class Waiting:
+    """A run whose head no optimizer has, so far."""
+
+    loop: TrainingLoop
+    why: str
+    updates: float = 0.0
+    told: bool = False
+
+    def tell(self) -> None:
+        """Say why nothing is measured."""
+        self.told = True
+        tell(f"nothing is measured so far: {self.why}", stacklevel=4)
+
+
 class MonitorSession:
     """Monitors the runs of one model, one after the other.
 
@@ -124,6 +140,7 @@ class MonitorSession:
         self.outputs: Outputs | None = None
         """Where the run is written, on rank zero while it trains."""
         self._loop: TrainingLoop | None = None
+        self._waiting: Waiting | None = None
         self._responses: Responses | None = None
         self._described = (0, False)  # number of remarks, and whether there is a panel, that the log knows of
         self._resumed: dict[str, Any] = {}
@@ -135,15 +152,44 @@ class MonitorSession:
 
     def start(self, loop: TrainingLoop) -> None:
         """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
-        self.probe = None
         self.guard.failures.clear()  # those of an earlier run
+        self._waiting = None
+        self._begin(loop)
+
+    def look_again(self, *, weight: float = 1.0) -> None:
+        """Begin to watch after all, if by now an optimizer has the head. Called on every rank after an update.
+
+        Args:
+            weight: how much of an update it is, where the loop cannot tell.
+        """
+        waiting = self._waiting
+        if waiting is None:
+            return
+        waiting.updates += weight
+        if waiting.updates >= QUIET and not waiting.told:
+            waiting.tell()
+        owned = False
+        with self.guard("start"):
+            head = find_head_place(waiting.loop.model, self.options.head).weight
+            owned = owning_optimizer(waiting.loop.optimizers, head) is not None
+        if waiting.loop.ranks.unanimous(owned):
+            self._waiting = None
+            self._begin(waiting.loop)
+
+    def _begin(self, loop: TrainingLoop) -> None:
+        self.probe, why = None, ""
         started = False
         with self.guard("start"):
-            self._start(loop)
-            started = True
+            try:
+                self._start(loop)
+                started = True
+            except NobodyMovesIt as error:
+                why = str(error)
         if not loop.ranks.unanimous(started):
+            waits = loop.ranks.unanimous(bool(why))
             self.close()
             self.probe = None
+            self._waiting = Waiting(loop, why) if waits else None
             return
         assert self.probe is not None
         if not loop.ranks.unanimous(math.isfinite(self.probe.last)):
@@ -180,6 +226,11 @@ class MonitorSession:
                 self._hand_on(loop, one, alerts, final=final)
         self._respond(loop, probe, [alert for _, alerts in judged for alert in alerts], final=final)
 
+    def notice_update(self, *, weight: float = 1.0) -> None:
+        """Look for the step of an update that no hook saw. Called on every rank."""
+        if self.probe is not None and self._loop is not None:
+            self.probe.notice_update(self._loop.optimizers, weight=weight)
+
     def validated(self, loss: float) -> None:
         """Add the validation loss to the record of the step before it, or keep it for the first."""
         amended = None if self.probe is None or self.probe.stepped else self.probe.amend(validation_loss=loss)
@@ -200,6 +251,9 @@ class MonitorSession:
 
     def close(self, error: BaseException | None = None) -> None:
         """Let go of the optimizer and close the outputs; say what ended the run, if that was an error."""
+        if self._waiting is not None and not self._waiting.told and self._waiting.updates:
+            self._waiting.tell()
+        self._waiting = None
         if self.probe is not None:
             self._resumed = self.state_dict()
             self.probe.detach()
@@ -233,14 +287,13 @@ class MonitorSession:
             self._resumed = {}
         self._loop = loop
         self._responses = Responses(options.on_blowup, self.guard, lambda: self.outputs.id if self.outputs else "")
-        name, head = find_head_module(loop.model, options.head)
         with self.guard("panel"):
             if self.panels.panel is None and options.perturbation_every:
                 self.panels.take(loop.validation_loaders, validates=loop.validates)
         self.probe = Probe(
             loop.model,
-            _owner(loop.optimizers, head.weight, name),
-            head=head,
+            loop.optimizers,
+            head=options.head,
             panel=self.panels.panel,
             diameter_every=options.diameter_every,
             perturbation_every=options.perturbation_every,
@@ -324,10 +377,3 @@ class MonitorSession:
         if not final:
             folder = (self.outputs.folder if self.outputs is not None else None) or loop.folder
             self._responses.act(loop, alerts, probe.ranks, str(folder), probe.step)
-
-
-def _owner(optimizers: Sequence[Optimizer], weight: Tensor | Module, name: str) -> Optimizer:
-    for optimizer in optimizers:
-        if any(weight is p for group in optimizer.param_groups for p in group["params"]):
-            return optimizer
-    raise ValueError(f"no optimizer of this run moves the head '{name}': is it frozen, or sharded?")

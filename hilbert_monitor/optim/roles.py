@@ -13,6 +13,15 @@ Role = Literal["matrix", "embedding", "tensor", "vector", "head"]
 HEAD_NAMES = ("head", "unembed", "unembedding", "output", "output_projection", "embed_out", "to_logits")
 
 
+def parameter_of(module: Module, name: str) -> Parameter | None:
+    """Return the parameter that a module has under a name, or None; nothing is computed.
+
+    Reading the attribute itself may compute: a spectral norm then takes a step of its power iteration.
+    """
+    value = module._parameters.get(name, vars(module).get(name))
+    return value if isinstance(value, Parameter) else None
+
+
 def find_head(model: Module) -> str:
     """Return the name of the module that turns hidden states into logits.
 

@@ -147,13 +147,13 @@ class Judge:
 
     def judge(self, record: StepRecord) -> list[Alert]:
         """Return the alerts of a record, and add it to the history."""
-        lr, value = record.learning_rate, _diameter(record)
+        lr, value = record.learning_rate, judged_diameter(record)
         if record.skipped:
             return []
         alerts = list(self._nonfinite(record))
         if lr is None:
             return alerts
-        alerts += [*self._ceiling(record, value), *self._blow_ups(record, lr, value)]
+        alerts += [*self._ceiling(record), *self._blow_ups(record, lr, value)]
         if value is not None and self._is_usual("diameter"):
             self.diameter.add(value, lr)
         if record.perturbation_rms is not None and self._is_usual("perturbation"):
@@ -177,7 +177,8 @@ class Judge:
                 " last checkpoint before it",
             )
 
-    def _ceiling(self, record: StepRecord, value: float | None) -> Iterator[Alert]:
+    def _ceiling(self, record: StepRecord) -> Iterator[Alert]:
+        value = _intended_diameter(record)  # a theorem is about no rounding
         if value is None or not record.ceiling:
             return
         limit = record.ceiling * self.rules.ceiling_factor
@@ -209,9 +210,11 @@ class Judge:
             return None
         diameter = kind == "diameter"
         name = "D(S)" if diameter else "The panel's Hilbert RMS"
-        pair, text = (
-            (record.pair, record.pair_text) if diameter else (record.perturbation_pair, record.perturbation_pair_text)
-        )
+        pair, text = record.pair, record.pair_text
+        if not diameter:
+            pair, text = record.perturbation_pair, record.perturbation_pair_text
+        elif record.stored_pair not in (None, record.pair):
+            pair, text = record.stored_pair, None
         factor = value / expected
         return _alert(
             record,
@@ -271,7 +274,13 @@ def _exp(x: float) -> float:
     return math.exp(min(x, 700.0))
 
 
-def _diameter(record: StepRecord) -> float | None:
+def judged_diameter(record: StepRecord) -> float | None:
+    """The diameter that a blow-up is looked for in, or its lower bound: that of the step that was stored."""
+    stored = record.stored_diameter_lower if record.stored_diameter is None else record.stored_diameter
+    return _intended_diameter(record) if stored is None else stored
+
+
+def _intended_diameter(record: StepRecord) -> float | None:
     """D(S), or its lower bound where it was not computed."""
     return record.diameter_lower if record.diameter is None else record.diameter
 

@@ -100,6 +100,44 @@ CATALOGUE = (
         axis="log",
     ),
     Metric(
+        name="stored_diameter",
+        field="stored_diameter",
+        panel="diameter",
+        label="stored step, exact",
+        help="Row diameter of the step that the LM head's weights made, for weights stored with less than fp32: D(S) is"
+        " that of the step that was intended, before rounding. Exact.",
+        line="other",
+        axis="log",
+    ),
+    Metric(
+        name="stored_diameter_lower",
+        field="stored_diameter_lower",
+        panel=NOT_DRAWN,  # a second band would hide the first
+        label="stored step",
+        help="Certified lower bound of the row diameter of the step that the LM head's weights made, for weights stored"
+        " with less than fp32.",
+        axis="log",
+    ),
+    Metric(
+        name="stored_diameter_upper",
+        field="stored_diameter_upper",
+        panel=NOT_DRAWN,
+        label="stored step",
+        help="Certified upper bound of the row diameter of the step that the LM head's weights made, for weights stored"
+        " with less than fp32.",
+        axis="log",
+    ),
+    Metric(
+        name="moved_share",
+        field="moved_share",
+        panel="shares",
+        label="weights that moved",
+        help="Share of the LM head's stored weights that a step changed at all, for weights stored with less than fp32:"
+        " the others rounded their step away.",
+        line="other",
+        unit="ratio",
+    ),
+    Metric(
         name="step_diameter_ceiling",
         field="ceiling",
         panel="diameter",

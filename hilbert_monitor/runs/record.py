@@ -72,6 +72,17 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     pair: Pair | None = None
     """Tokens that attain the diameter, or its lower bound."""
     pair_text: tuple[str, str] | None = None
+    increment_from: str = ""
+    """What S was formed from: "state" of the optimizer, weights before and after its "step", or a whole "update"."""
+    stored_diameter: float | None = None
+    """D of the step that the weights made, which are stored with less than fp32: D(S) is that of the step intended.
+    Exact."""
+    stored_diameter_lower: float | None = None
+    stored_diameter_upper: float | None = None
+    """Certified bounds of it."""
+    stored_pair: Pair | None = None
+    moved_share: float | None = None
+    """Share of the head's stored weights that the step changed at all."""
     ceiling: float | None = None
     """The largest D(S) that the optimizer can make at this learning rate, where a theorem gives one."""
     rounding: float | None = None

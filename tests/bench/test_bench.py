@@ -68,7 +68,7 @@ def test_bench_of_the_optimizers_has_time_and_memory(tmp_path):
 def test_only_the_geometry_and_the_oracle_take_an_increment(tmp_path, subcommand):
     result, text = run("bench", subcommand, "--increment", tmp_path / "x.pt")
     assert result.exit_code == 2
-    assert "No such option: --increment" in text
+    assert re.search(r"No such option:? '?--increment", text)  # versions of click differ
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hilbert_monitor
 from hilbert_monitor import Probe, pretraining_optimizer
 from hilbert_monitor.monitor.panel import Panel
+from hilbert_monitor.monitor.probe import CHECKED
 from tests.support.decoders import Plain, seeded
 
 PACKAGE = Path(hilbert_monitor.__file__).parent
@@ -121,7 +122,7 @@ PERTURBATION = {"diameter_every": 0, "perturbation_every": 1, "bracket": False}
 @pytest.mark.parametrize(("make", "most"), [("torch", 4), ("adamw", 4), ("rownorm", 2)])
 def test_bounds_of_a_step_wait_a_few_times_whatever_the_vocabulary(make, most):
     """Two of an Adam head's are of its count of steps, which torch has on the host unless the kernel is fused."""
-    found = [waits_of_a_step(V, make, **BRACKET) for V in SIZES]
+    found = [waits_of_a_step(V, make, updates=CHECKED + 1, **BRACKET) for V in SIZES]
     assert all(record.diameter_upper >= record.diameter_lower > 0 for _, record in found)
     small, large = (waits for waits, _ in found)
     assert large.total <= most, large.table()
@@ -148,7 +149,7 @@ def test_the_perturbation_of_a_panel_waits_a_few_times_whatever_the_vocabulary(m
 
     Five tell what the step is worth: two numbers of the increment, and brackets of the head before and after it.
     """
-    found = [waits_of_a_step(V, make, **PERTURBATION) for V in SIZES]
+    found = [waits_of_a_step(V, make, updates=CHECKED + 1, **PERTURBATION) for V in SIZES]
     assert all(record.perturbation_rms > 0 for _, record in found)
     small, large = (waits for waits, _ in found)
     assert large.total <= most, large.table()

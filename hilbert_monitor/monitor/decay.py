@@ -1,0 +1,144 @@
+"""Decoupled weight decay: the factor c of U' = c U + S, which is no part of the increment S.
+
+How an optimizer uses its `weight_decay` is known by its class, or assumed. An assumption is checked against what the
+weights did: a wrong c leaves the same multiple of its own row in every row of S, which no gradient does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hilbert_monitor.optim import Group
+
+Decay = Literal["decoupled", "coupled"]
+
+DECOUPLED = {"AdamW", "AdamW8bit", "PagedAdamW", "PagedAdamW8bit", "Adafactor", "Muon", "Lion", "AdEMAMix", "SOAP"}
+COUPLED = {"SGD", "Adam", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "LAMB"}
+"""How optimizers whose groups have no flag decoupled_weight_decay use weight_decay, by the name of their class."""
+
+DOMINANT = 0.3
+"""Share of a row of S, from which on a multiple of the row's own weights is looked into."""
+SPREAD = 0.2
+"""Largest spread of that multiple over the rows, as a share of its median, at which it counts as decay."""
+NEAR = 3.0
+"""Standard errors within which a measured decay is taken to be one that the options spell out."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStep:
+    """One call of the optimizer's step, as its hooks saw it."""
+
+    skipped: str
+    """Why nothing moved ("no gradient", "overflow"), or empty."""
+    options: Group
+    """The hyperparameters of the parameter's group at that step: a scheduler moves lr soon after."""
+
+    @property
+    def lr(self) -> float | None:
+        """Learning rate of the step, if the optimizer has one."""
+        lr = self.options.get("lr")
+        return None if lr is None else float(lr)
+
+    @property
+    def decay(self) -> float:
+        """The group's weight decay, whichever way it is used."""
+        return float(self.options.get("weight_decay") or 0)
+
+
+class WeightDecay:
+    """What an optimizer's weight decay does to one parameter.
+
+    Args:
+        optimizer: that moves the parameter.
+        choice: how it uses weight_decay, as the user says.
+    """
+
+    def __init__(self, optimizer: Optimizer, choice: Decay | None) -> None:
+        self.optimizer, self.choice = optimizer, choice
+        self._measured: float | None = None
+
+    def decoupled(self, group: Group) -> bool:
+        """Whether weight decay is apart from the increment."""
+        flag = group.get("decoupled_weight_decay")
+        return bool(flag) if flag is not None else (self.choice or self._known() or "decoupled") == "decoupled"
+
+    def factor(self, step: HeadStep) -> float | Tensor:
+        """The factor c of a step. A tensor if the learning rate is one: an accelerator is not waited for."""
+        lr = step.options.get("lr")
+        if lr is None:
+            return 1.0
+        if self._measured is not None:
+            factor: float | Tensor = 1 - lr * self._measured
+            return factor
+        return 1 - lr * step.decay if step.decay and self.decoupled(step.options) else 1.0
+
+    def correct(self, before: Tensor, S: Tensor, step: HeadStep) -> str:
+        """Compare the assumed decay with what the weights did, and correct it where it is plainly another.
+
+        Args:
+            before: (n, d) rows of the weight before the step.
+            S: (n, d) what the assumption makes of them.
+            step: the step.
+
+        Returns:
+            What was seen, if the assumption was wrong, in a sentence; otherwise nothing.
+        """
+        lr = step.lr
+        if not lr or self.choice is not None or not self.decoupled(step.options):
+            return ""
+        U, S = before.double(), S.double()
+        U, S = U - U.mean(0), S - S.mean(0)
+        squares = U.square().sum(1)
+        multiples = -(U * S).sum(1) / squares  # of its own weights, that each row lost
+        excess = float(multiples.median())
+        spread = float((multiples - excess).abs().median())
+        share = abs(excess) * float(squares.sqrt().median()) / max(float(S.norm(dim=1).median()), 1e-300)
+        if not (share > DOMINANT and spread < SPREAD * abs(excess)):
+            return ""  # also where something is nan
+        assumed = 1 - float(self.factor(step))
+        error = 1.86 * spread / len(U) ** 0.5  # of the median of normal numbers with this median deviation
+        self._measured = self._spelt_out((assumed + excess) / lr, NEAR * error / lr, step)
+        return (
+            f"a step of {type(self.optimizer).__name__} took {assumed + excess:.3g} of the weights away, where"
+            f" {assumed:.3g} was assumed: its weight decay is taken to be {self._measured:.3g} times the learning rate"
+            " from now on"
+        )
+
+    def warn_of_guess(self, group: Group) -> None:
+        """Say that nothing is known of how this optimizer uses weight_decay, if it uses one."""
+        known = "decoupled_weight_decay" in group or self.choice is not None or self._known() is not None
+        if not known and group.get("weight_decay"):
+            warnings.warn(
+                f"hilbert_monitor does not know how {type(self.optimizer).__name__} uses weight_decay and takes it to"
+                ' be decoupled, apart from the increment: pass decay="coupled" if it is added to the gradient',
+                stacklevel=4,
+            )
+
+    def _known(self) -> Decay | None:
+        """How the class, or the nearest that it derives from, is known to use weight_decay."""
+        for kind in type(self.optimizer).__mro__:
+            if kind.__name__ in DECOUPLED | COUPLED:
+                return "decoupled" if kind.__name__ in DECOUPLED else "coupled"
+        return None
+
+    def _spelt_out(self, measured: float, room: float, step: HeadStep) -> float:
+        """The decay that the options make, if one of them is near what was measured."""
+        rates = (step.lr, step.options.get("initial_lr"), self.optimizer.defaults.get("lr"))
+        spelt = [0.0, step.decay, *(step.decay / float(rate) for rate in rates if rate)]
+        nearest = min(spelt, key=lambda decay: abs(decay - measured))
+        return nearest if abs(nearest - measured) <= room else measured
+
+
+def learning_rate(optimizer: Optimizer, options: Group, state: Group) -> float | Tensor | None:
+    """The learning rate of a step: that of the group, or what the Adafactor of transformers made of it."""
+    make = getattr(optimizer, "_get_lr", None)
+    if callable(make) and "scale_parameter" in options and "RMS" in state:
+        return float(torch.as_tensor(make(options, state)))
+    lr: float | Tensor | None = options.get("lr")
+    return lr

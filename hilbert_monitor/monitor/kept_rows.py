@@ -1,0 +1,69 @@
+"""A few hundred rows of a weight, kept to see what moved it: a few kernels a step, and no copy of the weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROWS = 256
+"""How many rows are kept, at most."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class KeptRows:
+    """Evenly spaced rows of a parameter, as they were before its last step and as they were last seen.
+
+    Args:
+        param: the parameter.
+    """
+
+    def __init__(self, param: Tensor) -> None:
+        self._param = param
+        self.stride = max(1, len(param) // ROWS)
+        self.before: Tensor | None = None
+        """The rows before the last step."""
+        self._seen: Tensor | None = None
+        self._differ: Tensor | None = None
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """The same rows of another matrix."""
+        return matrix.detach()[:: self.stride]
+
+    def now(self) -> Tensor:
+        """The rows as they are."""
+        return self.of(self._param)
+
+    def see(self) -> None:
+        """Keep the rows as they are: nobody but the next step should move them."""
+        self._seen = self.now().clone()
+
+    def begin(self) -> None:
+        """Keep the rows as those before a step."""
+        self.before = self.now().clone()
+
+    def compare(self) -> None:
+        """Compare the rows with those last seen, for `moved` to say. An accelerator is not waited for."""
+        differ = self._difference()
+        if differ is not None:
+            self._differ = differ if self._differ is None else self._differ | differ
+
+    def moved(self) -> bool:
+        """Whether a comparison has found a difference since this was last asked."""
+        moved, self._differ = self._differ is not None and bool(self._differ), None
+        return moved
+
+    def are_others(self) -> bool:
+        """Whether the rows are not those last seen."""
+        differ = self._difference()
+        return differ is not None and bool(differ)
+
+    def _difference(self) -> Tensor | None:
+        rows, seen = self.now(), self._seen
+        if seen is None or seen.shape != rows.shape or seen.dtype != rows.dtype or seen.device != rows.device:
+            return None
+        bits = BITS[rows.dtype.itemsize]  # as which a nan is equal to itself
+        return (seen.view(bits) != rows.contiguous().view(bits)).any()
+
+    def forget(self) -> None:
+        """Let go of them."""
+        self.before = self._seen = self._differ = None
