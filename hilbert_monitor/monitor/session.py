@@ -31,6 +31,7 @@ from .panel_source import PanelChoice, PanelSource
 from .probe import Probe
 from .ranks import Ranks
 from .responses import Action, Controls, Responses
+from .token_texts import TokenTexts
 
 
 @dataclass(kw_only=True)
@@ -125,6 +126,7 @@ class MonitorSession:
         """Where the run is written, on rank zero while it trains."""
         self._loop: TrainingLoop | None = None
         self._responses: Responses | None = None
+        self._texts: TokenTexts | None = None
         self._described = (0, False)  # number of remarks, and whether there is a panel, that the log knows of
         self._resumed: dict[str, Any] = {}
         self._tokens = 0
@@ -205,9 +207,14 @@ class MonitorSession:
             self.probe.detach()
         webhooks = self._responses.webhooks if self._responses is not None else []
         (self.outputs or Outputs(self.guard)).close(error, webhooks)
-        self.outputs = self._responses = self._loop = None
+        texts = self._texts
+        self.outputs = self._responses = self._texts = self._loop = None
         self._loss = self._validation_loss = None
         self.panels.reset()
+        if texts is not None:
+            texts.close()
+            if self.guard.strict and texts.error is not None and error is None:
+                raise texts.error  # in its own thread it could stop nothing
 
     def state_dict(self) -> dict[str, Any]:
         """Steps and tokens so far, the name of the log and the history of the rules, of plain types."""
@@ -232,9 +239,12 @@ class MonitorSession:
         if loop.updates == 0:
             self._resumed = {}
         self._loop = loop
-        self._responses = Responses(options.on_blowup, self.guard, lambda: self.outputs.id if self.outputs else "")
+        self._texts = TokenTexts(options.decode, self.guard)
+        self._responses = Responses(
+            options.on_blowup, self.guard, lambda: self.outputs.id if self.outputs else "", self._texts
+        )
         name, head = find_head_module(loop.model, options.head)
-        with self.guard("panel"):
+        with self.guard("panel", user_code=True):
             if self.panels.panel is None and options.perturbation_every:
                 self.panels.take(loop.validation_loaders, validates=loop.validates)
         self.probe = Probe(
@@ -250,7 +260,6 @@ class MonitorSession:
             decay=options.decay,
             vocab_size=options.vocab_size,
             logit_scale=options.logit_scale,
-            decode=options.decode,
             judge=Judge(options.rules),
             efficiency=options.efficiency,
             world=loop.ranks.world,
@@ -275,7 +284,11 @@ class MonitorSession:
         """Begin to write the run, in threads of their own: where a file system hangs, training does not."""
         run_dir = self.options.run_dir if loop.keeps_log else None
         self.outputs = Outputs(
-            self.guard, sinks=self.options.sinks, run_dir=run_dir, prometheus=self.options.prometheus
+            self.guard,
+            sinks=self.options.sinks,
+            run_dir=run_dir,
+            prometheus=self.options.prometheus,
+            texts=self._texts,
         )
         self._described = len(probe.remarks), self.panels.panel is not None
         self.outputs.open(self._describe(loop, probe), first_step=probe.step)

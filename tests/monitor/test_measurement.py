@@ -18,8 +18,8 @@ from tests.support.references import all_pairs_diameter, normal
 from tests.support.training import UPDATES, Module, fit
 
 
-def record_of(step: Measurement, **options) -> StepRecord:
-    return step.record(time=1.0, seconds={"diameter": 0.1}, share=0.5, **options)
+def record_of(step: Measurement) -> StepRecord:
+    return step.record(time=1.0, seconds={"diameter": 0.1}, share=0.5)
 
 
 def test_every_field_of_a_part_is_a_field_of_the_record_with_a_fitting_type():
@@ -42,11 +42,9 @@ def test_what_the_parts_hold_is_in_the_record():
     S, G = normal(0, 40, 6), normal(1, 40, 6)
     bounds, exact, gradient = DiameterBounds.of(S), ExactDiameter.of(S), GradientRows.of(G)
     assert bounds.diameter_lower <= exact.diameter <= bounds.diameter_upper
-    record = record_of(
-        Measurement(step=1, bounds=exact, gradient=gradient), decode=lambda pair: (f"<{pair[0]}>", f"<{pair[1]}>")
-    )
+    record = record_of(Measurement(step=1, bounds=exact, gradient=gradient))
     assert record.diameter == pytest.approx(all_pairs_diameter(S), rel=1e-6)
-    assert record.pair_text == (f"<{exact.pair[0]}>", f"<{exact.pair[1]}>")
+    assert record.pair == exact.pair
     assert record.row_norm == pytest.approx(float(S.norm(dim=1).max()))
     assert record.gradient_row_token == int(G.norm(dim=1).argmax())
     assert record.gradient_balance == pytest.approx(float(G.sum(0).norm() / G.norm(dim=1).sum()))
