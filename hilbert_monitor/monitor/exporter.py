@@ -49,8 +49,10 @@ class Prometheus:
     scraped waits for nobody."""
 
     def __post_init__(self) -> None:
-        if self.port is not None and not 0 <= self.port <= 65535:
-            raise ValueError(f"a Prometheus port is between 0, for any that is free, and 65535, got {self.port}")
+        if self.port is not None and not (isinstance(self.port, int) and 0 <= self.port <= 65535):
+            raise ValueError(f"a Prometheus port is between 0, for any that is free, and 65535, got {self.port!r}")
+        if self.tls is not None and (isinstance(self.tls, str) or len(self.tls) != 2):
+            raise ValueError(f"tls is a pair of files, a certificate and its key, got {self.tls!r}")
         if self.port is None and self.registry is None:
             raise ValueError("Prometheus needs a port=... to serve the metrics at, or a registry=... to add them to")
         for name in ("stalled_after", "linger"):

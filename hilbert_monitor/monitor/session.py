@@ -9,6 +9,7 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol
 
 import msgspec
@@ -30,7 +31,7 @@ from .outputs import Outputs
 from .panel_source import PanelChoice, PanelSource
 from .probe import Probe
 from .ranks import Ranks
-from .responses import Action, Controls, Responses
+from .responses import Action, Controls, Responses, resolved
 from .token_texts import TokenTexts
 
 
@@ -58,6 +59,14 @@ class MonitorOptions:
     sinks: Iterable[Any] = ()
     prometheus: Prometheus | None = None
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("diameter_every", "perturbation_every"):
+            _check_count(name, getattr(self, name), "a number of updates, 0 for never", least=0)
+        _check_count("panel_size", self.panel_size, "a number of validation positions", least=1)
+        if self.vocab_size is not None:
+            _check_count("vocab_size", self.vocab_size, "a number of rows of the head, or None for all", least=1)
+        resolved(self.on_blowup)
 
 
 class TrainingLoop(Controls, Protocol):
@@ -337,6 +346,12 @@ class MonitorSession:
         if not final:
             folder = (self.outputs.folder if self.outputs is not None else None) or loop.folder
             self._responses.act(loop, alerts, probe.ranks, str(folder), probe.step)
+
+
+def _check_count(name: str, value: Any, what: str, *, least: int) -> None:
+    """Refuse what is no whole number, or too small."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {what}: a whole number of at least {least}, got {value!r}")
 
 
 def _owner(optimizers: Sequence[Optimizer], weight: Tensor | Module, name: str) -> Optimizer:
