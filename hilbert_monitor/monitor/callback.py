@@ -51,7 +51,7 @@ class HilbertMonitor(Callback):
         decay: how an optimizer that is not known uses weight_decay.
         vocab_size: rows of the head that are tokens, if it is padded.
         logit_scale: factor between the head's output and the logits.
-        decode: makes a token's text from its id.
+        decode: makes a token's text from its id, in a thread of its own. A record waits a second for its texts at most.
         run_dir: folder of the run logs, in which this run gets one of its own; None for no log.
         run_name: what the run is called; its log goes on in the same folder if it is started again.
         config: settings to keep with the run; by default the module's hyperparameters.
@@ -60,7 +60,7 @@ class HilbertMonitor(Callback):
         rules: what counts as a blow-up.
         on_blowup: how to respond to one, besides logging it. Any of "warn", "checkpoint" (save one beside the run log),
             "stop" (end training after this step, on all ranks), the address of a webhook, and a function of the alert,
-            or its full name.
+            or its full name. Training waits for a function.
         sinks: where records go besides the trainer's loggers. Each has a thread of its own.
         prometheus_port: short for ``prometheus=Prometheus(port=...)``.
         prometheus: how the run's metrics are exported, see `Prometheus`; by default they are not.
@@ -155,7 +155,7 @@ class HilbertMonitor(Callback):
         """Take the panel, or begin to collect what the validation delivers."""
         panels = self.session.panels
         if trainer.state.fn == "fit" and panels.panel is None and self.options.perturbation_every:
-            with self.session.guard("panel"):
+            with self.session.guard("panel", user_code=True):
                 panels.take(trainer.val_dataloaders, validates=trainer.enable_validation)
                 panels.collect()
                 self.session.update_panel()

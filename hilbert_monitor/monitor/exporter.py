@@ -7,21 +7,17 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from hilbert_monitor.runs.exposition import (
-    CollectorRegistry,
-    Exposition,
-    RunSamples,
-    Samples,
-    start_http_server,
-)
+from hilbert_monitor.runs.exposition import CollectorRegistry, Exposition, RunSamples, Samples
 from hilbert_monitor.runs.states import STALLED_AFTER
 
 from .guard import tell
+from .metrics_server import MetricsServer, tls_context
 
 PORTS = 100
 """How many ports are tried."""
@@ -53,8 +49,10 @@ class Prometheus:
     scraped waits for nobody."""
 
     def __post_init__(self) -> None:
-        if self.port is not None and not 0 <= self.port <= 65535:
-            raise ValueError(f"a Prometheus port is between 0, for any that is free, and 65535, got {self.port}")
+        if self.port is not None and not (isinstance(self.port, int) and 0 <= self.port <= 65535):
+            raise ValueError(f"a Prometheus port is between 0, for any that is free, and 65535, got {self.port!r}")
+        if self.tls is not None and (isinstance(self.tls, str) or len(self.tls) != 2):
+            raise ValueError(f"tls is a pair of files, a certificate and its key, got {self.tls!r}")
         if self.port is None and self.registry is None:
             raise ValueError("Prometheus needs a port=... to serve the metrics at, or a registry=... to add them to")
         for name in ("stalled_after", "linger"):
@@ -74,17 +72,20 @@ class Exporter:
         self.samples, self.settings, self._born = samples, settings, time.monotonic()
         self._scraped = self._ended = False
         self._seen = threading.Event()
-        self._registry = CollectorRegistry() if settings.registry is None else settings.registry
-        self._collector = Exposition(self._samples)
-        self._server: Any = None
+        registry = CollectorRegistry() if settings.registry is None else settings.registry
+        self._server: MetricsServer | None = None
         self.port: int | None = None
         """Where it listens."""
+        self._leave = _join(registry, self._samples)
         if settings.port is not None:
-            self._server = _start(settings.port, settings.address, settings.tls, self._registry)
+            try:
+                self._server = _start(settings.port, settings.address, settings.tls, registry)
+            except BaseException:
+                self._leave()
+                raise
             self.port = self._server.server_port
             _watch_forks()
             _servers.add(self._server)
-        self._registry.register(self._collector)
 
     def end(self, status: str) -> None:
         """Export how the run ended; stop after one more scrape, for which a thread of its own waits."""
@@ -98,12 +99,10 @@ class Exporter:
     def stop(self) -> None:
         """Stop serving, and take the run's series out of the registry."""
         self._seen.set()
-        with suppress(KeyError):
-            self._registry.unregister(self._collector)
+        self._leave()
         server, self._server = self._server, None
         if server is not None:
-            server.shutdown()
-            server.server_close()
+            server.stop()
 
     def _linger(self) -> None:
         self._seen.wait(self.settings.linger)
@@ -121,12 +120,12 @@ class Exporter:
         return [samples]
 
 
-def _start(port: int, address: str, tls: tuple[str, str] | None, registry: CollectorRegistry) -> Any:
+def _start(port: int, address: str, tls: tuple[str, str] | None, registry: CollectorRegistry) -> MetricsServer:
     """Serve a registry at a port, or at the next that is free."""
-    certificate, key = tls or (None, None)
+    context = None if tls is None else tls_context(*tls)
     for wanted in range(port, min(port + PORTS, 65536)):
         try:
-            server, _ = start_http_server(wanted, address, registry, certificate, key)
+            server = MetricsServer(wanted, address, registry, context)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or port == 0:
                 raise
@@ -136,6 +135,42 @@ def _start(port: int, address: str, tls: tuple[str, str] | None, registry: Colle
         return server
     last = min(port + PORTS, 65536) - 1
     raise OSError(errno.EADDRINUSE, f"ports {port} to {last} of {address} are taken: give another")
+
+
+# A registry takes each metric from one collector only. So runs that share a registry, such as a run that lingers and
+# the next one, share a collector.
+
+
+class _RunsCollector(Exposition):
+    """Collects all runs that share a registry."""
+
+    def __init__(self) -> None:
+        self.sources: list[Callable[[], list[Samples]]] = []
+        super().__init__(lambda: [samples for source in tuple(self.sources) for samples in source()])
+
+
+_collectors: weakref.WeakKeyDictionary[CollectorRegistry, _RunsCollector] = weakref.WeakKeyDictionary()
+_joining = threading.Lock()
+
+
+def _join(registry: CollectorRegistry, source: Callable[[], list[Samples]]) -> Callable[[], None]:
+    """Add a run to what a registry collects; return a function that takes it out again."""
+    with _joining:
+        collector = _collectors.get(registry)
+        if collector is None:
+            collector = _RunsCollector()
+            registry.register(collector)
+            _collectors[registry] = collector
+        collector.sources.append(source)
+
+    def leave() -> None:
+        with _joining:
+            if source in collector.sources:
+                collector.sources.remove(source)
+                if not collector.sources:
+                    registry.unregister(_collectors.pop(registry))
+
+    return leave
 
 
 # A forked loader worker would keep the port of a killed parent open, and answer nobody.

@@ -1,12 +1,27 @@
-"""A monitor never kills its run: what fails in it is counted and warned of once."""
+"""A monitor never kills its run: what fails in it is counted and warned of once.
+
+What is caught, and what passes:
+
+- Around code of ours, every `Exception` is caught.
+- Around a function that the user supplied (`hidden`, a response to a blow-up, the items of a validation set),
+  everything is caught, `SystemExit` and the panic of a Rust extension included, which is no `Exception`.
+- `decode` and sinks run in threads of ours, where everything is caught. Python runs signal handlers in the main thread
+  only, so nothing that arrives there is meant for the program.
+- `KeyboardInterrupt`, `GeneratorExit` and whatever a signal handler raises always pass: they are meant for the program,
+  and only happened to arrive while the monitor was at work.
+"""
 
 from __future__ import annotations
 
 import logging
+import signal
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
+from types import CodeType
+from typing import Any
 
 
 def tell(text: str, *, stacklevel: int = 2) -> None:
@@ -18,7 +33,7 @@ def tell(text: str, *, stacklevel: int = 2) -> None:
 
 
 class Guard:
-    """``with guard("panel"): ...`` keeps an exception of that part from the run.
+    """``with guard("panel"): ...`` keeps what that part raises from the run.
 
     Args:
         strict: let it through.
@@ -29,13 +44,48 @@ class Guard:
         self.failures: Counter[str] = Counter()
 
     @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        """Count what the part raises, and warn of the first."""
+    def __call__(self, part: str, *, user_code: bool = False) -> Iterator[None]:
+        """Count what the part raises, and warn of the first.
+
+        Args:
+            part: its name in the warning.
+            user_code: it calls a function that the user supplied, which may raise anything.
+        """
         try:
             yield
-        except Exception as error:
-            if self.strict:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            if self.strict or not (user_code or isinstance(error, Exception)) or _is_of_a_signal_handler(error):
                 raise
-            self.failures[part] += 1
-            if self.failures[part] == 1:
-                tell(f"{part} failed ({type(error).__name__}: {error}); training goes on", stacklevel=3)
+            self.count(part, error, stacklevel=4)
+
+    def count(self, part: str, error: BaseException, *, stacklevel: int = 2) -> None:
+        """Count a failure of a part, and warn of the first."""
+        self.failures[part] += 1
+        if self.failures[part] == 1:
+            tell(f"{part} failed ({describe(error)}); training goes on", stacklevel=stacklevel)
+
+
+def describe(error: BaseException) -> str:
+    """Return the class and the message of an exception, for a warning."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its message is code of the user too
+        return type(error).__name__
+
+
+def _is_of_a_signal_handler(error: BaseException) -> bool:
+    """Whether the exception came out of a Python function that handles a signal."""
+    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    return bool(handlers) and any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__))
+
+
+def _code(handler: Any) -> CodeType | None:
+    """Return the code of a signal handler: a function, a method, a functools.partial, or an object with __call__."""
+    if not callable(handler):  # SIG_DFL, SIG_IGN, or one that was not set from Python
+        return None
+    while hasattr(handler, "func"):
+        handler = handler.func
+    code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None

@@ -6,7 +6,6 @@ record.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -172,7 +171,6 @@ class Measurement:
         time: float,
         seconds: dict[str, float],
         share: float | None,
-        decode: Callable[[Pair], tuple[str, str] | None] = lambda pair: None,
     ) -> StepRecord:
         """Make the record.
 
@@ -180,7 +178,6 @@ class Measurement:
             time: seconds since the epoch.
             seconds: what measuring cost, by part.
             share: of the time since the last record, the part that measuring took.
-            decode: gives the texts of two tokens.
         """
         values: dict[str, Any] = {}
         for field in fields(self):
@@ -189,8 +186,6 @@ class Measurement:
                 values |= {part.name: getattr(value, part.name) for part in fields(value)}
             elif field.name not in PARTS:
                 values[field.name] = value
-        for name in ("pair", "perturbation_pair"):
-            values[f"{name}_text"] = decode(values[name]) if name in values else None
         return StepRecord(time=time, seconds=seconds, share=share, **values)
 
 

@@ -18,6 +18,7 @@ from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from .exporter import Exporter, Prometheus
 from .guard import Guard
 from .sinks import Progress, QueuedSink, RunLog
+from .token_texts import SinkWithTexts, TokenTexts
 
 ALIVE = 10.0
 """Seconds between two signs of life while no step is made."""
@@ -31,6 +32,7 @@ class Outputs:
         sinks: of the user.
         run_dir: folder of the run logs; None for no log.
         prometheus: how the metrics are exported.
+        texts: adds the texts of tokens to what the log and the sinks get.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class Outputs:
         sinks: Iterable[Any] = (),
         run_dir: str | None = None,
         prometheus: Prometheus | None = None,
+        texts: TokenTexts | None = None,
     ) -> None:
         self.guard, self.run_dir, self.prometheus = guard, run_dir, prometheus
+        self.texts = texts or TokenTexts(None, guard)
         self.log: RunLog | None = None
         self._log_queue: QueuedSink[Any] | None = None
-        self._queues = [QueuedSink[StepRecord](sink) for sink in sinks]
+        self._queues = [self._queue(sink, type(sink).__name__) for sink in sinks]
         self._exporter: Exporter | None = None
         self._info, self._alive = RunInfo(), 0.0
 
@@ -70,7 +74,7 @@ class Outputs:
         if self.log is not None:
             if self.guard.strict:
                 self.log.write(info)
-            self._log_queue = QueuedSink(self.log, name="the run log", room=8192)
+            self._log_queue = self._queue(self.log, "the run log", room=8192)
             self._log_queue.write(info)
 
     def describe(self, info: RunInfo) -> None:
@@ -82,6 +86,7 @@ class Outputs:
 
     def write(self, record: StepRecord, alerts: Sequence[Alert] = ()) -> None:
         """Write a step's record and its alerts. A later record of the same step replaces it."""
+        self.texts.ask(record)
         items: tuple[StepRecord | Alert, ...] = (record, *alerts)
         for item in items:
             if self._exporter is not None:
@@ -106,7 +111,8 @@ class Outputs:
         if self._log_queue is not None and log is not None:
             self._log_queue.end(lambda: log.close(error))
         if self._exporter is not None:
-            self._exporter.end("failed" if error is not None else "finished")
+            with self.guard("exporter"):
+                self._exporter.end("failed" if error is not None else "finished")
         sinks = [*([self._log_queue] if self._log_queue else []), *self._queues, *also]
         for sink in sinks:
             sink.end()
@@ -124,6 +130,10 @@ class Outputs:
         for sink in (*([self._log_queue] if self._log_queue else []), *self._queues):
             failures[sink.name] += sink.failures + sink.dropped
         return failures
+
+    def _queue(self, sink: Any, name: str, *, room: int = 1024) -> QueuedSink[Any]:
+        """Give a sink its queue, its thread and the texts of tokens."""
+        return QueuedSink(SinkWithTexts(sink, self.texts), name=name, room=room)
 
     def _export(self, info: RunInfo, settings: Prometheus) -> RunInfo:
         """Begin to export; return the info with the port in it."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hilbert_monitor.geometry import Interval
 from hilbert_monitor.runs.alerts import Judge
-from hilbert_monitor.runs.record import Alert, Pair, StepRecord
+from hilbert_monitor.runs.record import Alert, StepRecord
 
 from . import panel_perturbation
 from .decay import Decay, HeadStep
@@ -64,7 +64,6 @@ class Probe:
         decay: how an unknown optimizer uses weight_decay.
         vocab_size: rows of the head that are tokens, if it is padded.
         logit_scale: factor between the head's output and the logits.
-        decode: makes a token's text from its id.
         efficiency: also bracket, where the panel is due, how much descent the step makes of its diameter.
         judge: blow-up rules. If the bounds of a step allow a blow-up, its exact diameter is computed. If it is a
             blow-up, the panel is measured too. Give it on every rank.
@@ -88,7 +87,6 @@ class Probe:
         decay: Decay | None = None,
         vocab_size: int | None = None,
         logit_scale: float = 1.0,
-        decode: Callable[[int], str] | None = None,
         judge: Judge | None = None,
         efficiency: bool = False,
         world: int | None = None,
@@ -102,7 +100,7 @@ class Probe:
         self.head = self._watched_head(optimizer)
         self.diameter_every, self.perturbation_every = diameter_every, perturbation_every
         self.bracket = self.source.from_state if bracket is None else bracket
-        self.hidden, self.autocast, self.decode = hidden, autocast, decode
+        self.hidden, self.autocast = hidden, autocast
         self.judge, self.efficiency = judge, efficiency
         self.ranks = Ranks.of(self.head.weight.device, world)
         self.guard = guard or Guard(strict=strict)
@@ -330,7 +328,7 @@ class Probe:
         if self.panel is None and self.ranks.world == 1:
             return
         mine = panel_perturbation.failure()
-        with self._timed("panel"):
+        with self._timed("panel", user_code=True):
             mine = self._measure_share(step)
         step.panel = panel_perturbation.whole(self.ranks.gathered(mine))
         if step.panel is not None and step.bounds is not None and self._head_diameter is not None:
@@ -480,7 +478,7 @@ class Probe:
         now = time.perf_counter()
         spent = sum(self._seconds.values())
         share = spent / (now - self._since) if now > self._since else None
-        record = step.record(time=time.time(), seconds=dict(self._seconds), share=share, decode=self._texts)
+        record = step.record(time=time.time(), seconds=dict(self._seconds), share=share)
         self.alerts = []
         if self.judge is not None and self.ranks.rank == 0:
             with self._timed("rules"):
@@ -490,18 +488,10 @@ class Probe:
         self._seconds, self._since = defaultdict(float), now
         return record
 
-    def _texts(self, pair: Pair) -> tuple[str, str] | None:
-        """Texts of two tokens, if there is a decoder and it knows them."""
-        texts = None
-        if self.decode is not None:
-            with self.guard("decode"):
-                texts = str(self.decode(pair[0])), str(self.decode(pair[1]))
-        return texts
-
     @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
+    def _timed(self, part: str, *, user_code: bool = False) -> Iterator[None]:
         """Time a part, and keep what it raises from the run."""
         start = time.perf_counter()
-        with self.guard(part):
+        with self.guard(part, user_code=user_code):
             yield
         self._seconds[part] += time.perf_counter() - start

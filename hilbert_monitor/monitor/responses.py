@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -12,12 +14,17 @@ from hilbert_monitor.runs.record import Alert
 from .guard import Guard, tell
 from .ranks import Ranks
 from .sinks import QueuedSink, Webhook
+from .token_texts import SinkWithTexts, TokenTexts
 
 Action = str | Callable[[Alert], Any]
 TOGETHER = {"checkpoint", "stop"}
 """Actions that take all ranks."""
 CHECKPOINTS = 3
 """How many blow-ups of a run get a checkpoint."""
+SOON = 0.1
+"""Age of an alert, in seconds, at which a function gets it without the texts of its tokens: training waits for them."""
+SLOW = 1.0
+"""Seconds of a training step that a function may take without a warning."""
 
 
 class Controls(Protocol):
@@ -40,21 +47,28 @@ class Responses:
         actions: one or several of "warn", "checkpoint", "stop", an http address, a function of the alert or its name.
         guard: for what fails in one.
         run: what the run is called, once it is known.
+        texts: adds the texts of tokens to the alerts.
     """
 
-    def __init__(self, actions: Action | list[Any], guard: Guard, run: Callable[[], str] = lambda: "") -> None:
-        choices: list[Action] = list(actions) if isinstance(actions, list | tuple) else [actions]
-        self.guard, self.run = guard, run
+    def __init__(
+        self,
+        actions: Action | list[Any],
+        guard: Guard,
+        run: Callable[[], str] = lambda: "",
+        texts: TokenTexts | None = None,
+    ) -> None:
+        choices = resolved(actions)
+        self.guard, self.run, self.texts = guard, run, texts or TokenTexts(None, guard)
         self.webhooks: list[QueuedSink[Alert]] = []
         self._together = {action for action in choices if isinstance(action, str)} & TOGETHER
         self._alone = [self._response(action) for action in choices if action not in TOGETHER]
-        self._saved = 0
+        self._saved, self._slow = 0, False
 
     def tell(self, alerts: Sequence[Alert]) -> None:
         """Do what rank zero does by itself."""
         for alert in alerts:
             for respond in self._alone:
-                with self.guard("response to a blow-up"):
+                with self.guard("response to a blow-up", user_code=True):
                     respond(alert)
 
     def act(self, controls: Controls, alerts: Sequence[Alert], ranks: Ranks, folder: str, step: int) -> None:
@@ -86,18 +100,52 @@ class Responses:
 
     def _response(self, action: Action) -> Callable[[Alert], Any]:
         if callable(action):
-            return action
+            return partial(self._call, action)
         if action == "warn":
-            return lambda alert: tell(f"step {alert.step}: {alert.message}", stacklevel=6)
-        if action.startswith(("http://", "https://")):
-            hook = QueuedSink(Webhook(action, run=self.run), name="the webhook", room=64)
-            self.webhooks.append(hook)
-            return hook.write
-        place, _, name = action.rpartition(".")
-        if not place or not callable(function := getattr(import_module(place), name, None)):
-            raise ValueError(
-                'on_blowup takes "warn", "checkpoint", "stop", an http address, or a function of the alert or its full'
-                f" name, got {action!r}"
-            )
-        respond: Callable[[Alert], Any] = function
-        return respond
+            return partial(self._call, lambda alert: tell(f"step {alert.step}: {alert.message}", stacklevel=7))
+        webhook = SinkWithTexts(Webhook(action, run=self.run), self.texts)
+        hook = QueuedSink[Alert](webhook, name="the webhook", room=64)
+        self.webhooks.append(hook)
+        return hook.write
+
+    def _call(self, function: Callable[[Alert], Any], alert: Alert) -> None:
+        """Call a function in the training step, for it may act on the trainer; warn of the first that takes long."""
+        alert = self.texts.complete(alert, patience=SOON)
+        start = time.perf_counter()
+        try:
+            function(alert)
+        finally:
+            seconds = time.perf_counter() - start
+            if seconds > SLOW and not self._slow:
+                self._slow = True
+                name = getattr(function, "__qualname__", type(function).__name__)
+                tell(f"{name}, a response to a blow-up, took {seconds:.1f} s, and training waited for it", stacklevel=7)
+
+
+def resolved(actions: Action | list[Any]) -> list[Action]:
+    """Return the actions in a list, with functions in place of their names.
+
+    Raises:
+        ValueError: if one of them is none; the message says what may be given.
+    """
+    return [_resolved(action) for action in (actions if isinstance(actions, list | tuple) else [actions])]
+
+
+def _resolved(action: Any) -> Any:
+    if callable(action) or action in ("warn", *TOGETHER):
+        return action
+    if isinstance(action, str) and action.startswith(("http://", "https://")):
+        return action
+    place, _, name = action.rpartition(".") if isinstance(action, str) else ("", "", "")
+    why = ""
+    if place:
+        try:
+            function = getattr(import_module(place), name, None)
+        except Exception as error:  # whatever the import of a user's module raises
+            function, why = None, f" ({type(error).__name__}: {error})"
+        if callable(function):
+            return function
+    raise ValueError(
+        'on_blowup takes "warn", "checkpoint", "stop", an http address, or a function of the alert or its full'
+        f" name, got {action!r}{why}"
+    )

@@ -9,6 +9,7 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol
 
 import msgspec
@@ -31,7 +32,8 @@ from .outputs import Outputs
 from .panel_source import PanelChoice, PanelSource
 from .probe import QUIET, Probe
 from .ranks import Ranks
-from .responses import Action, Controls, Responses
+from .responses import Action, Controls, Responses, resolved
+from .token_texts import TokenTexts
 
 
 @dataclass(kw_only=True)
@@ -58,6 +60,14 @@ class MonitorOptions:
     sinks: Iterable[Any] = ()
     prometheus: Prometheus | None = None
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("diameter_every", "perturbation_every"):
+            _check_count(name, getattr(self, name), "a number of updates, 0 for never", least=0)
+        _check_count("panel_size", self.panel_size, "a number of validation positions", least=1)
+        if self.vocab_size is not None:
+            _check_count("vocab_size", self.vocab_size, "a number of rows of the head, or None for all", least=1)
+        resolved(self.on_blowup)
 
 
 class TrainingLoop(Controls, Protocol):
@@ -142,6 +152,7 @@ class MonitorSession:
         self._loop: TrainingLoop | None = None
         self._waiting: Waiting | None = None
         self._responses: Responses | None = None
+        self._texts: TokenTexts | None = None
         self._described = (0, False)  # number of remarks, and whether there is a panel, that the log knows of
         self._resumed: dict[str, Any] = {}
         self._tokens = 0
@@ -259,9 +270,14 @@ class MonitorSession:
             self.probe.detach()
         webhooks = self._responses.webhooks if self._responses is not None else []
         (self.outputs or Outputs(self.guard)).close(error, webhooks)
-        self.outputs = self._responses = self._loop = None
+        texts = self._texts
+        self.outputs = self._responses = self._texts = self._loop = None
         self._loss = self._validation_loss = None
         self.panels.reset()
+        if texts is not None:
+            texts.close()
+            if self.guard.strict and texts.error is not None and error is None:
+                raise texts.error  # in its own thread it could stop nothing
 
     def state_dict(self) -> dict[str, Any]:
         """Steps and tokens so far, the name of the log and the history of the rules, of plain types."""
@@ -286,8 +302,11 @@ class MonitorSession:
         if loop.updates == 0:
             self._resumed = {}
         self._loop = loop
-        self._responses = Responses(options.on_blowup, self.guard, lambda: self.outputs.id if self.outputs else "")
-        with self.guard("panel"):
+        self._texts = TokenTexts(options.decode, self.guard)
+        self._responses = Responses(
+            options.on_blowup, self.guard, lambda: self.outputs.id if self.outputs else "", self._texts
+        )
+        with self.guard("panel", user_code=True):
             if self.panels.panel is None and options.perturbation_every:
                 self.panels.take(loop.validation_loaders, validates=loop.validates)
         self.probe = Probe(
@@ -303,7 +322,6 @@ class MonitorSession:
             decay=options.decay,
             vocab_size=options.vocab_size,
             logit_scale=options.logit_scale,
-            decode=options.decode,
             judge=Judge(options.rules),
             efficiency=options.efficiency,
             world=loop.ranks.world,
@@ -328,7 +346,11 @@ class MonitorSession:
         """Begin to write the run, in threads of their own: where a file system hangs, training does not."""
         run_dir = self.options.run_dir if loop.keeps_log else None
         self.outputs = Outputs(
-            self.guard, sinks=self.options.sinks, run_dir=run_dir, prometheus=self.options.prometheus
+            self.guard,
+            sinks=self.options.sinks,
+            run_dir=run_dir,
+            prometheus=self.options.prometheus,
+            texts=self._texts,
         )
         self._described = len(probe.remarks), self.panels.panel is not None
         self.outputs.open(self._describe(loop, probe), first_step=probe.step)
@@ -377,3 +399,9 @@ class MonitorSession:
         if not final:
             folder = (self.outputs.folder if self.outputs is not None else None) or loop.folder
             self._responses.act(loop, alerts, probe.ranks, str(folder), probe.step)
+
+
+def _check_count(name: str, value: Any, what: str, *, least: int) -> None:
+    """Refuse what is no whole number, or too small."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {what}: a whole number of at least {least}, got {value!r}")

@@ -17,7 +17,7 @@ import msgspec
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
-from .guard import tell
+from .guard import describe, tell
 
 T = TypeVar("T", contravariant=True)
 
@@ -63,11 +63,11 @@ class QueuedSink(Generic[T]):
         """Wait up to `timeout` seconds until all records are written and `last` was called, in the sink's thread."""
         deadline = time.monotonic() + timeout
         self.end(last)
-        try:
+        with suppress(queue.Full):
             self._waiting.put(None, timeout=timeout)
-        except queue.Full:
-            return
         self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            tell(f"{self.name} is still busy at the end of the run, its last records may be lost")
 
     def end(self, last: Callable[[], None] | None = None) -> None:
         """Take no more records, and call `last` once those that wait are written."""
@@ -84,10 +84,10 @@ class QueuedSink(Generic[T]):
     def _guarded(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:
+        except BaseException as error:  # a panic or SystemExit of the user's code; signals go to the main thread
             self.failures += 1
             if self.failures == 1:
-                tell(f"{self.name} failed ({type(error).__name__}: {error}); training goes on", stacklevel=1)
+                tell(f"{self.name} failed ({describe(error)}); training goes on", stacklevel=1)
 
 
 class Progress:

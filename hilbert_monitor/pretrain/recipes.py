@@ -119,8 +119,8 @@ class Recipe:
         if self.global_batch % (self.world * self.micro_batch):
             raise ValueError(
                 f"a global batch of {self.global_batch} sequences does not divide into micro-batches of"
-                f" {self.micro_batch} on {self.world} devices: choose --micro-batch so that {self.world} times it"
-                f" divides {self.global_batch}"
+                f" {self.micro_batch} on {self.world} devices: choose --set micro_batch=... so that {self.world}"
+                f" times it divides {self.global_batch}, or --set global_batch=..."
             )
         _ = self.model  # refuses sizes that do not fit together
 

@@ -23,6 +23,8 @@ from heapq import nlargest
 from statistics import median
 from typing import Any, Literal, get_args
 
+import msgspec
+
 from .record import Alert, StepRecord
 
 Kind = Literal["nonfinite", "ceiling", "diameter", "perturbation"]
@@ -268,6 +270,13 @@ def alerts_of(records: Iterable[StepRecord], rules: Rules | None = None) -> Iter
     judge = Judge(rules)
     for record in records:
         yield from judge.judge(record)
+
+
+def with_texts(alert: Alert, texts: tuple[str, str]) -> Alert:
+    """Return an alert about tokens whose texts were not known, with the texts in it and in its message."""
+    number = 1 if alert.kind == "nonfinite" else 2
+    ids, names = _tokens(alert.pair, None, number), _tokens(alert.pair, texts, number)
+    return msgspec.structs.replace(alert, pair_text=texts, message=alert.message.replace(ids, names, 1))
 
 
 def _exp(x: float) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -40,7 +40,7 @@ __all__ = [
     "RunSamples",
     "Samples",
     "choose_encoder",
-    "start_http_server",
+    "make_wsgi_app",
 ]
 
 BUCKETS = (*(float(f"{10 ** (power / 4):.2e}") for power in range(-24, 9)), math.inf)

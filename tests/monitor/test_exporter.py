@@ -11,10 +11,12 @@ import threading
 import time
 import urllib.request
 
+import lightning
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge, generate_latest
 
 from hilbert_monitor import HilbertMonitor
+from hilbert_monitor.monitor import metrics_server
 from hilbert_monitor.monitor.exporter import Exporter, Prometheus
 from hilbert_monitor.runs.exposition import RunSamples
 from hilbert_monitor.runs.log import find_runs
@@ -34,6 +36,17 @@ def samples():
     run = RunSamples(lambda: RunInfo(id="run", head_optimizer="AdamW"))
     run.write(StepRecord(step=1, time=0.0, diameter=0.25))
     return run
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """Files of a certificate for localhost, and of its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    make += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(make, check=True, capture_output=True)
+    return str(certificate), str(key)
 
 
 class Scraper:
@@ -112,13 +125,9 @@ def test_it_listens_on_this_machine_alone_unless_told_otherwise(samples):
     exporter.stop()
 
 
-def test_tls(samples, tmp_path):
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    make += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(make, check=True, capture_output=True)
-    exporter = Exporter(samples, Prometheus(port=0, tls=(str(certificate), str(key))))
-    context = ssl.create_default_context(cafile=str(certificate))
+def test_tls(samples, certificate):
+    exporter = Exporter(samples, Prometheus(port=0, tls=certificate))
+    context = ssl.create_default_context(cafile=certificate[0])
     assert "hilbert_step_diameter" in get(exporter.port, scheme="https", context=context)
     with pytest.raises(OSError, match=r"closed|reset|refused|HTTP"):
         get(exporter.port)
@@ -238,3 +247,93 @@ def test_a_scrape_never_holds_up_a_step(samples):
     thread.join()
     assert 'hilbert_steps_total{head="AdamW",run="run"} 1999.0' in get(exporter.port)
     exporter.stop()
+
+
+# What a client, a registry or a certificate does to a run
+
+
+class Annoys(lightning.Callback):
+    """Connects to the run's exporter, says `words` and stays; after every step it scrapes like Prometheus."""
+
+    def __init__(self, words, context):
+        self.words, self.context, self.client, self.texts = words, context, None, []
+
+    def on_train_batch_end(self, trainer, *_):
+        (monitor,) = [callback for callback in trainer.callbacks if isinstance(callback, HilbertMonitor)]
+        port = monitor.session.outputs._exporter.port
+        if self.client is None:
+            self.client = socket.create_connection(("127.0.0.1", port))
+            self.client.sendall(self.words)
+            time.sleep(0.2)
+        self.texts.append(get(port, scheme="http" if self.context is None else "https", context=self.context))
+
+
+@pytest.mark.parametrize("words", [b"", b"GET /metr"], ids=["silent", "half a request"])
+@pytest.mark.parametrize("secure", [True, False], ids=["tls", "plain"])
+def test_a_client_that_connects_and_stops_delays_neither_scrapes_nor_the_end_of_the_run(secure, words, certificate):
+    annoys = Annoys(words, ssl.create_default_context(cafile=certificate[0]) if secure else None)
+    settings = Prometheus(port=0, tls=certificate if secure else None, linger=0.5)
+    monitor = HilbertMonitor(perturbation_every=0, prometheus=settings, run_dir=None)
+    before = {thread for thread in threading.enumerate() if not thread.daemon}
+    run = threading.Thread(target=fit, args=(Module("torch"), monitor, annoys), daemon=True)
+    run.start()
+    run.join(30)
+    assert not run.is_alive()
+    assert len(annoys.texts) >= UPDATES
+    assert "hilbert_step{" in annoys.texts[-1]
+    for thread in [t for t in threading.enumerate() if not t.daemon and t not in before]:
+        thread.join(5)  # the linger; then nothing keeps the process
+        assert not thread.is_alive()
+    annoys.client.close()
+
+
+def test_clients_that_stay_silent_are_let_go_and_too_many_are_turned_away(samples, monkeypatch):
+    monkeypatch.setattr(metrics_server, "PATIENCE", 0.5)
+    monkeypatch.setattr(metrics_server, "CONNECTIONS", 3)
+    exporter = Exporter(samples, Prometheus(port=0))
+    silent = [socket.create_connection(("127.0.0.1", exporter.port)) for _ in range(5)]
+    for client in silent:
+        client.settimeout(10)
+        assert client.recv(1) == b""  # the server has closed it
+    assert "hilbert_step_diameter" in get(exporter.port)
+    exporter.stop()
+
+
+def test_runs_that_share_a_registry_are_both_in_it(samples):
+    registry = CollectorRegistry()
+    other = RunSamples(lambda: RunInfo(id="next", head_optimizer="AdamW"))
+    settings = Prometheus(registry=registry)
+    first, second = Exporter(samples, settings), Exporter(other, settings)
+    text = generate_latest(registry).decode()
+    assert text.count("# TYPE hilbert_run_info ") == 1
+    assert 'run="run"' in text
+    assert 'run="next"' in text
+    first.stop()
+    first.stop()
+    text = generate_latest(registry).decode()
+    assert 'run="run"' not in text
+    assert 'run="next"' in text
+    second.stop()
+    assert b"hilbert" not in generate_latest(registry)
+
+
+def test_a_registry_with_metrics_of_the_same_names_costs_the_metrics_and_leaves_no_port_open(samples):
+    registry = CollectorRegistry()
+    Gauge("hilbert_step_diameter", "of somebody else", registry=registry)
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="Duplicated"):
+        Exporter(samples, Prometheus(port=0, registry=registry))
+    assert threading.active_count() == before
+
+
+def test_a_certificate_that_cannot_be_used_is_named_and_nothing_is_asked_at_the_terminal(
+    samples, certificate, tmp_path
+):
+    registry = CollectorRegistry()
+    locked = str(tmp_path / "locked.pem")
+    lock = ["openssl", "rsa", "-aes256", "-passout", "pass:secret", "-in", certificate[1], "-out", locked]
+    subprocess.run(lock, check=True, capture_output=True)
+    for tls, words in [(("no.pem", "key.pem"), "No such file"), ((certificate[0], locked), "has a password")]:
+        with pytest.raises(ValueError, match=rf"tls=\('.*', '{tls[1]}'\): cannot read .*{words}"):
+            Exporter(samples, Prometheus(port=0, tls=tls, registry=registry))
+    assert b"hilbert" not in generate_latest(registry)

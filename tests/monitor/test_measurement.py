@@ -18,8 +18,8 @@ from tests.support.references import all_pairs_diameter, normal
 from tests.support.training import UPDATES, Module, fit
 
 
-def record_of(step: Measurement, **options) -> StepRecord:
-    return step.record(time=1.0, seconds={"diameter": 0.1}, share=0.5, **options)
+def record_of(step: Measurement) -> StepRecord:
+    return step.record(time=1.0, seconds={"diameter": 0.1}, share=0.5)
 
 
 def test_every_field_of_a_part_is_a_field_of_the_record_with_a_fitting_type():
@@ -42,11 +42,9 @@ def test_what_the_parts_hold_is_in_the_record():
     S, G = normal(0, 40, 6), normal(1, 40, 6)
     bounds, exact, gradient = DiameterBounds.of(S), ExactDiameter.of(S), GradientRows.of(G)
     assert bounds.diameter_lower <= exact.diameter <= bounds.diameter_upper
-    record = record_of(
-        Measurement(step=1, bounds=exact, gradient=gradient), decode=lambda pair: (f"<{pair[0]}>", f"<{pair[1]}>")
-    )
+    record = record_of(Measurement(step=1, bounds=exact, gradient=gradient))
     assert record.diameter == pytest.approx(all_pairs_diameter(S), rel=1e-6)
-    assert record.pair_text == (f"<{exact.pair[0]}>", f"<{exact.pair[1]}>")
+    assert record.pair == exact.pair
     assert record.row_norm == pytest.approx(float(S.norm(dim=1).max()))
     assert record.gradient_row_token == int(G.norm(dim=1).argmax())
     assert record.gradient_balance == pytest.approx(float(G.sum(0).norm() / G.norm(dim=1).sum()))
@@ -89,6 +87,8 @@ def test_the_short_form_of_the_port_and_the_whole_settings_exclude_each_other():
     ("settings", "sentence"),
     [
         ({"port": 70000}, "between 0, .* and 65535, got 70000"),
+        ({"port": "9464"}, "between 0, .* and 65535, got '9464'"),
+        ({"port": 0, "tls": "cert.pem"}, "tls is a pair of files, a certificate and its key, got 'cert.pem'"),
         ({"port": 0, "linger": -1.0}, "linger is a number of seconds"),
         ({"address": "0.0.0.0"}, "needs a port=... to serve the metrics at, or a registry"),
     ],
@@ -96,6 +96,25 @@ def test_the_short_form_of_the_port_and_the_whole_settings_exclude_each_other():
 def test_settings_of_prometheus_are_checked_when_they_are_made(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         Prometheus(**settings)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("diameter_every", -1, "diameter_every is a number of updates, 0 for never: .* at least 0, got -1"),
+        ("diameter_every", 2.5, "a whole number of at least 0, got 2.5"),
+        ("perturbation_every", -5, "perturbation_every is a number of updates, 0 for never: .* got -5"),
+        ("panel_size", 0, "panel_size is a number of validation positions: a whole number of at least 1, got 0"),
+        ("vocab_size", 0, "vocab_size is a number of rows of the head, or None for all: .* at least 1, got 0"),
+        ("on_blowup", "halt", 'takes "warn", "checkpoint", "stop", an http address, or a function .* got .halt.'),
+        ("on_blowup", ["warn", "ftp://example.org/x"], "got 'ftp://example.org/x'"),
+        ("on_blowup", ["no_such_module.function"], r"got 'no_such_module.function' \(ModuleNotFoundError"),
+        ("on_blowup", None, "got None"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_when_the_callback_is_made(option, value, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        HilbertMonitor(**{option: value})
 
 
 def test_options_of_the_callback_and_of_the_session_have_the_same_defaults():

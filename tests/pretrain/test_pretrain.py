@@ -78,7 +78,7 @@ def test_every_number_can_be_overridden_by_name():
     [
         (["--size", "1B"], "there is no size '1B': choose one of 190M, 380M, 640M, demo"),
         (["--size", "190M", "--head", "lion"], "the head is trained by adamw or rownorm, got 'lion'"),
-        (["--size", "190M", "--devices", "7"], "does not divide into micro-batches of 32 on 7 devices"),
+        (["--size", "190M", "--devices", "7"], "on 7 devices: choose --set micro_batch=... so that 7 times it"),
         (["--size", "190M", "--set", "depth=3"], "a recipe has no 'depth'; it has size, head, seed"),
         (["--size", "190M", "--set", "width=wide"], "--set width=wide"),
         (["--size", "190M", "--set", "width=100"], "an even divisor of the width"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hilbert_monitor.runs.alerts import Judge, Rules, alerts_of
+from hilbert_monitor.runs.alerts import Judge, Rules, alerts_of, with_texts
 from hilbert_monitor.runs.record import StepRecord
 
 
@@ -209,3 +209,15 @@ def test_alerts_do_not_depend_on_the_unit_of_the_learning_rate(ratios, unit):
     assert kinds(record(t + 1, 1.0, r) for t, r in enumerate(ratios)) == kinds(
         record(t + 1, unit, r) for t, r in enumerate(ratios)
     )
+
+
+def test_texts_that_are_known_later_make_the_alerts_that_they_would_have_made_at_once():
+    usual = {"perturbation_rms": 0.1, "perturbation_pair": (7, 3), "ceiling": 1.0}
+    blown = {"perturbation_rms": 9.0, "nonfinite_rows": 2, "ratio": 2000.0}
+    records = [record(step + 1, **usual | (blown if step == 40 else {})) for step in range(41)]
+    alerts = list(alerts_of(records))
+    assert {alert.kind for alert in alerts} == {"nonfinite", "ceiling", "diameter", "perturbation"}
+    texts = {(3, 14): (" the", "tokens 3 and 14"), (7, 3): ("'", " the")}
+    pairs = {"pair_text": texts[3, 14], "perturbation_pair_text": texts[7, 3]}
+    complete = alerts_of(msgspec.structs.replace(r, **pairs) for r in records)
+    assert [with_texts(alert, texts[alert.pair]) for alert in alerts] == list(complete)
