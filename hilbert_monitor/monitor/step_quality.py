@@ -32,7 +32,7 @@ MOMENTS = ("exp_avg", "momentum_buffer")
 
 def increment_quality(S: Tensor) -> StepQuality:
     """Measure what can be said of an increment (V, d) by itself."""
-    return StepQuality(gauge_waste=gauge_waste(S), spectral_norm=spectral_norm(S))
+    return StepQuality(gauge_waste=gauge_waste(S), spectral_norm=spectral_norm(S).upper)
 
 
 def step_quality(
@@ -53,7 +53,7 @@ def step_quality(
     for_gradient, for_moment = (_efficiency(S, G, diameter, budget) for G in (gradient, moment))
     return StepQuality(
         gauge_waste=gauge_waste(S),
-        spectral_norm=spectral_norm(S),
+        spectral_norm=spectral_norm(S).upper,
         efficiency_lower=for_gradient.lower if for_gradient else None,
         efficiency_upper=for_gradient.upper if for_gradient else None,
         moment_efficiency_lower=for_moment.lower if for_moment else None,
