@@ -48,6 +48,7 @@ COSTS = {
     "step_efficiency": "none",
     "gauge_waste": "one pass",
     "first_order_decrease": "one pass",
+    "centred_decrease": "three passes",
     "jung_ratio": "none",
     "diameter_oracle": "seconds at 400 rows; grows faster than V^2 d",
     "tension_bracket": "as long as you give it; half a second for a first answer",

@@ -8,7 +8,7 @@ from .arithmetic import compute_dtype, full_precision
 from .backward import BackwardBound, backward_bound, fixed_cotangent_bound, uniform_backward_bound
 from .diameter import DiameterBracket, RowDiameter, row_diameter, row_diameter_bracket
 from .efficiency import Interval, gauge_waste, step_efficiency
-from .oracle import OracleSolution, diameter_oracle, first_order_decrease, jung_ratio
+from .oracle import OracleSolution, centred_decrease, diameter_oracle, first_order_decrease, jung_ratio
 from .perturbation import HilbertPerturbation, hilbert_perturbation
 from .radius import RadiusBracket, covering_radius
 from .rows import center_rows, projected_row_norm, row_norm
@@ -28,6 +28,7 @@ __all__ = [
     "TensionFlow",
     "backward_bound",
     "center_rows",
+    "centred_decrease",
     "compute_dtype",
     "covering_radius",
     "cross_entropy_change_bound",

@@ -23,19 +23,19 @@ class Interval(NamedTuple):
     upper: float
 
 
-def step_efficiency(decrease: float, *, diameter: Interval, tension: Interval) -> Interval | None:
+def step_efficiency(decrease: float | Interval, *, diameter: Interval, tension: Interval) -> Interval | None:
     """Return bounds of the efficiency -<G, S> / (D(S) T(G)), or None if a bound is zero or not finite.
 
     Args:
-        decrease: -<G, S>, of the centred gradient.
+        decrease: -<G, S> of the centred gradient, or bounds of it (see `centred_decrease`).
         diameter: bounds of D(S).
         tension: bounds of T(G).
     """
+    low, high = decrease if isinstance(decrease, Interval) else (decrease, decrease)
     least, most = diameter.lower * tension.lower, diameter.upper * tension.upper
-    if not (least > 0 and math.isfinite(most) and math.isfinite(decrease)):
+    if not (least > 0 and math.isfinite(most) and math.isfinite(low) and math.isfinite(high)):
         return None
-    ends = decrease / most, decrease / least
-    return Interval(min(ends), max(ends))
+    return Interval(min(low / most, low / least), max(high / most, high / least))
 
 
 @full_precision
