@@ -29,7 +29,10 @@ RULES, RUNBOOKS = ROOT / "dashboards" / "prometheus" / "rules", ROOT / "dashboar
 PART = re.compile(r"(<!-- (table|file): (\S+) -->\n).*?(<!-- end -->)", re.S)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml"}
 
-ORDER = ("diameter", "radius", "perturbation", "simplex", "rows", "efficiency", "oracle", "tension", "backward")
+ORDER = (
+    *("diameter", "radius", "perturbation", "simplex", "rows"),
+    *("efficiency", "spectral", "oracle", "tension", "backward"),
+)
 """Modules whose functions are in the geometry's table, in its order."""
 COSTS = {
     "row_diameter": "on optimizers' increments about 20 reads of S; at worst all pairs",
@@ -44,8 +47,8 @@ COSTS = {
     "projected_row_norm": "O(Vd)",
     "step_efficiency": "none",
     "gauge_waste": "one pass",
-    "spectral_norm": "two passes for each of 16 iterations",
     "first_order_decrease": "one pass",
+    "centred_decrease": "three passes",
     "jung_ratio": "none",
     "diameter_oracle": "seconds at 400 rows; grows faster than V^2 d",
     "tension_bracket": "as long as you give it; half a second for a first answer",

@@ -7,12 +7,13 @@ set for its matrix products, builds no graph, and leaves its input as it was.
 from .arithmetic import compute_dtype, full_precision
 from .backward import BackwardBound, backward_bound, fixed_cotangent_bound, uniform_backward_bound
 from .diameter import DiameterBracket, RowDiameter, row_diameter, row_diameter_bracket
-from .efficiency import Interval, gauge_waste, spectral_norm, step_efficiency
-from .oracle import OracleSolution, diameter_oracle, first_order_decrease, jung_ratio
+from .efficiency import Interval, gauge_waste, step_efficiency
+from .oracle import OracleSolution, centred_decrease, diameter_oracle, first_order_decrease, jung_ratio
 from .perturbation import HilbertPerturbation, hilbert_perturbation
 from .radius import RadiusBracket, covering_radius
 from .rows import center_rows, projected_row_norm, row_norm
 from .simplex import cross_entropy_change_bound, hilbert_distance, tv_bound, variation_seminorm
+from .spectral import spectral_norm
 from .tension import TensionBracket, TensionFlow, tension_bracket
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "TensionFlow",
     "backward_bound",
     "center_rows",
+    "centred_decrease",
     "compute_dtype",
     "covering_radius",
     "cross_entropy_change_bound",

@@ -16,6 +16,7 @@ from torch import Tensor
 from ._gradient_rows import CentredGradient, blocks
 from ._tension_program import EdgeFlow, GroupLoads, solve
 from .arithmetic import check_nonnegative, check_rows, full_precision
+from .efficiency import Interval
 
 _MOST_ROWS = 2048  # (V, V) tables in fp64
 _TOLERANCE = 6e-7
@@ -49,6 +50,30 @@ def first_order_decrease(G: Tensor, S: Tensor) -> float:
     if G.shape != S.shape:
         raise ValueError(f"G and S must have one shape, got {tuple(G.shape)} and {tuple(S.shape)}")
     return -sum(float((G[at].double() * S[at].double()).sum()) for at in blocks(len(G)))
+
+
+@full_precision
+def centred_decrease(G: Tensor, S: Tensor) -> Interval:
+    """Bound the decrease -<P G, S> of the linearised loss, with the rows of G centred in fp64.
+
+    Args:
+        G: (V, d) gradient or moment, any real floating-point dtype. A common shift of its rows does not count.
+        S: (V, d) step.
+
+    Returns:
+        bounds that allow for the rounding of fp64. G and S are taken as they are.
+    """
+    rows = CentredGradient.of(G)
+    check_rows("S", S)
+    if G.shape != S.shape:
+        raise ValueError(f"G and S must have one shape, got {tuple(G.shape)} and {tuple(S.shape)}")
+    pairing = longest = 0.0
+    for at, g in rows.chunks():
+        s = S[at].double()
+        pairing += float((g * s).sum())
+        longest = max(longest, float(torch.linalg.vector_norm(s, dim=1).max()))
+    slack = rows.rounding * longest  # more than 32 units of rounding, so a few products with the bounds are covered too
+    return Interval(rows.unscaled(-pairing - slack), rows.unscaled(-pairing + slack))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +130,8 @@ def diameter_oracle(G: Tensor, eta: float = 1.0) -> OracleSolution:
         i, j, flow, S = none, none, g.new_zeros(0, d), torch.zeros_like(g)
         if eta == 0 and len(nonzero) > 1:
             i, j, flow = _star(g, nonzero)
-        return OracleSolution(S, i, j, rows.unscaled(flow), 0.0, 0.0, 0.0, rows.shifted)
+        _, upper = rows.bounds(0.0, eta * (rows.total + rows.rounding))  # zero for equal rows
+        return OracleSolution(S, i, j, rows.unscaled(flow), 0.0, 0.0, upper, rows.shifted)
     weight = rows.norms[nonzero]
     solution = solve(GroupLoads(g[nonzero], torch.zeros_like(weight), weight), tol=_TOLERANCE, deadline=math.inf)
     assert solution is not None
@@ -116,10 +142,10 @@ def diameter_oracle(G: Tensor, eta: float = 1.0) -> OracleSolution:
     S[rows.norms == 0] = -points.mean(0)
     S -= S.mean(0)
     S *= eta / (float(torch.pdist(S).max()) * (1 + 2.0**-40))
-    value = rows.unscaled(-float((g * S).sum()))
+    pairing = -float((g * S).sum())
+    value = rows.unscaled(pairing)
     length = float(torch.linalg.vector_norm(flow, dim=1).sum()) * (1 + 2.0**-40)
-    lower = max(0.0, value - eta * rows.unscaled(rows.rounding))
-    upper = eta * rows.unscaled(length + rows.rounding)
+    lower, upper = rows.bounds(max(0.0, pairing - eta * rows.rounding), eta * (length + rows.rounding))
     return OracleSolution(S, nonzero[i], nonzero[j], rows.unscaled(flow), value, lower, upper, rows.shifted)
 
 

@@ -106,15 +106,14 @@ def tension_bracket(G: Tensor, *, budget_seconds: float = 5.0, max_bytes: int = 
     rows = CentredGradient.of(G, max_bytes)
     if int((rows.norms > 0).sum()) < 2:
         zero = torch.zeros_like(G, dtype=compute_dtype(G))
-        return TensionBracket(0.0, 0.0, zero, None, rows.shifted, time.monotonic() - began)
+        bounds = rows.bounds(0.0, _jung_bound(rows))  # zero for equal rows
+        return TensionBracket(*bounds, zero, None, rows.shifted, time.monotonic() - began)
     unit = _unit_rows(rows)
     lower, potential = _potential(rows, unit, began + (1 - _UPPER_SHARE) * budget_seconds)
     upper, flow, points = _flow(rows, unit, began + budget_seconds)
     if points is not None and (candidate := _certified(rows, points, row_diameter(points).upper))[0] > lower:
         lower, potential = candidate
-    return TensionBracket(
-        rows.unscaled(lower), rows.unscaled(upper), potential, flow, rows.shifted, time.monotonic() - began
-    )
+    return TensionBracket(*rows.bounds(lower, upper), potential, flow, rows.shifted, time.monotonic() - began)
 
 
 def _unit_rows(rows: CentredGradient) -> Tensor:
@@ -236,7 +235,7 @@ def _flow(rows: CentredGradient, unit: Tensor, deadline: float) -> tuple[float, 
     V, d = unit.shape
     nonzero = rows.norms > 0
     count = int(nonzero.sum())
-    best, flow, points = _rounded_up(rows, rows.total / (2 * jung_ratio(min(d, V - 1))), 0), None, None
+    best, flow, points = _jung_bound(rows), None, None
     for number in _stages(count):
         first = number <= _GROUPS[0]
         if not first and time.monotonic() > deadline:
@@ -255,6 +254,12 @@ def _flow(rows: CentredGradient, unit: Tensor, deadline: float) -> tuple[float, 
         if length < best:
             best, flow = length, TensionFlow(group, edges.point, edges.i, edges.j, rows.unscaled(edges.tension))
     return best, flow, points
+
+
+def _jung_bound(rows: CentredGradient) -> float:
+    """Return Jung's upper bound sum |g_i| sqrt(k / (2 (k + 1))), in units of the scaled rows; zero for equal rows."""
+    V, d = rows.G.shape
+    return _rounded_up(rows, rows.total / (2 * jung_ratio(max(1, min(d, V - 1)))), 0)
 
 
 def _stages(rows: int) -> Iterator[int]:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hilbert_monitor.geometry import (
     Interval,
-    center_rows,
-    first_order_decrease,
+    centred_decrease,
     gauge_waste,
     row_diameter_bracket,
     spectral_norm,
@@ -32,7 +31,7 @@ MOMENTS = ("exp_avg", "momentum_buffer")
 
 def increment_quality(S: Tensor) -> StepQuality:
     """Measure what can be said of an increment (V, d) by itself."""
-    return StepQuality(gauge_waste=gauge_waste(S), spectral_norm=spectral_norm(S))
+    return StepQuality(gauge_waste=gauge_waste(S), spectral_norm=spectral_norm(S).upper)
 
 
 def step_quality(
@@ -53,7 +52,7 @@ def step_quality(
     for_gradient, for_moment = (_efficiency(S, G, diameter, budget) for G in (gradient, moment))
     return StepQuality(
         gauge_waste=gauge_waste(S),
-        spectral_norm=spectral_norm(S),
+        spectral_norm=spectral_norm(S).upper,
         efficiency_lower=for_gradient.lower if for_gradient else None,
         efficiency_upper=for_gradient.upper if for_gradient else None,
         moment_efficiency_lower=for_moment.lower if for_moment else None,
@@ -65,9 +64,9 @@ def _efficiency(S: Tensor, gradient: Tensor | None, diameter: Interval, budget: 
     """Bracket the descent of a step over the best of its diameter; None where there is no finite gradient."""
     if gradient is None or not bool(torch.isfinite(gradient).all()):
         return None
-    G = center_rows(gradient[: len(S)])  # what softmax sees of it
+    G = gradient[: len(S)]  # in its own dtype: a centred copy in bf16 would be another gradient
     tension = tension_bracket(G, budget_seconds=budget)
-    decrease = first_order_decrease(G, S)
+    decrease = centred_decrease(G, S)  # softmax sees the centred rows alone
     return step_efficiency(decrease, diameter=diameter, tension=Interval(tension.lower, tension.upper))
 
 

@@ -1,11 +1,9 @@
-"""Chunks of rows that fit a processor's cache, and the update of one chunk."""
+"""Chunks of rows that fit a processor's cache."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from hilbert_monitor.geometry import compute_dtype
 
 CACHE_BYTES = 4 * 2**20
 """Size of a chunk on a CPU: what one operation writes, the next one finds in the cache.
@@ -33,16 +31,3 @@ def cache_chunks(A: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
     budget = CACHE_BYTES if A.device.type == "cpu" else ACCELERATOR_BYTES
     row_bytes = like[:1].numel() * like.element_size()
     return torch.split(A, max(1, budget // max(1, row_bytes)))
-
-
-def shrink_and_add(u: Tensor, s: Tensor, *, scale: Tensor | None = None, shrink: float | Tensor = 1.0) -> None:
-    """Set u to shrink u + scale s in place, rounded once to u's dtype."""
-    target = u.to(compute_dtype(u))
-    if isinstance(shrink, Tensor) or shrink != 1:  # a tensor is not compared: that would wait for the device
-        target.mul_(shrink)
-    if scale is None:
-        target.add_(s)
-    else:
-        target.addcmul_(s, scale)
-    if target is not u:
-        u.copy_(target)

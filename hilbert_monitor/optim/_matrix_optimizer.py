@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 from hilbert_monitor.geometry import compute_dtype
 
 from ._hyperparameters import Group, check_choice, check_number, options_of, parameter_label
+from ._rounding import NEAREST, ROUNDINGS, Rounding
 
 
 class LastStep(NamedTuple):
@@ -67,9 +68,9 @@ def call_closure(closure: Callable[[], Any] | None) -> Any:
 class MatrixOptimizer(Optimizer, ABC):
     """Base class of optimizers that move matrices, and can tell the increment of their last step.
 
-    Weight decay is decoupled, and the state is in fp32 (in fp64 for fp64 parameters). A subclass checks its
-    hyperparameters (`_check_group`), steps one group (`_step_group`), and forms the increment of the last step again
-    (`_form_increment`).
+    Weight decay is decoupled, and the state is in fp32 (in fp64 for fp64 parameters); what compensated rounding lost is
+    in the parameter's own dtype. A subclass checks its hyperparameters (`_check_group`), steps one group
+    (`_step_group`), and forms the increment of the last step again (`_form_increment`).
     """
 
     def __init__(self, params: ParamsT, defaults: Group) -> None:
@@ -95,6 +96,7 @@ class MatrixOptimizer(Optimizer, ABC):
         check_number(group, "lr", tensor=True)
         check_number(group, "weight_decay")
         check_choice(group, "maximize", (True, False))
+        check_choice(group, "rounding", ROUNDINGS)
 
     def _check_parameter(self, group: Group, index: int) -> None:
         p, name, label = group["params"][index], type(self).__name__, parameter_label(group, index)
@@ -129,7 +131,7 @@ class MatrixOptimizer(Optimizer, ABC):
         with outside_autocast(last):
             self._before_step()
             for group in self.param_groups:
-                options = options_of(group)
+                options = {**self.defaults, **options_of(group)}  # an old checkpoint may lack a hyperparameter
                 self._step_group(group["params"], options)
                 last.update((p, LastStep.of(p.grad, options)) for p in group["params"] if p.grad is not None)
         self._last = last
@@ -170,6 +172,14 @@ class MatrixOptimizer(Optimizer, ABC):
     def _before_step(self) -> None:
         """Do what a subclass needs once a step, before any group."""
 
+    def _rounding(self, p: Tensor, options: Group) -> Rounding:
+        """Return how the new value of a parameter is rounded in this step."""
+        if options["rounding"] == "nearest":
+            return NEAREST
+        params = (q for group in self.param_groups for q in group["params"])
+        index = next(index for index, q in enumerate(params) if q is p)
+        return Rounding.of(p, options["rounding"], self.state[p], index)
+
     @abstractmethod
     def _step_group(self, params: list[Tensor], options: Group) -> None:
         """Step the parameters of one group that have a gradient."""
@@ -200,7 +210,8 @@ def keep_state_precision(loading: Optimizer, *owners: Optimizer) -> Iterator[Non
         for index, p in zip(indices, params, strict=True):
             for key, value in saved["state"].get(index, {}).items() if p in ours else ():
                 if isinstance(value, Tensor):
-                    loading.state[p][key] = value.to(device=p.device, dtype=compute_dtype(p))
+                    dtype = p.dtype if key == "compensation" else compute_dtype(p)
+                    loading.state[p][key] = value.to(device=p.device, dtype=dtype)
 
     handles = [
         loading.register_load_state_dict_pre_hook(before),  # after the user's own

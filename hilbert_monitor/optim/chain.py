@@ -204,7 +204,7 @@ def _check_owned_once(groups: list[Group], model: Module | None) -> None:
         raise ValueError(f"no optimizer owns {', '.join(left)}: add them to one, or freeze them")
 
 
-PER_ENTRY = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
+PER_ENTRY = ("momentum_buffer", "compensation", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 """Keys of state tensors that have their parameter's shape, in torch's optimizers and ours."""
 
 

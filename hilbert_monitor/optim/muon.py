@@ -14,9 +14,9 @@ from torch.optim.optimizer import ParamsT
 
 from hilbert_monitor.geometry import compute_dtype
 
-from ._chunks import shrink_and_add
 from ._hyperparameters import Group, check_choice, check_number
 from ._matrix_optimizer import LastStep, MatrixOptimizer
+from ._rounding import shrink_and_add
 from .newton_schulz import orthogonalize
 
 STACK_BYTES = {"cpu": 16 * 2**20}
@@ -58,6 +58,7 @@ class Muon(MatrixOptimizer):
         eps: added to the Frobenius norm.
         ns_dtype: precision of Newton-Schulz. fp32 is true fp32, never TF32. torch.bfloat16 is for accelerators.
         maximize: ascend.
+        rounding: of matrices stored in bf16 or fp16, as in `RowNorm`.
         distributed: share the work over the ranks of `process_group` when torch.distributed is initialised.
         process_group: the ranks that hold the same parameters; all of them by default.
     """
@@ -74,6 +75,7 @@ class Muon(MatrixOptimizer):
         *,
         ns_dtype: torch.dtype = torch.float32,
         maximize: bool = False,
+        rounding: str = "nearest",
         distributed: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -86,6 +88,7 @@ class Muon(MatrixOptimizer):
             "eps": eps,
             "ns_dtype": ns_dtype,
             "maximize": maximize,
+            "rounding": rounding,
         }
         self.distributed, self._ranks, self._agreed = distributed, _Ranks(process_group), False
         super().__init__(params, defaults)
@@ -123,7 +126,7 @@ class Muon(MatrixOptimizer):
     def _step_group(self, params: list[Tensor], options: Group) -> None:
         live = [p for p in params if p.grad is not None]
         for p in live:
-            if not self.state[p]:
+            if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=compute_dtype(p))
         if live:
             buffers = self._buffers(live)
@@ -145,7 +148,7 @@ class Muon(MatrixOptimizer):
                 torch._foreach_add_(stack, list(S))
             else:
                 for p, s in zip(stack, S, strict=True):
-                    shrink_and_add(p, s, shrink=shrink)
+                    shrink_and_add(p, s, shrink=shrink, rounding=self._rounding(p, options))
 
     def _step_shared(self, alike: list[Tensor], options: Group, world: int) -> None:
         """Step the parameters of one shape: each rank sends its share of the results, and a flag for each."""
@@ -165,7 +168,8 @@ class Muon(MatrixOptimizer):
         for index, p in enumerate(alike):
             rank, slot = divmod(index, share)
             x = gathered[rank, slot * size : (slot + 1) * size].view(min(p.shape), max(p.shape))
-            shrink_and_add(p, _scaled(x, p, options), shrink=shrinks[rank, slot])
+            S, shrink = _scaled(x, p, options), shrinks[rank, slot]
+            shrink_and_add(p, S, shrink=shrink, rounding=self._rounding(p, options))
 
     def _orthogonal(self, stack: list[Tensor], options: Group) -> Tensor:
         """Return the orthogonalised directions of `stack`, (k, min(m, n), max(m, n))."""

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from hilbert_monitor.geometry import full_precision
 
+from ._norms import stable_norms
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic a x + b x^3 + c x^5: steep at zero, and into about [0.7, 1.2] after five steps."""
 
@@ -27,8 +29,8 @@ def orthogonalize(X: Tensor, *, steps: int, eps: float) -> Tensor:
     Returns:
         (k, m, n) in X's dtype, in which everything is computed.
     """
-    norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).add_(eps)
-    X.div_(norm.clamp_min_(torch.finfo(norm.dtype).tiny))  # a zero matrix stays zero
+    X, norm, eps_like_norm = stable_norms(X, (1, 2), eps)
+    X.div_(norm.add_(eps_like_norm).clamp_min_(torch.finfo(norm.dtype).tiny))  # a zero matrix stays zero
     if X.shape[2] >= 2 * X.shape[1] and X.dtype in (torch.float32, torch.float64):
         for done in range(0, steps, 3):
             X = _gram_steps(X, min(3, steps - done))

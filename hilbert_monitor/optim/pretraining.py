@@ -38,6 +38,7 @@ def pretraining_optimizer(
     roles: Mapping[str, Role] | None = None,
     tied: Literal["head", "embedding"] | None = None,
     muon: Mapping[str, Any] | None = None,
+    rownorm: Mapping[str, Any] | None = None,
 ) -> ChainedOptimizer:
     """Return the paper's optimizers: Muon on the blocks' matrices, RowNorm or AdamW on the LM head, AdamW elsewhere.
 
@@ -58,6 +59,7 @@ def pretraining_optimizer(
             "vector".
         tied: "head" or "embedding": the role of a weight that is both. Without it such a model is refused.
         muon: further arguments of `Muon`, such as ns_dtype.
+        rownorm: further arguments of `RowNorm`, such as rounding for a head in bf16.
     """
     if head not in HEAD_LR:
         raise ValueError(f'head must be "rownorm" or "adamw", got {head!r}')
@@ -85,7 +87,7 @@ def pretraining_optimizer(
         lr = HEAD_LR[head] / width if head_lr is None else head_lr
         group = {"params": members["head"], "name": "head"}
         if head == "rownorm":
-            optimizers.append(RowNorm([group], lr=lr))
+            optimizers.append(RowNorm([group], lr=lr, **(rownorm or {})))
         else:
             optimizers.append(_adamw([{**group, "weight_decay": weight_decay}], lr=lr))
     return ChainedOptimizer(*optimizers, model=model)

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 from torch.optim.optimizer import ParamsT
 
 from hilbert_monitor.geometry import compute_dtype
 
-from ._chunks import cache_chunks, shrink_and_add
+from ._chunks import cache_chunks
 from ._hyperparameters import Group, check_choice, check_number
 from ._matrix_optimizer import LastStep, MatrixOptimizer
+from ._norms import stable_norms
+from ._rounding import shrink_and_add
 
 
 class RowNorm(MatrixOptimizer):
@@ -27,22 +28,36 @@ class RowNorm(MatrixOptimizer):
         U_{t+1} = (1 - lr weight_decay) U_t + S_t
 
     Every row of S_t has norm at most lr, hence D(S_t) <= 2 lr (to fp32 rounding): a step changes no pairwise log-odds
-    at a hidden state h by more than 2 lr |h|.
+    at a hidden state h by more than 2 lr |h|. For a head stored in bf16 or fp16 this is the intended step, which
+    `increment` returns. The stored weights move by that plus the rounding of U_{t+1}, so their step is bounded by 2 lr
+    plus rounding. Where lr is far below the spacing of the weights, rounding to the nearest number loses most of the
+    step. In 500 steps of softmax regression with a bf16 head (lr 3e-4, weights about 0.5), against the same run in
+    fp64::
 
-    The step is in place. It needs no scratch of the matrix's size, except up to 256 MiB for bf16 and fp16 matrices on
-    an accelerator. On a CPU it takes rows in chunks that fit the cache, so that matrix, gradient and buffer are read
-    from memory once. Elsewhere it takes three kernels over the matrix, four with weight decay.
+        rounding       distance to the fp64 weights, over their displacement    share of the fp64 run's fall of the loss
+        nearest        0.98                                                     0.03
+        stochastic     0.34                                                     1.00
+        compensated    0.05                                                     1.00
+        an fp32 head   0.00                                                     1.00
+
+    The step is in place. On a CPU it needs no scratch of the matrix's size: it takes rows in chunks that fit the cache,
+    so that matrix, gradient and buffer are read from memory once. Elsewhere it takes five kernels over the matrix, six
+    with weight decay, and up to 256 MiB of scratch, twice that for bf16 and fp16 matrices.
 
     Args:
         params: matrices, or groups of them. A vector is refused.
         lr: largest norm of a row's step; a float or a tensor with one element.
         momentum: decay of the gradient's average, in [0, 1).
-        eps: stabiliser of the row norms, at least 1e-15: squares of rows below that are lost in fp32.
+        eps: stabiliser of the row norms, at least 1e-15.
         weight_decay: decoupled: U shrinks by the factor 1 - lr weight_decay before S is added.
         center: "both" for the projected map P RN(P C) of the theory, where P subtracts the mean row; "none" for the
             paper's experiments. On a softmax head both give the same function: rows of its gradient sum to zero, and
             softmax does not see a common shift.
         maximize: ascend.
+        rounding: of a head stored in bf16 or fp16; no other is rounded. "nearest" is what torch's optimizers do.
+            "compensated" adds at each step what the steps before it lost, from one more buffer in the head's dtype.
+            "stochastic" rounds up or down at random with the right mean: no buffer, slow on a CPU. It has random
+            numbers of its own, the same on all ranks and after a resume.
     """
 
     def __init__(
@@ -55,6 +70,7 @@ class RowNorm(MatrixOptimizer):
         *,
         center: str = "none",
         maximize: bool = False,
+        rounding: str = "nearest",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -63,6 +79,7 @@ class RowNorm(MatrixOptimizer):
             "weight_decay": weight_decay,
             "center": center,
             "maximize": maximize,
+            "rounding": rounding,
         }
         super().__init__(params, defaults)
 
@@ -79,42 +96,44 @@ class RowNorm(MatrixOptimizer):
             if p.grad is None:
                 continue
             state = self.state[p]
-            if not state:
+            if "step" not in state:
                 state["step"] = 0
                 state["momentum_buffer"] = torch.zeros_like(p, dtype=compute_dtype(p))
             state["step"] += 1
             B = state["momentum_buffer"]
+            targets = self._rounding(p, options).chunks(p, B)
             if options["center"] == "none":  # a chunk's row norms need its own buffer alone
-                for b, g, u in zip(cache_chunks(B), cache_chunks(p.grad, B), cache_chunks(p, B), strict=True):
+                for b, g, (u, rounding) in zip(cache_chunks(B), cache_chunks(p.grad, B), targets, strict=True):
                     b.lerp_(g.to(b.dtype), weight)
-                    shrink_and_add(u, b, scale=_scale(b, state["step"], options), shrink=shrink)
+                    rows, scale = _direction(b, state["step"], options)
+                    shrink_and_add(u, rows, scale=scale, shrink=shrink, rounding=rounding)
             else:
                 for b, g in zip(cache_chunks(B), cache_chunks(p.grad, B), strict=True):
                     b.lerp_(g.to(b.dtype), weight)
-                for s, u in zip(_projected(B, state["step"], options), cache_chunks(p, B), strict=True):
-                    shrink_and_add(u, s, shrink=shrink)
+                for s, (u, rounding) in zip(_projected(B, state["step"], options), targets, strict=True):
+                    shrink_and_add(u, s, shrink=shrink, rounding=rounding)
 
     def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
         B, step, options = self.state[param]["momentum_buffer"], self.state[param]["step"], last.options
         out = torch.empty_like(B) if out is None else out
         if options["center"] == "none":
             for b, s in zip(cache_chunks(B), cache_chunks(out), strict=True):
-                torch.mul(b, _scale(b, step, options), out=s)
+                torch.mul(*_direction(b, step, options), out=s)
         else:
             for chunk, s in zip(_projected(B, step, options), cache_chunks(out), strict=True):
                 s.copy_(chunk)
         return out
 
 
-def _scale(b: Tensor, step: int, options: Group) -> Tensor:
-    """Return the factors (rows, 1) from rows `b` of the buffer to their step: -lr / (|b| + eps (1 - momentum^step)).
+def _direction(b: Tensor, step: int, options: Group) -> tuple[Tensor, Tensor]:
+    """Return rows and factors (rows, 1) whose product is the step: -lr b / (|b| + eps (1 - momentum^step)).
 
-    Times b this is -lr c / (|c| + eps), with c = b / (1 - momentum^step) the bias-corrected rows, which are not formed.
+    This is -lr c / (|c| + eps), with c = b / (1 - momentum^step) the bias-corrected rows, which are not formed. The
+    rows are `b` itself, but for rows whose squares leave the range of their dtype.
     """
     lr = options["lr"] if options["maximize"] else -options["lr"]
-    eps = options["eps"] * (1 - options["momentum"] ** step)
-    norm: Tensor = vector_norm(b, dim=1, keepdim=True)
-    return norm.add_(eps).reciprocal_().mul_(lr)
+    rows, norm, eps = stable_norms(b, 1, options["eps"] * (1 - options["momentum"] ** step))
+    return rows, norm.add_(eps).reciprocal_().mul_(lr)
 
 
 def _projected(B: Tensor, step: int, options: Group) -> Iterator[Tensor]:
@@ -123,8 +142,8 @@ def _projected(B: Tensor, step: int, options: Group) -> Iterator[Tensor]:
 
     def steps() -> Iterator[Tensor]:
         for b in cache_chunks(B):
-            c = b - mean
-            yield c.mul_(_scale(c, step, options))
+            rows, scale = _direction(b - mean, step, options)
+            yield rows.mul_(scale)
 
     shift = _mean(steps(), len(B))
     for s in steps():

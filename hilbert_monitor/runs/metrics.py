@@ -231,7 +231,7 @@ CATALOGUE = (
         field="spectral_norm",
         panel="norms",
         label="spectral norm",
-        help="Spectral norm of the LM head's increment: its largest singular value.",
+        help="Spectral norm of the LM head's increment: its largest singular value, rounded up.",
         line="other",
         axis="log",
     ),

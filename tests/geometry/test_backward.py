@@ -107,6 +107,15 @@ def test_gradients_of_the_cross_entropy_are_accepted_in_every_dtype(dtype, margi
     close(fixed_cotangent_bound(1.0, r), missing, rtol=info.eps, atol=given + 1000 * info.eps * info.smallest_normal)
 
 
+def test_a_target_that_is_all_but_certain_is_accepted_beside_others():
+    z = torch.zeros(2, 1000)
+    z[0, 0] = 22.0  # the gradient of this target is nothing but rounding
+    z.requires_grad_()
+    loss = torch.nn.functional.cross_entropy(z, torch.zeros(2, dtype=torch.long))
+    (r,) = torch.autograd.grad(loss, z)
+    close(fixed_cotangent_bound(1.0, r)[1], 0.4995, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("V", "loss_scale"), [(50_000, 1.0), (1000, 2.0**16)])
 def test_gradients_of_confident_targets_are_accepted_over_a_full_vocabulary_and_under_a_loss_scale(V, loss_scale):
     z = normal(2, 16, V).float()
@@ -290,6 +299,12 @@ def uniform(h_norm=HALF, step=1.0, head=1.0, updated=1.0):
     ("error", "phrase", "call"),
     [
         (ValueError, "sum to zero", lambda: fixed_cotangent_bound(1.0, HALF)),
+        (ValueError, "a sum of 0.9 for abs.* to 1.1", lambda: fixed_cotangent_bound(0.0, torch.tensor([1.0, -0.1]))),
+        (ValueError, "sum to zero", lambda: fixed_cotangent_bound(1.0, torch.tensor([1.0, -0.75]).bfloat16())),
+        (ValueError, "sum to zero", lambda: fixed_cotangent_bound(1.0, torch.tensor([1e-3, -1e-4]).half())),
+        (ValueError, "sum to zero", lambda: fixed_cotangent_bound(1.0, torch.tensor([1e-9, -1e-10]))),
+        (ValueError, "sum to zero", lambda: fixed_cotangent_bound(1.0, torch.tensor([1.0, -0.99999]).double())),
+        (ValueError, "sum to zero", lambda: fixed_cotangent_bound(1.0, torch.tensor([[1.0, -1.0], [0.1, -0.01]]))),
         (
             ValueError,
             "sum to zero",

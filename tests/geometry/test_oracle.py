@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -216,6 +217,42 @@ def test_a_bracket_is_sound_at_any_scale_and_shift(V: int, d: int, seed: int, sh
     assert checker.proved_below(G, bracket.potential) >= bracket.lower
     if bracket.flow is not None:
         assert checker.proved_above(G, checker.spread(G, bracket.flow)) <= bracket.upper
+
+
+def squared_tension(G: Tensor) -> Fraction:
+    """T(G)^2 in rational arithmetic, for two rows or for one column."""
+    rows = [[Fraction(entry) for entry in row] for row in G.double().tolist()]
+    means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+    centred = [[entry - mean for entry, mean in zip(row, means, strict=True)] for row in rows]
+    if len(rows) == 2:
+        return sum((entry**2 for entry in centred[0]), Fraction(0))
+    return (sum((abs(row[0]) for row in centred), Fraction(0)) / 2) ** 2
+
+
+near = st.tuples(st.integers(0, 10**6), st.integers(-60, 0), st.sampled_from([0.0, 1.0, -3e7, 1e-300, 1e300]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([(2, 1), (2, 5), (3, 1), (12, 1)]), near, st.sampled_from([torch.float64, torch.float32]))
+def test_rows_that_lie_close_have_bounds_that_hold_in_exact_arithmetic(
+    shape: tuple[int, int], near: tuple[int, int, float], dtype: torch.dtype
+) -> None:
+    seed, exponent, shift = near
+    rows = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    G = ((rows * 2.0**exponent + 1) * shift if shift else rows * 2.0**exponent).to(dtype)
+    if not G.isfinite().all():
+        return
+    square = squared_tension(G)
+    for result in (tension_bracket(G, budget_seconds=0), diameter_oracle(G)):
+        assert Fraction(result.lower) ** 2 <= square <= Fraction(result.upper) ** 2
+        assert result.upper <= result.lower * (1 + 1e-5) or square < Fraction(1, 2**2000)
+
+
+def test_two_fp64_rows_one_rounding_apart_have_a_tension() -> None:
+    G = torch.tensor([[1.0, 0.0], [1.0 + 2.0**-50, 0.0]], dtype=torch.float64)
+    for result in (tension_bracket(G, budget_seconds=0), diameter_oracle(G)):
+        assert 0 < result.lower <= 2.0**-51 <= result.upper
+        assert result.upper == pytest.approx(2.0**-51, rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

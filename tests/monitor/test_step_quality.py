@@ -1,5 +1,7 @@
 """The quality of a step: its efficiency from a gradient and an increment, and its place in the records of a run."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 
@@ -32,6 +34,39 @@ def test_projected_row_norm_has_at_least_the_efficiency_that_is_guaranteed(seed)
     assert quality.efficiency_lower <= exact * (1 + 1e-6)
     assert quality.efficiency_upper >= exact * (1 - 1e-6)
     assert quality.efficiency_upper >= jung_ratio(4)
+
+
+def exact_efficiency(G, S):
+    """-<P G, S> / (D(S) T(G)) of one column, in rational arithmetic: there T is half the sum of |P G|."""
+    g, s = ([Fraction(entry) for entry in A.double().flatten().tolist()] for A in (G, S))
+    centred = [entry - sum(g) / len(g) for entry in g]
+    decrease = -sum(a * b for a, b in zip(centred, s, strict=True))
+    return decrease / ((max(s) - min(s)) * sum(map(abs, centred)) / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shift", [0.0, 3.0])
+def test_the_efficiency_of_one_column_is_within_its_bounds_in_exact_arithmetic(dtype, shift):
+    for seed in range(12):
+        G, S = (cloud(9, 1, seed).double() + shift).to(dtype), cloud(9, 1, seed + 100)
+        D = row_diameter(S)
+        quality = step_quality(S, G, {"exp_avg": G}, Interval(D.lower, D.upper), budget=0.0)
+        exact = exact_efficiency(G, S)
+        assert quality.efficiency_lower <= exact <= quality.efficiency_upper
+        assert quality.moment_efficiency_lower <= exact <= quality.moment_efficiency_upper
+        assert quality.efficiency_upper - quality.efficiency_lower < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_efficiency_for_a_gradient_in_low_precision_is_that_of_its_entries(dtype):
+    for seed in range(4):
+        G, S = (cloud(7, 2, seed) + 0.5).to(dtype), cloud(7, 2, seed + 100)
+        D = row_diameter(S)
+        quality = step_quality(S, G, {}, Interval(D.lower, D.upper), budget=0.2)
+        best = diameter_oracle(G)
+        exact = float((-center_rows(G.double()) * S.double()).sum()) / (D.value * best.value)
+        assert quality.efficiency_lower - 1e-6 <= exact <= quality.efficiency_upper + 1e-6
+        assert quality.efficiency_upper - quality.efficiency_lower < 0.01
 
 
 def test_a_scaled_gradient_has_the_same_efficiency():

@@ -512,6 +512,7 @@ BAD = [
     *((make, "weight_decay", value) for make in (RowNorm, Muon) for value in (-0.1, math.nan, math.inf, None)),
     *((make, "eps", value) for make in (RowNorm, Muon) for value in (-1e-8, math.nan, math.inf, "small")),
     *((make, "maximize", value) for make in (RowNorm, Muon) for value in (None, 1, "yes")),
+    *((make, "rounding", value) for make in (RowNorm, Muon) for value in ("up", None, True)),
     *((RowNorm, "eps", value) for value in (0, 1e-16)),
     *((RowNorm, "center", value) for value in ("rows", None, True, "")),
     *((Muon, "ns_steps", value) for value in (0, -1, 100, 2.5, 5.0, True, None, torch.tensor(5))),

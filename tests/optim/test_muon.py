@@ -145,6 +145,19 @@ def test_a_nan_in_one_gradient_leaves_the_other_matrices_as_they_would_be(shape)
     assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(spoiled, clean, strict=True)) if i != 4)
 
 
+@pytest.mark.parametrize("ns_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1e19, 1e30, 1e-25, 1e-35])
+def test_matrices_whose_squares_leave_the_range_step_like_others(size, ns_dtype):
+    G = normal(0, 6, 9).float()
+    exponent = 2.0 ** round(math.log2(size))
+    steps = [
+        walk(Muon, torch.zeros(6, 9), [G * factor], [1.0], eps=0.0, ns_dtype=ns_dtype)[0][1]
+        for factor in (1.0, exponent)
+    ]
+    torch.testing.assert_close(steps[1], steps[0], rtol=0, atol=1e-5)
+    assert steps[0].norm() > 1
+
+
 def test_matrices_without_gradient_do_not_shift_the_others():
     grads = directions((5, 12))
     matrices = [normal(i, 5, 12).float() for i in range(len(grads))]

@@ -145,6 +145,42 @@ def test_rows_far_below_the_stabiliser_hardly_move(scale):
         torch.testing.assert_close(S.double(), expected, rtol=1e-5, atol=0)
 
 
+@every_center
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [1e17, 1e20, 1e30, 3e38, 1e200])
+def test_rows_whose_squares_overflow_move_by_the_learning_rate_beside_others(center, dtype, size):
+    if size > torch.finfo(dtype).max or (center == "both" and size == 3e38):
+        return  # in fp32 the mean of such rows overflows too, and the step is nan
+    G = normal(0, 9, 40).sign().to(dtype)
+    G[3:] *= size
+    W = torch.zeros(9, 40, dtype=dtype)
+    options = {"momentum": 0.5, "center": center}
+    (_, S), (_, expected) = (
+        steps[0]
+        for steps in (walk(RowNorm, W, [G], [1.0], **options), rownorm_steps(W, [G.double() / size], [1.0], **options))
+    )
+    if center == "none":
+        expected[:3] = -G[:3].double() / 40**0.5
+    torch.testing.assert_close(S.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-19, 1e-23, 1e-30, 1e-44])
+def test_rows_whose_squares_underflow_step_as_far_as_the_stabiliser_lets_them(size):
+    G, momentum = (normal(0, 9, 40) * size).float(), 1 - 1e-9
+    expected = rownorm_steps(G, [G], [1.0], momentum=momentum, eps=1e-15)[0][1]
+    _, S = walk(RowNorm, torch.zeros(9, 40), [G], [1.0], momentum=momentum, eps=1e-15)[0]
+    torch.testing.assert_close(S.double(), expected, rtol=1e-5, atol=1e-10)
+    assert S.norm(dim=1).max() <= 1 + 1e-6
+
+
+def test_an_infinite_gradient_is_not_taken_for_a_large_one():
+    G = torch.ones(4, 3)
+    G[1, 1] = torch.inf
+    _, S = walk(RowNorm, torch.zeros(4, 3), [G], [1.0])[0]
+    assert not S[1].isfinite().all()
+    assert S[[0, 2, 3]].isfinite().all()
+
+
 def test_a_token_that_never_had_a_gradient_stays_where_it_is():
     W, grads = normal(0, 9, 5).float(), [normal(t, 9, 5).float() for t in range(3)]
     for G in grads:
