@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hilbert_monitor.geometry import compute_dtype
 from hilbert_monitor.optim import find_head
+from hilbert_monitor.optim.roles import head_weight, parameter_of
 
 from .ceiling import diameter_ceiling
 from .increment import Decay, HeadStep, IncrementSource
@@ -51,7 +52,7 @@ class WatchedHead:
         logit_scale: float = 1.0,
     ) -> None:
         self.name, self.module = find_head_module(model, head)
-        weight = getattr(self.module, "weight", None)
+        weight = head_weight(self.module, self.name)
         if not isinstance(weight, Tensor) or weight.ndim != 2:
             kind = type(self.module).__name__
             raise TypeError(f"the head '{self.name}', a {kind}, has no (V, d) weight: pass the LM head as head=...")
@@ -61,7 +62,8 @@ class WatchedHead:
         self.source = IncrementSource(optimizer, weight, decay=decay)
         bias = getattr(self.module, "bias", None)
         self.bias = IncrementSource(optimizer, bias, decay=decay) if isinstance(bias, Tensor) else None
-        self.tied = any(weight is m.weight for m in model.modules() if isinstance(m, Embedding | EmbeddingBag))
+        embeddings = (m for m in model.modules() if isinstance(m, Embedding | EmbeddingBag))
+        self.tied = any(weight is parameter_of(m, "weight") for m in embeddings)
         self._buffer: Tensor | None = None
 
     def remarks(self) -> list[str]:

@@ -18,6 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from hilbert_monitor import __version__
+from hilbert_monitor.optim.roles import head_weight
 from hilbert_monitor.runs.alerts import Judge, Rules
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
@@ -239,7 +240,7 @@ class MonitorSession:
                 self.panels.take(loop.validation_loaders, validates=loop.validates)
         self.probe = Probe(
             loop.model,
-            _owner(loop.optimizers, head.weight, name),
+            _owner(loop.optimizers, head_weight(head, name), name),
             head=head,
             panel=self.panels.panel,
             diameter_every=options.diameter_every,
@@ -326,7 +327,7 @@ class MonitorSession:
             self._responses.act(loop, alerts, probe.ranks, str(folder), probe.step)
 
 
-def _owner(optimizers: Sequence[Optimizer], weight: Tensor | Module, name: str) -> Optimizer:
+def _owner(optimizers: Sequence[Optimizer], weight: Tensor | None, name: str) -> Optimizer:
     for optimizer in optimizers:
         if any(weight is p for group in optimizer.param_groups for p in group["params"]):
             return optimizer
