@@ -22,6 +22,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from hilbert_monitor.monitor import hidden
 from hilbert_monitor.monitor.batches import input_ids, positions_of, token_ids
 from hilbert_monitor.monitor.hidden import HeadNotReached, hidden_states
 from hilbert_monitor.monitor.panel import Panel
@@ -417,11 +418,6 @@ class Dropping(Plain):
         return self.batch(x.transpose(1, 2)).transpose(1, 2)
 
 
-class NoLogits(nn.Linear):
-    def forward(self, x):
-        raise AssertionError("logits were made")
-
-
 class ByName(Dropping):
     """Takes what a tokenizer makes, as Hugging Face's models do."""
 
@@ -548,9 +544,95 @@ def test_labels_that_cannot_be_left_out_are_given(panel):
         assert torch.equal(states, reference(model, TEXT[:8]))
 
 
-def test_no_logits_are_made(panel):
-    model = seeded(Dropping)
-    model.lm_head = NoLogits(6, V, bias=False)
+class Locked(Plain):
+    """Refuses a forward pass while one has not ended."""
+
+    busy = False
+
+    def forward(self, tokens):
+        assert not self.busy, "the last forward pass has not ended"
+        self.busy = True
+        logits = super().forward(tokens)
+        self.busy = False
+        ENDED.append(len(tokens))
+        return logits
+
+
+ENDED = []
+
+
+def test_the_forward_pass_ends_so_that_the_next_one_can_begin(panel):
+    model = seeded(Locked)
+    ENDED.clear()
+    for _ in range(2):
+        assert torch.equal(hidden_states(model, model.lm_head, panel), reference(model, TEXT[:8]))
+    model(TEXT)
+    assert ENDED == [8, 8, 12]
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(3, [3, 3, 2]), (1, [1] * 8), (0.1, [1] * 8), (100, [8])])
+@pytest.mark.parametrize("form", [lambda x: x, lambda x: padded(x.tolist(), width=9), lambda x: (x, x)])
+def test_logits_of_one_pass_are_bounded_and_the_states_are_those_of_the_whole_batch(rows, passes, form, monkeypatch):
+    calls, batch = [], form(TEXT[:8])
+
+    class Recording(ByName):
+        def forward(self, input_ids=None, attention_mask=None, **kwargs):
+            calls.append(len(input_ids))
+            return super().forward(input_ids, attention_mask, **kwargs)
+
+    model, panel = seeded(Recording), Panel.of_batches([batch], 50)
+    whole = hidden_states(model, model.lm_head, panel)
+    monkeypatch.setattr(hidden, "LOGIT_BYTES", int(rows * 4 * V * input_ids(batch).shape[1]))
+    calls.clear()
+    torch.testing.assert_close(hidden_states(model, model.lm_head, panel), whole)
+    assert calls == passes
+
+
+def test_at_most_256_mb_of_logits_are_asked_for():
+    text = torch.zeros(16, 1024, dtype=torch.long)  # of a vocabulary of 50,257: 206 MB a row
+    parts = list(hidden._passes(Panel.of_tokens(text, text.numel()), 50_257))
+    assert [tuple(batch.shape) for batch, _ in parts] == [(1, 1024)] * 16
+    assert sum(len(positions) for _, positions in parts) == text.numel()
+
+
+@pytest.mark.parametrize("dim", ["flat", 0, 1])
+def test_a_head_that_is_called_in_chunks_is_given_all_of_them(dim, panel):
+    class InChunks(Plain):
+        def forward(self, tokens):
+            x = self.hidden(tokens)
+            x, along = (x.flatten(0, 1), 0) if dim == "flat" else (x, dim)
+            return torch.cat([self.lm_head(part) for part in x.split(3, along)], along)
+
+    model = seeded(InChunks)
+    assert torch.equal(hidden_states(model, model.lm_head, panel), reference(model, TEXT[:8]))
+
+
+def test_what_fails_or_writes_after_the_head_does_not_lose_the_states(panel):
+    class LossFirst(Plain):
+        def forward(self, tokens, labels=None):
+            x = self.hidden(tokens)
+            logits = self.lm_head(x)
+            x.zero_()
+            return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    model = seeded(LossFirst)
+    assert torch.equal(hidden_states(model, model.lm_head, panel), reference(model, TEXT[:8]))
+
+
+def test_labels_are_given_where_the_model_fails_without_them():
+    class NeedsLabels(Plain):
+        def forward(self, input_ids, labels=None):
+            return self.lm_head(self.hidden(input_ids)[labels.new_ones(len(labels)).bool()])
+
+    model = seeded(NeedsLabels)
+    batch = {"input_ids": TEXT[:8], "labels": TEXT[:8]}
+    states = hidden_states(model, model.lm_head, Panel.of_batches([batch], 50))
+    assert torch.equal(states, reference(model, TEXT[:8]))
+
+
+def test_a_head_whose_rows_are_computed_gives_its_inputs_all_the_same(panel):
+    model = seeded(Plain)
+    nn.utils.parametrizations.weight_norm(model.lm_head)
     assert torch.equal(hidden_states(model, model.lm_head, panel), reference(model, TEXT[:8]))
 
 
