@@ -143,10 +143,11 @@ class HilbertMonitor(Callback):
         """Take the panel, or begin to collect what the validation delivers."""
         panels = self.session.panels
         if trainer.state.fn == "fit" and panels.panel is None and self.options.perturbation_every:
+            ranks = Ranks.of(pl_module.device, trainer.world_size)
             with self.session.guard("panel"):
-                panels.take(trainer.val_dataloaders, validates=trainer.enable_validation)
-                panels.collect()
-                self.session.update_panel()
+                panels.take(trainer.val_dataloaders, validates=trainer.enable_validation, ranks=ranks)
+            panels.collect()
+            self.session.update_panel()
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -160,8 +161,8 @@ class HilbertMonitor(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the panel of what was collected, and note the validation loss."""
         with self.session.guard("panel"):
-            rank, world = trainer.global_rank, trainer.world_size
-            self.session.panels.finish(rank=rank, world=world, more_to_come=trainer.sanity_checking)
+            ranks = Ranks.of(pl_module.device, trainer.world_size)
+            self.session.panels.finish(ranks=ranks, more_to_come=trainer.sanity_checking)
             self.session.update_panel()
         with self.session.guard("validation loss"):
             metrics = trainer.callback_metrics

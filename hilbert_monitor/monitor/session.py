@@ -139,6 +139,9 @@ class MonitorSession:
         self.probe = None
         self.guard.failures.clear()  # those of an earlier run
         started = False
+        with self.guard("panel"):
+            if self.panels.panel is None and self.options.perturbation_every:
+                self.panels.take(loop.validation_loaders, validates=loop.validates, ranks=loop.ranks)
         with self.guard("start"):
             self._start(loop)
             started = True
@@ -235,9 +238,6 @@ class MonitorSession:
         self._loop = loop
         self._responses = Responses(options.on_blowup, self.guard, lambda: self.outputs.id if self.outputs else "")
         name, head = find_head_module(loop.model, options.head)
-        with self.guard("panel"):
-            if self.panels.panel is None and options.perturbation_every:
-                self.panels.take(loop.validation_loaders, validates=loop.validates)
         self.probe = Probe(
             loop.model,
             _owner(loop.optimizers, head_weight(head, name), name),
