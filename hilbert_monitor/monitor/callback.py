@@ -40,7 +40,7 @@ class HilbertMonitor(Callback):
         ``HilbertMonitor(prometheus=Prometheus(port=9464, address="0.0.0.0"), on_blowup=["warn", "stop"])``
 
     Args:
-        head: the LM head or its name; by default it is looked for.
+        head: the LM head, its name or that of its weight; by default it is looked for.
         panel_size: validation positions of the Hilbert perturbation.
         diameter_every: updates between exact diameters; 0 for none.
         perturbation_every: updates between perturbations of the panel; 0 for none.
@@ -50,7 +50,7 @@ class HilbertMonitor(Callback):
         hidden: (module, batch) -> hidden states, for a model whose forward pass never calls its head.
         decay: how an optimizer that is not known uses weight_decay.
         vocab_size: rows of the head that are tokens, if it is padded.
-        logit_scale: factor between the head's output and the logits.
+        logit_scale: factor between the head's output and the logits; by default that of the model's config, or 1.
         decode: makes a token's text from its id, in a thread of its own. A record waits a second for its texts at most.
         run_dir: folder of the run logs, in which this run gets one of its own; None for no log.
         run_name: what the run is called; its log goes on in the same folder if it is started again.
@@ -80,7 +80,7 @@ class HilbertMonitor(Callback):
         hidden: Callable[[Module, Batch], Any] | None = None,
         decay: Decay | None = None,
         vocab_size: int | None = None,
-        logit_scale: float = 1.0,
+        logit_scale: float | None = None,
         decode: Callable[[int], str] | None = None,
         run_dir: str | None = "runs",
         run_name: str | None = None,
@@ -155,10 +155,11 @@ class HilbertMonitor(Callback):
         """Take the panel, or begin to collect what the validation delivers."""
         panels = self.session.panels
         if trainer.state.fn == "fit" and panels.panel is None and self.options.perturbation_every:
+            ranks = Ranks.of(pl_module.device, trainer.world_size)
             with self.session.guard("panel", user_code=True):
-                panels.take(trainer.val_dataloaders, validates=trainer.enable_validation)
-                panels.collect()
-                self.session.update_panel()
+                panels.take(trainer.val_dataloaders, validates=trainer.enable_validation, ranks=ranks)
+            panels.collect()
+            self.session.update_panel()
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -172,8 +173,8 @@ class HilbertMonitor(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the panel of what was collected, and note the validation loss."""
         with self.session.guard("panel"):
-            rank, world = trainer.global_rank, trainer.world_size
-            self.session.panels.finish(rank=rank, world=world, more_to_come=trainer.sanity_checking)
+            ranks = Ranks.of(pl_module.device, trainer.world_size)
+            self.session.panels.finish(ranks=ranks, more_to_come=trainer.sanity_checking)
             self.session.update_panel()
         with self.session.guard("validation loss"):
             metrics = trainer.callback_metrics

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from hilbert_monitor.geometry import compute_dtype
 from hilbert_monitor.optim import find_head
-from hilbert_monitor.optim.roles import parameter_of
+from hilbert_monitor.optim.roles import head_weight, parameter_of
 
 from .ceiling import diameter_ceiling
 from .decay import Decay, HeadStep
 from .formulas import state_of
 from .increment import Increment, IncrementSource, owning_optimizer
+from .logits import explain_logits, logit_transform
 
 
 class LogitIncrement(NamedTuple):
@@ -57,7 +58,7 @@ class WatchedHead:
         head: the LM head, its name or that of its weight, or None to look for it.
         decay: how an unknown optimizer uses weight_decay.
         vocab_size: rows of the head that are tokens, if it is padded.
-        logit_scale: factor between the head's output and the logits.
+        logit_scale: factor between the head's output and the logits; by default that of the model's config, or 1.
     """
 
     def __init__(
@@ -68,11 +69,12 @@ class WatchedHead:
         head: str | Module | Parameter | None = None,
         decay: Decay | None = None,
         vocab_size: int | None = None,
-        logit_scale: float = 1.0,
+        logit_scale: float | None = None,
     ) -> None:
         self.place = place = find_head_place(model, head)
         self.name, self.module, self.weight = place
-        self.vocab_size, self.logit_scale = vocab_size, logit_scale
+        self.logits = logit_transform(model, self.module)
+        self.vocab_size, self.logit_scale = vocab_size, self.logits.scale if logit_scale is None else logit_scale
         self.transposed = _is_transposed(model, place, vocab_size)
         owners = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
         owner = owning_optimizer(owners, self.weight)
@@ -96,7 +98,21 @@ class WatchedHead:
             remarks.append("the head has a bias: rows are extended by its increment, and sqrt(H^2 + 1) D is a bound")
         if self.tied:
             remarks.append("the head's weight is an embedding's too: a step also moves the hidden states through it")
+        if self.logits.softcap is not None:
+            remarks.append(f"the logits are soft-capped at {self.logits.softcap:g}, which makes their changes smaller")
+        elif self.logits.scale == 1 and self.logits.source and self.logit_scale == 1:
+            remarks.append(f"{self.logits.source}; if it scales the logits, pass logit_scale=...")
         return remarks
+
+    def explain(self, output: Tensor, logits: Tensor) -> str:
+        """Compare the logits of a batch with the head's output; return what is wrong with `logit_scale`, if it is."""
+        measured = explain_logits(output, logits)
+        if measured is None or abs(measured.scale - self.logit_scale) <= 0.01 * abs(self.logit_scale):
+            return ""
+        return (
+            f"the model's logits are {measured.scale:.3g} times its head's output, and D(S) was measured for"
+            f" {self.logit_scale:g} times: pass logit_scale={measured.scale:.3g}"
+        )
 
     # Steps
 
@@ -233,17 +249,13 @@ def _place_of_parameter(model: Module, name: str) -> HeadPlace:
 
 
 def _place_of_module(name: str, module: Module) -> HeadPlace:
-    weight, kind = parameter_of(module, "weight"), type(module).__name__
-    if weight is None and isinstance(getattr(module, "base_layer", None), Module):
+    kind = type(module).__name__
+    if isinstance(getattr(module, "base_layer", None), Module):
         raise TypeError(
             f"the head '{name}' is an adapter, a {kind}: its own weight is frozen, and the product of small matrices"
             " that is trained beside it is not measured; train the head whole, or watch another as head=..."
         )
-    if weight is None and hasattr(module, "parametrizations"):
-        raise TypeError(
-            f"the weight of the head '{name}', a {kind}, is computed from others by a parametrization, and its steps"
-            " are not measured: train the head without it, or pass another head=..."
-        )
+    weight = head_weight(module, name)
     _check_matrix(name, kind, weight)
     assert weight is not None
     return HeadPlace(name, module, weight)

@@ -1,21 +1,31 @@
 """Hidden states: the inputs of the LM head at the positions of a panel, under the weights as they are now.
 
-The model runs as in validation, up to its head and no further: it computes no logits, and nothing of the run changes.
+The model runs as in validation, a few rows of a batch at a time, and nothing of the run changes: what a forward pass
+writes, in buffers and in attributes, is put back.
+
+Tried and dropped: to stop the forward pass at the head by an exception. It saves the logits, but a model that sets a
+flag, a lock or a cache at the start of its forward pass and clears it at the end is broken at its next step.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Embedding, Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from .batches import Batch, input_ids, with_tensors
+from hilbert_monitor.optim.roles import weight_matrix
+
+from .batches import Batch, input_ids, select_rows, with_tensors
+from .guard import tell
+from .object_state import kept_state, same_packages
 from .panel import Panel
 from .random_state import preserve_random_state
 
@@ -25,6 +35,10 @@ HiddenStates = Callable[[Module, Batch], Tensor]
 AutocastFactory = Callable[[], AbstractContextManager[Any]]
 """Makes the context in which a run calls its model."""
 
+LOGIT_BYTES = 256_000_000
+"""Logits of one forward pass, in fp32, unless one row has more."""
+KEPT_BYTES = 64_000_000
+"""Buffers and other tensors that are copied before a forward pass, to be put back."""
 NO_FORWARD = ("_forward_unimplemented", "LightningModule.forward")
 """Names of the forward that a module inherits when it defines none."""
 
@@ -35,27 +49,29 @@ class HeadNotReached(RuntimeError):
 
 def hidden_states(
     model: Module,
-    head: Module,
+    head: Module | Tensor,
     panel: Panel,
     *,
     hidden: HiddenStates | None = None,
     autocast: AutocastFactory | None = None,
     device: torch.device | str | None = None,
+    on_logits: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Tensor:
     """Return the head's inputs at the positions of a panel.
 
     Calls the innermost module that contains the head, and the embedding if there is one, and defines forward: with the
     ids of a batch, or with those entries of a dict that its forward takes. It runs eagerly, in eval mode, without
-    gradients and without autocast's cache; an exception ends it at the head. Modes, hooks and random numbers are as
-    before, whatever happens.
+    gradients and without autocast's cache, on as many rows of a batch as have LOGIT_BYTES of logits. Modes, hooks,
+    random numbers, buffers and plain attributes are as before, whatever happens; see `SavedState`.
 
     Args:
         model: the model, or what DistributedDataParallel or torch.compile made of it.
-        head: a module of it.
+        head: a module of it, or a parameter that its forward pass multiplies by.
         panel: the positions; a rank's share may be empty.
         hidden: forms the states of a batch, for a model that never calls its head.
         autocast: makes the run's autocast context.
         device: where batches go; that of the model's first parameter by default.
+        on_logits: told once what the head returned in a forward pass, and what the model returned, of one shape.
 
     Returns:
         (size, d) fp32, in the order of the panel, on the device.
@@ -64,25 +80,42 @@ def hidden_states(
         HeadNotReached: if the head is not called, or not with a state for each token of a batch.
     """
     module = unwrapped(model)
-    read = hidden or _inputs_of(module, head)
+    weight = weight_matrix(head) if isinstance(head, Module) else head  # (V, d), or (d, V)
+    read = hidden or _inputs_of(module, head, on_logits)
     if device is None:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    where, rows = torch.device(device), []
+    where, states = torch.device(device), []
+    vocabulary = None if hidden is not None or weight is None else max(weight.shape)
     with _undisturbed(module), (autocast or nullcontext)(), _no_autocast_cache():
-        for batch, positions in zip(panel.batches, panel.positions, strict=True):
-            states = read(module, with_tensors(batch, lambda x: x.to(where)))
-            if not _fit(states, input_ids(batch)):
-                raise HeadNotReached(
-                    f"the states of a batch of {tuple(input_ids(batch).shape)} tokens have shape"
-                    f" {tuple(states.shape)}, not a row for each: pass hidden=, a function of the module and a batch"
-                    " that returns them as (B, T, d)"
-                )
-            flat = states.reshape(-1, states.shape[-1])  # (B * T, d)
-            rows.append(flat[positions.to(flat.device)].to(where, torch.float32))
-        if not rows:
-            weight: Any = head.weight  # (V, d)
-            rows.append(torch.empty(0, weight.shape[1], dtype=torch.float32, device=where))
-        return torch.cat(rows)
+        for batch, positions in _passes(panel, vocabulary):
+            flat = _flat(read(module, with_tensors(batch, lambda x: x.to(where))), input_ids(batch))  # (B * T, d)
+            states.append(flat[positions.to(flat.device)].to(where, torch.float32))
+        if not states:
+            width = 0 if weight is None else weight.shape[1]
+            states.append(torch.empty(0, width, dtype=torch.float32, device=where))
+        return torch.cat(states)
+
+
+def _passes(panel: Panel, vocabulary: int | None) -> Iterator[tuple[Batch, Tensor]]:
+    """Yield the micro-batches of a panel and their positions, cut to as many rows as one forward pass takes."""
+    for batch, positions in zip(panel.batches, panel.positions, strict=True):
+        B, T = input_ids(batch).shape
+        rows = B if vocabulary is None else max(1, LOGIT_BYTES // (4 * vocabulary * T))
+        if rows >= B:
+            yield batch, positions
+            continue
+        for part in torch.split(positions, torch.bincount(positions // T // rows).tolist()):
+            yield select_rows(batch, part)
+
+
+def _flat(states: Tensor, ids: Tensor) -> Tensor:
+    """Return states as (B * T, d); refuse them if they are not one to a token."""
+    if not _fit(states, ids):
+        raise HeadNotReached(
+            f"the states of a batch of {tuple(ids.shape)} tokens have shape {tuple(states.shape)}, not a row for each:"
+            " pass hidden=, a function of the module and a batch that returns them as (B, T, d)"
+        )
+    return states.reshape(-1, states.shape[-1])
 
 
 def unwrapped(model: Module) -> Module:
@@ -94,35 +127,39 @@ def unwrapped(model: Module) -> Module:
         model = inner
 
 
-class _AtHead(BaseException):
-    """Ends a forward pass; no `except Exception` on the way catches it."""
-
-
-def _inputs_of(model: Module, head: Module) -> HiddenStates:
-    """Return a function that runs the model up to its head and returns what the head is given."""
+def _inputs_of(
+    model: Module, head: Module | Tensor, on_logits: Callable[[Tensor, Tensor], None] | None = None
+) -> HiddenStates:
+    """Return a function that runs the model and returns what its head is given."""
     caller = _innermost_caller(model, head)
     name = type(caller).__name__
+    if _has_decoder_inputs(caller):
+        raise HeadNotReached(
+            f"{name} is an encoder-decoder: its head is given the decoder's states, and the ids of a batch are the"
+            " encoder's; pass hidden=, a function of the module and a batch that returns the decoder's states for"
+            " these ids (B, T, d)"
+        )
 
     def states(_: Module, batch: Batch) -> Tensor:
-        ids, inputs = input_ids(batch), list[Tensor]()
+        ids, inputs, failure = input_ids(batch), list[Tensor](), None
 
-        def stop(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs.extend(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-            raise _AtHead
-
-        hook = head.register_forward_pre_hook(stop, with_kwargs=True)
+        outputs: list[Any] = []
         try:
-            for args, kwargs in _calls(caller.forward, batch):
-                inputs.clear()
-                with suppress(_AtHead):
-                    caller(*args, **kwargs)
-                if inputs and _fit(inputs[0], ids):
-                    break
-        except Exception as error:
-            error.add_note(f"hilbert_monitor called {name} to see what its head is given; hidden= says how else to")
-            raise
+            with _noted(head, inputs, outputs):
+                for args, kwargs in _calls(caller.forward, batch):
+                    inputs.clear()
+                    outputs.clear()
+                    try:
+                        _compare(outputs, caller(*args, **kwargs))
+                    except Exception as error:  # perhaps after the head: a loss without its targets
+                        failure = error
+                    if (whole := _joined(inputs, ids)) is not None:
+                        return whole
         finally:
-            hook.remove()
+            outputs.clear()
+        if failure is not None:
+            failure.add_note(f"hilbert_monitor called {name} to see what its head is given; hidden= says how else to")
+            raise failure
         if not inputs:
             raise HeadNotReached(
                 f"the forward pass of {name} does not call its head, a {type(head).__name__}: pass hidden=, a function"
@@ -130,12 +167,88 @@ def _inputs_of(model: Module, head: Module) -> HiddenStates:
             )
         return inputs[0]
 
+    def _compare(outputs: list[Any], result: Any) -> None:
+        nonlocal on_logits
+        logits = getattr(result, "logits", result)
+        if on_logits is not None and len(outputs) == 1 and isinstance(logits, Tensor):
+            output, tell_of = outputs[0], on_logits
+            on_logits = None
+            if isinstance(output, Tensor) and output.shape == logits.shape:
+                tell_of(output, logits)
+
     return states
 
 
-def _innermost_caller(model: Module, head: Module) -> Module:
+@contextmanager
+def _noted(head: Module | Tensor, inputs: list[Tensor], outputs: list[Any]) -> Iterator[None]:
+    """Collect what the head is given within the block, and what it returns."""
+    if isinstance(head, Tensor):
+        with _Products(head, inputs):
+            yield
+        return
+
+    def before(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        if given is not None:
+            inputs.append(given.detach().clone())  # what follows may write to it
+
+    def after(_: Module, args: tuple[Any, ...], output: Any) -> None:
+        outputs.append(output)
+
+    hooks = [head.register_forward_pre_hook(before, with_kwargs=True), head.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Products(TorchFunctionMode):
+    """Collects what is multiplied by a parameter that no module of its own holds, by a view or a cast of it.
+
+    Args:
+        weight: the parameter.
+        inputs: where what it is multiplied with goes.
+    """
+
+    def __init__(self, weight: Tensor, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self._widths, self._inputs = set(weight.shape), inputs
+        self._forms = [weight.detach()]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, and look at what it was given."""
+        result = func(*args, **(kwargs or {}))
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+        places = {form.untyped_storage().data_ptr() for form in self._forms}
+        others = [x for x in given if x.untyped_storage().data_ptr() not in places]
+        if len(others) < len(given):
+            if not others and isinstance(result, Tensor) and result.is_floating_point():
+                self._forms.append(result)
+            self._inputs.extend(x.detach().clone() for x in others[:1] if x.ndim > 1 and x.shape[-1] in self._widths)
+        return result
+
+
+def _joined(inputs: list[Tensor], ids: Tensor) -> Tensor | None:
+    """Return the states of a batch, from the inputs of one call of the head or of several in a row, or None."""
+    if not inputs or _fit(inputs[0], ids):
+        return inputs[0] if inputs else None
+    for dim in (0, 1):
+        others = {(*x.shape[:dim], *x.shape[dim + 1 :]) for x in inputs}
+        if len(others) == 1 and inputs[0].ndim > dim + 1 and _fit(whole := torch.cat(inputs, dim), ids):
+            return whole
+    return None
+
+
+def _has_decoder_inputs(module: Module) -> bool:
+    """Whether a model takes ids for an encoder and other ids for a decoder."""
+    return "decoder_input_ids" in inspect.signature(module.forward).parameters
+
+
+def _innermost_caller(model: Module, head: Module | Tensor) -> Module:
     """The innermost module that contains the head and can be called with tokens."""
-    paths = [name.split(".") for name, m in model.named_modules(remove_duplicate=False) if m is head and name]
+    parts = model.named_modules if isinstance(head, Module) else model.named_parameters
+    paths = [name.split(".") for name, part in parts(remove_duplicate=False) if part is head and name]
     if not paths:
         raise ValueError(f"the head, a {type(head).__name__}, is no module of {type(model).__name__}: give one that is")
     names = sorted({tuple(path[:depth]) for path in paths for depth in range(len(path))}, key=len, reverse=True)
@@ -181,23 +294,26 @@ def _fit(states: Tensor, ids: Tensor) -> bool:
 
 @contextmanager
 def _undisturbed(model: Module) -> Iterator[None]:
-    """Eager, in eval mode, without gradients: and all as before afterwards.
+    """Run eagerly, in eval mode, without gradients; afterwards all is as before.
 
     Flags are set one by one: a module's own `train` may do more than that. Under torch.compile an exception would leave
     the module eager for good.
     """
-    modes = [(module, module.training) for module in model.modules()]
+    modules = dict(model.named_modules(prefix=type(model).__name__))
+    follow = same_packages(modules.values())
     with ExitStack() as stack:
         for context in (torch.inference_mode(False), torch.no_grad(), preserve_random_state()):
             stack.enter_context(context)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        try:
-            for module, _ in modes:
-                module.training = False
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        state = stack.enter_context(kept_state(modules.items(), follow=follow, memory=KEPT_BYTES))
+        for module in modules.values():
+            module.training = False
+        yield
+    if state.lost:
+        tell(
+            f"the forward pass writes to {', '.join(state.lost)}, too large to be put back: each measurement of"
+            " the panel changes the run; pass hidden=, a function of the module and a batch that writes nothing"
+        )
 
 
 @contextmanager

@@ -1,14 +1,21 @@
-"""The items of a validation loader in the order of its dataset, without iterating the loader."""
+"""The items of a validation loader in the order of its dataset, without iterating the loader or changing its state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
 
 from .batches import Batch
+from .guard import tell
+from .object_state import kept_state
+from .random_state import preserve_random_state
+
+KEPT_BYTES = 4_000_000
+"""Tensors and arrays of a dataset that are copied, to be put back: counters, and not the text."""
 
 
 def _first_loader(loader: Any) -> Any:
@@ -25,11 +32,17 @@ def _first_loader(loader: Any) -> Any:
             return loader
 
 
-def ordered_batches(loaders: Any) -> Iterator[Batch] | None:
-    """Return batches of the first loader, in the order of its dataset; None if its data are a stream.
+@contextmanager
+def ordered_batches(loaders: Any) -> Iterator[Iterator[Batch] | None]:
+    """Give batches of the first loader, in the order of its dataset; None if its data are a stream.
 
     Items 0, 1, 2, ... go through the loader's own collate_fn in batches of its own size, so that they depend on no
     shuffling, no workers and no number of ranks; of a subset that a sampler draws from, its items.
+
+    At the end of the block the dataset and the collate_fn are as before: their generators, counters, caches and
+    whatever else `SavedState` sees of them. Within it all generators have the same seed in every run and on every rank.
+    Where something cannot be seen (an iterator, a thread, an object written in C), no item is read and the data are
+    taken for a stream.
 
     Args:
         loaders: a DataLoader, or a CombinedLoader, a list or a dict of them.
@@ -37,7 +50,30 @@ def ordered_batches(loaders: Any) -> Iterator[Batch] | None:
     loader = _first_loader(loaders)
     data = getattr(loader, "dataset", None)
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset)
-    return _batches(loader) if indexed and callable(getattr(loader, "collate_fn", None)) else None
+    if not indexed or not callable(getattr(loader, "collate_fn", None)):
+        yield None
+        return
+    roots = {"dataset": data, "collate_fn": loader.collate_fn}
+    with (
+        preserve_random_state(seed=0),
+        kept_state(roots.items(), follow=lambda kind: True, memory=KEPT_BYTES) as state,
+    ):
+        if state.unseen:
+            tell(
+                f"takes the panel from the first validation batches: {_listed(state.unseen)} may change when an item is"
+                " read, and could not be put back; runs with other batch sizes or ranks then have other panels, unless"
+                " you pass token ids as panel=..."
+            )
+            yield None
+            return
+        state.seed(0)
+        yield _batches(loader)
+    if state.lost:
+        tell(f"reading validation items wrote to {_listed(state.lost)}, too large to be put back: training changes")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
 
 
 def _batches(loader: Any) -> Iterator[Batch]:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .batches import IGNORED, Batch, attended, input_ids, is_integer, positions_of, select_rows
 from .loader_items import in_lists, ordered_batches
-from .random_state import preserve_random_state
 
 POSITIONS = 8192
 """Positions of a panel, unless another number is asked for."""
@@ -87,8 +86,8 @@ class Panel:
     def of_loader(cls, loader: Any, size: int = POSITIONS) -> Panel | None:
         """Take the first positions of a loader's dataset, without iterating the loader.
 
-        Random numbers that items draw are the same every time, and no generator of torch, numpy or Python is left
-        advanced.
+        Random numbers that items draw are the same every time. Generators, counters and caches of the dataset are as
+        before, see `ordered_batches`.
 
         Args:
             loader: see `ordered_batches`.
@@ -97,11 +96,8 @@ class Panel:
         Returns:
             The panel; None if the data are a stream, or may be one.
         """
-        batches = ordered_batches(loader)
-        if batches is None:
-            return None
-        with preserve_random_state(seed=0):
-            return cls._of(batches, size)
+        with ordered_batches(loader) as batches:
+            return None if batches is None else cls._of(batches, size)
 
     @classmethod
     def of_tokens(cls, tokens: Tensor | Sequence[Any], size: int = POSITIONS, context: int = 1024) -> Panel:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from .batches import Batch, positions_of, with_tensors
 from .guard import tell
 from .panel import Panel
+from .ranks import Ranks
 
 PanelChoice = Literal["loader", "paper"] | list[int] | list[list[int]] | Tensor
 """See `PanelSource`."""
 
 
 class PanelSource:
-    """Finds the panel of a run.
+    """Finds the panel of a run. All ranks have one, or none has.
 
     Args:
         choice: "loader" for the first positions of the validation data; "paper" for those that each rank's first
@@ -28,23 +30,38 @@ class PanelSource:
         self.panel: Panel | None = None
         """The panel, once there is one."""
         self._batches: list[Batch] | None = None
+        self._stream = False  # the loader's data cannot be read without changing something
 
-    def take(self, loaders: Any, *, validates: bool) -> None:
-        """Take the panel from what is at hand, without iterating anything.
+    def take(self, loaders: Any, *, validates: bool, ranks: Ranks) -> None:
+        """Take the panel from what is at hand, without iterating anything. Called on every rank.
+
+        Ranks that find different panels, because each has a dataset of its own, keep none: then it is collected.
 
         Args:
             loaders: validation loaders, if there are any yet.
             validates: whether validation will deliver batches, from which a panel can be collected.
+            ranks: those that train together.
         """
+        panel: Panel | None = None
+        try:
+            panel = self._at_hand(loaders, validates=validates)
+        finally:  # also after a failure: the other ranks wait for this one
+            hashes = ranks.gathered(_numbers(panel))
+            self.panel = panel if bool((hashes == hashes[0]).all()) else None
+
+    def _at_hand(self, loaders: Any, *, validates: bool) -> Panel | None:
         if not isinstance(self.choice, str):
-            self.panel = Panel.of_tokens(self.choice, self.size)
-        elif loaders is not None and self.choice == "loader":
-            self.panel = Panel.of_loader(loaders, self.size)
-        elif not validates:
+            return Panel.of_tokens(self.choice, self.size)
+        if loaders is not None and self.choice == "loader":
+            panel = None if self._stream else Panel.of_loader(loaders, self.size)
+            self._stream = panel is None
+            return panel
+        if not validates:
             tell(
                 "found no validation data and measures the diameter alone: give the Trainer a validation loader, or"
                 " token ids as panel=..."
             )
+        return None
 
     def collect(self) -> None:
         """Begin to collect validation batches, if there is no panel yet."""
@@ -55,23 +72,35 @@ class PanelSource:
         if self._batches is not None and self._missing(world) > 0:
             self._batches.append(with_tensors(batch, lambda x: x.detach().cpu().clone()))
 
-    def finish(self, *, rank: int, world: int, more_to_come: bool = False) -> None:
-        """Make the panel of what was collected.
+    def finish(self, *, ranks: Ranks, more_to_come: bool = False) -> None:
+        """Make the panel of what was collected. Called on every rank.
 
         Args:
-            rank: this process.
-            world: ranks that train together.
+            ranks: those that train together.
             more_to_come: a later validation will deliver more: too few positions make no panel yet.
         """
-        batches, missing = self._batches, self._missing(world)
-        self._batches = None
-        if batches and not (missing > 0 and more_to_come):
-            self.panel = Panel.of_batches(batches, self.size, rank=rank, world=world)
+        if self._batches is None:
+            return
+        panel: Panel | None = None
+        try:
+            batches, missing = self._batches, self._missing(ranks.world)
+            self._batches = None
+            if batches and not (missing > 0 and more_to_come):
+                panel = Panel.of_batches(batches, self.size, rank=ranks.rank, world=ranks.world)
+        finally:
+            self.panel = panel if ranks.unanimous(panel is not None) else None
 
     def reset(self) -> None:
         """Forget the panel: the next run finds its own."""
         self.panel = self._batches = None
+        self._stream = False
 
     def _missing(self, world: int) -> int:
         """Positions that this rank still lacks of its part."""
         return -(-self.size // world) - sum(len(positions_of(batch)) for batch in self._batches or ())
+
+
+def _numbers(panel: Panel | None) -> Tensor:
+    """The hash of a panel as a vector; zeros where there is none."""
+    digest = bytes(32) if panel is None else bytes.fromhex(panel.hash)
+    return torch.tensor(list(digest), dtype=torch.float32)

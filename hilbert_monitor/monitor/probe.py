@@ -63,7 +63,7 @@ class Probe:
         autocast: makes the context in which the model runs its forward pass.
         decay: how an unknown optimizer uses weight_decay.
         vocab_size: rows of the head that are tokens, if it is padded.
-        logit_scale: factor between the head's output and the logits.
+        logit_scale: factor between the head's output and the logits; by default that of the model's config, or 1.
         efficiency: also bracket, where the panel is due, how much descent the step makes of its diameter.
         judge: blow-up rules. If the bounds of a step allow a blow-up, its exact diameter is computed. If it is a
             blow-up, the panel is measured too. Give it on every rank.
@@ -86,7 +86,7 @@ class Probe:
         autocast: AutocastFactory | None = None,
         decay: Decay | None = None,
         vocab_size: int | None = None,
-        logit_scale: float = 1.0,
+        logit_scale: float | None = None,
         judge: Judge | None = None,
         efficiency: bool = False,
         world: int | None = None,
@@ -122,6 +122,7 @@ class Probe:
         self._head_diameter: float | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._since = time.perf_counter()
+        self._compared = False  # whether the logits of a batch were compared with the head's output
         self._first = 0  # step at which watching began
         self._quiet: float = 0  # updates in which the head did not move; from its first step on, not a number
 
@@ -346,9 +347,15 @@ class Probe:
         S = self._form_increment(step) if self._increment is None else self._increment
         if S is None:
             return panel_perturbation.failure()
-        if self.head.module is None:
-            raise TypeError("TODO")
-        H = hidden_states(self.model, self.head.module, share, hidden=self.hidden, autocast=self.autocast)
+        H = hidden_states(
+            self.model,
+            self.head.module or self.head.weight,
+            share,
+            hidden=self.hidden,
+            autocast=self.autocast,
+            on_logits=self._compare_logits if not self._compared else None,
+        )
+        self._compared = True
         if self.head.bias is not None:
             H = torch.cat([H, H.new_ones(len(H), 1)], dim=1)
         return panel_perturbation.share(S, H)
@@ -378,6 +385,10 @@ class Probe:
         if text not in self.remarks:
             self.remarks.append(text)
             tell(f"identity not exact, {text}", stacklevel=3)
+
+    def _compare_logits(self, output: Tensor, logits: Tensor) -> None:
+        if text := self.head.explain(output, logits):
+            self._remark(text)
 
     def _note_doubt(self, text: str) -> None:
         """Note that D(S) is formed in another way than before, and say so."""

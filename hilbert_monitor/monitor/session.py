@@ -49,7 +49,7 @@ class MonitorOptions:
     hidden: HiddenStates | None = None
     decay: Decay | None = None
     vocab_size: int | None = None
-    logit_scale: float = 1.0
+    logit_scale: float | None = None
     decode: Callable[[int], str] | None = None
     run_dir: str | None = "runs"
     run_name: str | None = None
@@ -190,6 +190,9 @@ class MonitorSession:
     def _begin(self, loop: TrainingLoop) -> None:
         self.probe, why = None, ""
         started = False
+        with self.guard("panel", user_code=True):
+            if self.panels.panel is None and self.options.perturbation_every:
+                self.panels.take(loop.validation_loaders, validates=loop.validates, ranks=loop.ranks)
         with self.guard("start"):
             try:
                 self._start(loop)
@@ -306,9 +309,6 @@ class MonitorSession:
         self._responses = Responses(
             options.on_blowup, self.guard, lambda: self.outputs.id if self.outputs else "", self._texts
         )
-        with self.guard("panel", user_code=True):
-            if self.panels.panel is None and options.perturbation_every:
-                self.panels.take(loop.validation_loaders, validates=loop.validates)
         self.probe = Probe(
             loop.model,
             loop.optimizers,

@@ -6,11 +6,15 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
+from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module, ModuleDict, ModuleList, Parameter, Sequential
+from torch.nn.utils.parametrize import is_parametrized
 
 Role = Literal["matrix", "embedding", "tensor", "vector", "head"]
 
 HEAD_NAMES = ("head", "unembed", "unembedding", "output", "output_projection", "embed_out", "to_logits")
+STORED_WEIGHTS = ("weight_orig", "weight_v")
+"""Parameters from which torch's older spectral_norm and weight_norm compute a weight."""
 
 
 def parameter_of(module: Module, name: str) -> Parameter | None:
@@ -20,6 +24,35 @@ def parameter_of(module: Module, name: str) -> Parameter | None:
     """
     value = module._parameters.get(name, vars(module).get(name))
     return value if isinstance(value, Parameter) else None
+
+
+def weight_matrix(module: Module) -> Tensor | None:
+    """Return the (V, d) weight of a module, or a stored matrix of that shape from which it is computed, or None."""
+    stored: list[Any] = [parameter_of(module, name) for name in ("weight", *STORED_WEIGHTS)]
+    if is_parametrized(module, "weight"):
+        stored += module.parametrizations["weight"].parameters(recurse=False)  # type: ignore[index, union-attr]
+    matrices = [p for p in stored if isinstance(p, Tensor) and p.ndim == 2]
+    return max(matrices, key=Tensor.numel, default=None)
+
+
+def head_weight(head: Module, name: str) -> Parameter | None:
+    """Return the weight of an LM head as its optimizer has it, or None if it has no weight.
+
+    Raises:
+        TypeError: if the weight is computed from other parameters, which an optimizer moves in its place.
+    """
+    weight = parameter_of(head, "weight")
+    if weight is not None:
+        return weight
+    value: Any = weight_matrix(head)
+    if value is None:
+        value = getattr(head, "weight", None)  # perhaps a property that returns another module's parameter
+        if not isinstance(value, Tensor) or isinstance(value, Parameter):
+            return value
+    raise TypeError(
+        f"the head's weight is computed by a parametrization ({type(head).__name__}): '{name}' has no parameter whose"
+        " step is the step of the weight; train a head with a plain weight to measure it"
+    )
 
 
 def find_head(model: Module) -> str:
@@ -36,10 +69,12 @@ def find_head(model: Module) -> str:
     names: dict[Module, str] = {module: name for name, module in model.named_modules()}
     embeddings = [m for m in names if isinstance(m, Embedding | EmbeddingBag)]
     tokens = {m.num_embeddings for m in embeddings}
-    matrices: dict[str, Parameter] = {}
+    matrices: dict[str, Tensor] = {}
     for m, name in names.items():
-        weight = getattr(m, "weight", None)
-        if isinstance(weight, Parameter) and weight.ndim == 2 and not isinstance(m, Embedding | EmbeddingBag):
+        weight = weight_matrix(m)
+        if weight is None and name.rpartition(".")[2] in ("lm_head", *HEAD_NAMES):
+            weight = getattr(m, "weight", None)  # a property, such as that of a head that borrows an embedding's weight
+        if isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(m, Embedding | EmbeddingBag):
             matrices[name] = weight
     rows = {name: len(w) for name, w in matrices.items()}
     outside = [name for name in rows if not _in_a_list(model, name)] or list(rows)
@@ -81,7 +116,7 @@ def parameter_roles(
     """Give every trainable parameter of a decoder its role.
 
     - "head": the weight of the LM head;
-    - "embedding": the weights of nn.Embedding modules;
+    - "embedding": the parameters of nn.Embedding modules;
     - "matrix": other weights with two dimensions, and every parameter with two inside a list of blocks;
     - "tensor": weights with three dimensions and more, such as experts in one tensor;
     - "vector": everything else, norms and biases, and matrices with one row or column.
@@ -98,10 +133,11 @@ def parameter_roles(
     if head_module is None and "head" not in (roles or {}).values():
         head_module = find_head(model)
     modules: dict[str | None, Module] = dict(model.named_modules())
-    head = None if head_module is None else getattr(modules.get(head_module), "weight", None)
-    if head_module is not None and not isinstance(head, Parameter):
+    named = modules.get(head_module)
+    head = None if named is None else head_weight(named, str(head_module))
+    if head_module is not None and head is None:
         raise ValueError(f"head_module must name a module with a weight, got {head_module!r}")
-    embeddings = {m.weight for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)}
+    embeddings = {p for m in model.modules() if isinstance(m, Embedding | EmbeddingBag) for p in m.parameters()}
     if head in embeddings and tied not in ("head", "embedding"):
         raise ValueError(
             f"'{head_module}' and an embedding share one weight, which cannot have two optimizers: untie them, or pass"

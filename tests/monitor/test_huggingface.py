@@ -12,6 +12,8 @@ from torch.optim import Adafactor, AdamW
 from torch.utils.data import DataLoader
 
 from hilbert_monitor import HilbertMonitor, Probe
+from hilbert_monitor.monitor import hidden
+from hilbert_monitor.monitor.hidden import HeadNotReached, hidden_states
 from hilbert_monitor.monitor.panel import Panel
 from tests.support.references import all_pairs_diameter
 from tests.support.sinks import Recorder
@@ -289,3 +291,68 @@ def test_a_probe_in_a_plain_loop_measures_it_and_leaves_it_as_it_was(compiled):
     assert torch.equal(rng, other_rng)
     assert graphs[False] == graphs[True]  # and it is not compiled again
     assert bool(graphs[True]) == compiled
+
+
+def t5():
+    config = transformers.T5Config(
+        vocab_size=V, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0, pad_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config).train()
+
+
+def test_an_encoder_decoder_is_refused_in_one_sentence_that_says_what_to_pass():
+    model, panel = t5(), Panel.of_batches(validation(), POSITIONS)
+    with pytest.raises(
+        HeadNotReached, match=r"\AT5ForConditionalGeneration is an encoder-decoder: .*; pass hidden=, .*\Z"
+    ):
+        hidden_states(model, model.lm_head, panel)
+
+    def decoder_states(module, batch):
+        ids = batch["input_ids"]
+        return module(input_ids=ids, decoder_input_ids=ids, output_hidden_states=True).decoder_hidden_states[-1]
+
+    assert hidden_states(model, model.lm_head, panel, hidden=decoder_states).shape == (POSITIONS, 16)
+
+
+def mixtral():
+    config = transformers.MixtralConfig(
+        vocab_size=V,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=WIDTH,
+        output_router_logits=True,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=V,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=WIDTH,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [gpt2, mixtral, llama])
+def test_rows_of_a_padded_batch_give_the_states_of_the_whole_batch(make, monkeypatch):
+    model = make().train()
+    model.gradient_checkpointing_enable()
+    panel = Panel.of_batches(validation(), POSITIONS)
+    whole = hidden_states(model, model.lm_head, panel)
+    with torch.no_grad():
+        batches = [{name: batch[name] for name in ("input_ids", "attention_mask")} for batch in panel.batches]
+        twin = copy.deepcopy(model).eval()
+        plain = [twin(**batch, output_hidden_states=True).hidden_states[-1] for batch in batches]
+    rows = [states.flatten(0, 1)[at] for states, at in zip(plain, panel.positions, strict=True)]
+    torch.testing.assert_close(whole, torch.cat(rows))
+    monkeypatch.setattr(hidden, "LOGIT_BYTES", 1)
+    torch.testing.assert_close(hidden_states(model, model.lm_head, panel), whole)

@@ -1,7 +1,9 @@
 """A run with the monitor ends bit for bit where one without it does, with everything switched on that runs have.
 
-Dropout, batch norm, accumulation, bf16, clipping, a schedule, a shuffling loader with workers, data and a loss that
-draw from every generator, validation in between, a logger and a progress bar: in one process and in two.
+Dropout, batch norm, a spectral norm, a mixture that counts its calls and its experts' loads in any mode, accumulation,
+bf16, clipping, a schedule, a shuffling loader with workers, data and a loss that draw from every generator, training
+and validation data that share generators and a counter, validation in between, a logger and a progress bar: in one
+process and in two.
 """
 
 import csv
@@ -15,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
 
@@ -28,18 +31,57 @@ V, UPDATES, ACCUMULATE = 37, 50, 2
 MAKES = ("adamw", "rownorm", "torch")
 
 
+class Augmentation:
+    """Random numbers from generators of its own, and a counter: what training and validation data share."""
+
+    def __init__(self):
+        self.torch, self.numpy = torch.Generator().manual_seed(5), np.random.default_rng(5)
+        self.legacy, self.python = np.random.RandomState(5), random.Random(5)
+        self.count, self.cache = 0, {}
+
+    def draw(self):
+        self.count += 1
+        number = float(torch.rand((), generator=self.torch)) + self.numpy.random() + self.legacy.rand()
+        self.cache[self.count % 7] = number + self.python.random()
+        return sum(self.cache.values()) + self.count / 10
+
+    def state(self):
+        states = self.torch.get_state(), self.numpy.bit_generator.state, self.legacy.get_state()[1:]
+        return [*states, self.python.getstate(), self.count, self.cache]
+
+
 class Text(Dataset):
     """Items that draw a random number from each generator."""
 
-    def __init__(self, seed, items):
+    def __init__(self, seed, items, augmentation):
         self.ids = torch.randint(0, V, (items, 10), generator=torch.Generator().manual_seed(seed))
+        self.augmentation = augmentation
 
     def __len__(self):
         return len(self.ids)
 
     def __getitem__(self, index):
-        shift = V * (float(torch.rand(())) + random.random() + np.random.rand())
+        shift = V * (float(torch.rand(())) + random.random() + np.random.rand() + self.augmentation.draw())
         return (self.ids[index] + int(shift)) % V
+
+
+class Mixture(nn.Module):
+    """Two experts behind a noisy router. It counts calls and loads in any mode, and they change what it does."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.router, self.experts = spectral_norm(nn.Linear(d, 2, bias=False)), nn.Parameter(0.1 * torch.randn(2, d))
+        self.register_buffer("load", torch.zeros(2))
+        self.calls, self.recent, self.noise = 0, [], torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        bias = self.load / (1 + self.calls) - torch.rand(2, generator=self.noise)
+        gates = (self.router(x) - 0.1 * bias).softmax(-1)
+        self.load += gates.detach().float().flatten(0, -2).sum(0)
+        self.load.data.mul_(0.99)
+        self.calls += 1
+        self.recent.append(float(self.load[0]))
+        return x + (1 + len(self.recent) / 50) * (gates @ self.experts.to(gates.dtype))
 
 
 class Module(lightning.LightningModule):
@@ -47,9 +89,10 @@ class Module(lightning.LightningModule):
         super().__init__()
         self.make, self.updates = make, updates
         self.model, self.norm, self.dropout = Plain(V, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.2)
+        self.mixture = Mixture(16)
 
     def forward(self, tokens):
-        hidden = self.model.hidden(tokens)
+        hidden = self.mixture(self.model.hidden(tokens))
         return self.model.lm_head(self.dropout(self.norm(hidden.flatten(0, 1)).view_as(hidden)))
 
     def loss(self, tokens):
@@ -82,6 +125,7 @@ class Everything(lightning.Callback):
         self.found = {
             "weights": {name: p.detach().clone() for name, p in pl_module.named_parameters()},
             "buffers": {name: b.clone() for name, b in pl_module.named_buffers()},
+            "mixture": [pl_module.mixture.calls, pl_module.mixture.recent, pl_module.mixture.noise.get_state()],
             "gradients": {n: None if p.grad is None else p.grad.clone() for n, p in pl_module.named_parameters()},
             "optimizer state": {str(k): dict(v) for k, v in state["state"].items()},
             "optimizer groups": [{k: v for k, v in g.items() if k != "params"} for g in state["param_groups"]],
@@ -116,6 +160,7 @@ def run(make, folder, *monitors, updates=UPDATES, workers=1, world=1):
     """Train, and return what is left: of this process, and of the log."""
     torch.manual_seed(0)
     module, everything, logger = Module(make, updates), Everything(), CSVLogger(folder, flush_logs_every_n_steps=1)
+    augmentation = Augmentation()
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(1)
     trainer = lightning.Trainer(
@@ -139,9 +184,9 @@ def run(make, folder, *monitors, updates=UPDATES, workers=1, world=1):
     # 60 batches to an epoch: the run has two, and its last update is not the last of an epoch
     fork = "fork" if workers else None  # a process that was spawned would spawn them too, for seconds
     options = {"num_workers": workers, "multiprocessing_context": fork, "drop_last": True}
-    train = DataLoader(Text(0, 240), batch_size=4, shuffle=True, **options)
-    trainer.fit(module, train, DataLoader(Text(1, 40), batch_size=4))
-    return everything.found | {"log": logged(folder)}
+    train = DataLoader(Text(0, 240, augmentation), batch_size=4, shuffle=True, **options)
+    trainer.fit(module, train, DataLoader(Text(1, 40, augmentation), batch_size=4))
+    return everything.found | {"log": logged(folder), "data": augmentation.state()}
 
 
 def logged(folder):
@@ -302,6 +347,18 @@ class NeverLetsGo(HilbertMonitor):
         pass
 
 
+class CountsACall(HilbertMonitor):
+    def on_train_end(self, trainer, pl_module):
+        super().on_train_end(trainer, pl_module)
+        pl_module.mixture.calls += 1
+
+
+class ReadsAnItem(HilbertMonitor):
+    def on_train_start(self, trainer, pl_module):
+        super().on_train_start(trainer, pl_module)
+        trainer.val_dataloaders.dataset.augmentation.draw()
+
+
 class TurnsTheCacheOff(HilbertMonitor):
     def on_train_end(self, trainer, pl_module):
         super().on_train_end(trainer, pl_module)
@@ -320,6 +377,8 @@ BROKEN = {
     Freezes: {"requires_grad"},
     LeavesAHook: {"hooks"},
     NeverLetsGo: {"optimizer hooks"},
+    CountsACall: {"mixture"},
+    ReadsAnItem: {"data", "weights"},
     TurnsTheCacheOff: {"switches"},
 }
 """Ways to interfere, and what must differ then."""

@@ -1,10 +1,11 @@
 """The panel is a function of the validation text alone, and reading the states at it leaves no trace in a run."""
 
 import copy
+import functools
 import random
 import warnings
 from collections import UserDict, namedtuple
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -20,11 +21,15 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
+    random_split,
 )
 
+from hilbert_monitor.monitor import hidden
 from hilbert_monitor.monitor.batches import input_ids, positions_of, token_ids
 from hilbert_monitor.monitor.hidden import HeadNotReached, hidden_states
 from hilbert_monitor.monitor.panel import Panel
+from hilbert_monitor.monitor.panel_source import PanelSource
+from hilbert_monitor.monitor.ranks import Ranks
 from tests.support.decoders import Plain, Wrapper, seeded
 from tests.support.ranks import in_ranks
 
@@ -134,6 +139,107 @@ def test_generators_are_given_back_also_when_an_item_fails():
     with pytest.raises(OSError, match="no such item"):
         Panel.of_loader(DataLoader(Broken()), 10)
     assert_same_generators(before)
+
+
+class Augmented(Dataset):
+    """Draws from generators of its own, and counts; another wrapper or a sibling may share both."""
+
+    def __init__(self, seed=0):
+        self.draw, self.count, self.cache = torch.Generator().manual_seed(seed), torch.zeros(1), {}
+
+    def __len__(self):
+        return len(TEXT)
+
+    def __getitem__(self, i):
+        self.count += 1
+        self.cache.setdefault(i, int(torch.randint(V, (), generator=self.draw)))
+        return torch.cat([TEXT[i, :-1], torch.tensor([self.cache[i]])])
+
+    def state(self):
+        return self.draw.get_state().tolist(), float(self.count), self.cache
+
+
+def test_generators_and_counters_of_a_dataset_are_left_as_they_were():
+    data = Augmented()
+    training, validation = random_split(data, [8, 4])
+    before = copy.deepcopy(data.state())
+    Panel.of_loader(DataLoader(validation, batch_size=2), 20)
+    assert data.state() == before
+    assert training.dataset is data
+
+
+def test_a_collate_function_with_a_state_is_left_as_it_was():
+    class Collator:
+        def __init__(self):
+            self.calls, self.draw = 0, np.random.default_rng(0)
+
+        def __call__(self, rows):
+            self.calls += 1
+            return torch.stack(rows) * 0 + int(self.draw.integers(V))
+
+        collate = __call__
+
+    collator = Collator()
+    before = collator.draw.bit_generator.state
+    hashes = set()
+    for collate in (collator, collator.collate, functools.partial(collator), lambda rows: collator(rows)):
+        hashes.add(Panel.of_loader(DataLoader(TEXT, batch_size=2, collate_fn=collate), 20).hash)
+        assert collator.calls == 0
+        assert collator.draw.bit_generator.state == before
+    assert len(hashes) == 1
+
+
+def test_items_that_draw_from_a_generator_of_the_dataset_are_the_same_for_every_seed_and_batch_size():
+    hashes = {Panel.of_loader(DataLoader(Augmented(seed), batch_size=2 + seed), 50).hash for seed in range(3)}
+    assert len(hashes) == 1
+
+
+class Streaming(Augmented):
+    """Reads on where it was, whatever the index."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.lines = iter(TEXT)
+
+    def __getitem__(self, i):
+        return next(self.lines)
+
+
+def test_a_dataset_with_state_that_cannot_be_put_back_is_not_read_and_one_sentence_says_why():
+    data = Streaming()
+    with pytest.warns(
+        UserWarning, match=r"first validation batches: dataset.lines \(a \w+\) may change .* panel=\.\.\."
+    ):
+        assert Panel.of_loader(DataLoader(data, batch_size=2), 20) is None
+    assert torch.equal(next(data.lines), TEXT[0])
+
+
+def panels_of_ranks(rank, world, case):
+    """What two ranks find whose datasets differ: rank one's has an iterator, a file that is missing, or other text."""
+    text = {
+        "an iterator": [Augmented(), Streaming()],
+        "a failure": [TEXT, [None] * 12],
+        "other text": [TEXT, TEXT.flip(0)],
+        "another seed": [Augmented(0), Augmented(1)],
+    }[case][rank]
+    source, ranks = PanelSource("loader", 20), Ranks.of(torch.device("cpu"))
+    with warnings.catch_warnings(), suppress(TypeError):
+        warnings.simplefilter("ignore")
+        source.take(DataLoader(text, batch_size=2), validates=True, ranks=ranks)
+    taken = source.panel
+    source.collect()
+    for batch in (TEXT[:2], TEXT[2:4])[: 2 - rank]:
+        source.offer(batch, world=world)
+    source.finish(ranks=ranks)
+    return taken and taken.hash, source.panel and (source.panel.size, source.panel.own)
+
+
+@pytest.mark.parametrize("case", ["an iterator", "a failure", "other text", "another seed"])
+def test_ranks_all_take_the_panel_or_all_collect_it(case, tmp_path):
+    (first, collected), (second, other) = in_ranks(panels_of_ranks, tmp_path, case)
+    assert first == second
+    assert (first is not None) == (case == "another seed")
+    assert collected == other == ((10, True) if first is None else (20, False))
 
 
 def test_no_more_items_are_read_than_it_takes():
@@ -417,11 +523,6 @@ class Dropping(Plain):
         return self.batch(x.transpose(1, 2)).transpose(1, 2)
 
 
-class NoLogits(nn.Linear):
-    def forward(self, x):
-        raise AssertionError("logits were made")
-
-
 class ByName(Dropping):
     """Takes what a tokenizer makes, as Hugging Face's models do."""
 
@@ -548,9 +649,95 @@ def test_labels_that_cannot_be_left_out_are_given(panel):
         assert torch.equal(states, reference(model, TEXT[:8]))
 
 
-def test_no_logits_are_made(panel):
-    model = seeded(Dropping)
-    model.lm_head = NoLogits(6, V, bias=False)
+class Locked(Plain):
+    """Refuses a forward pass while one has not ended."""
+
+    busy = False
+
+    def forward(self, tokens):
+        assert not self.busy, "the last forward pass has not ended"
+        self.busy = True
+        logits = super().forward(tokens)
+        self.busy = False
+        ENDED.append(len(tokens))
+        return logits
+
+
+ENDED = []
+
+
+def test_the_forward_pass_ends_so_that_the_next_one_can_begin(panel):
+    model = seeded(Locked)
+    ENDED.clear()
+    for _ in range(2):
+        assert torch.equal(hidden_states(model, model.lm_head, panel), reference(model, TEXT[:8]))
+    model(TEXT)
+    assert ENDED == [8, 8, 12]
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(3, [3, 3, 2]), (1, [1] * 8), (0.1, [1] * 8), (100, [8])])
+@pytest.mark.parametrize("form", [lambda x: x, lambda x: padded(x.tolist(), width=9), lambda x: (x, x)])
+def test_logits_of_one_pass_are_bounded_and_the_states_are_those_of_the_whole_batch(rows, passes, form, monkeypatch):
+    calls, batch = [], form(TEXT[:8])
+
+    class Recording(ByName):
+        def forward(self, input_ids=None, attention_mask=None, **kwargs):
+            calls.append(len(input_ids))
+            return super().forward(input_ids, attention_mask, **kwargs)
+
+    model, panel = seeded(Recording), Panel.of_batches([batch], 50)
+    whole = hidden_states(model, model.lm_head, panel)
+    monkeypatch.setattr(hidden, "LOGIT_BYTES", int(rows * 4 * V * input_ids(batch).shape[1]))
+    calls.clear()
+    torch.testing.assert_close(hidden_states(model, model.lm_head, panel), whole)
+    assert calls == passes
+
+
+def test_at_most_256_mb_of_logits_are_asked_for():
+    text = torch.zeros(16, 1024, dtype=torch.long)  # of a vocabulary of 50,257: 206 MB a row
+    parts = list(hidden._passes(Panel.of_tokens(text, text.numel()), 50_257))
+    assert [tuple(batch.shape) for batch, _ in parts] == [(1, 1024)] * 16
+    assert sum(len(positions) for _, positions in parts) == text.numel()
+
+
+@pytest.mark.parametrize("dim", ["flat", 0, 1])
+def test_a_head_that_is_called_in_chunks_is_given_all_of_them(dim, panel):
+    class InChunks(Plain):
+        def forward(self, tokens):
+            x = self.hidden(tokens)
+            x, along = (x.flatten(0, 1), 0) if dim == "flat" else (x, dim)
+            return torch.cat([self.lm_head(part) for part in x.split(3, along)], along)
+
+    model = seeded(InChunks)
+    assert torch.equal(hidden_states(model, model.lm_head, panel), reference(model, TEXT[:8]))
+
+
+def test_what_fails_or_writes_after_the_head_does_not_lose_the_states(panel):
+    class LossFirst(Plain):
+        def forward(self, tokens, labels=None):
+            x = self.hidden(tokens)
+            logits = self.lm_head(x)
+            x.zero_()
+            return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    model = seeded(LossFirst)
+    assert torch.equal(hidden_states(model, model.lm_head, panel), reference(model, TEXT[:8]))
+
+
+def test_labels_are_given_where_the_model_fails_without_them():
+    class NeedsLabels(Plain):
+        def forward(self, input_ids, labels=None):
+            return self.lm_head(self.hidden(input_ids)[labels.new_ones(len(labels)).bool()])
+
+    model = seeded(NeedsLabels)
+    batch = {"input_ids": TEXT[:8], "labels": TEXT[:8]}
+    states = hidden_states(model, model.lm_head, Panel.of_batches([batch], 50))
+    assert torch.equal(states, reference(model, TEXT[:8]))
+
+
+def test_a_head_whose_rows_are_computed_gives_its_inputs_all_the_same(panel):
+    model = seeded(Plain)
+    nn.utils.parametrizations.weight_norm(model.lm_head)
     assert torch.equal(hidden_states(model, model.lm_head, panel), reference(model, TEXT[:8]))
 
 
@@ -684,6 +871,69 @@ def test_weights_gradients_buffers_and_random_numbers_are_not_touched(panel):
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), weights.values(), strict=True))
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     assert weights["batch.num_batches_tracked"] == 1
+
+
+class Counting(Dropping):
+    """Writes in any mode: a buffer in place, another anew, an attribute, a list, a parameter and a generator."""
+
+    calls = 0
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.register_buffer("load", torch.zeros(V)), self.register_buffer("rope", torch.zeros(2), persistent=False)
+        self.bias, self.recent = nn.Parameter(torch.zeros(6), requires_grad=False), []
+        self.noise, self.teacher = torch.Generator().manual_seed(0), [nn.Linear(2, 2)]
+
+    def hidden(self, tokens):
+        self.load += tokens.flatten().bincount(minlength=V)
+        self.load.data.mul_(0.9)
+        self.rope, self.late = torch.ones(tokens.shape[1]), torch.rand(1, generator=self.noise)
+        self.calls += 1
+        self.recent.append(tokens)
+        with torch.no_grad():
+            self.bias += 1
+            self.teacher[0].weight.zero_()
+        return super().hidden(tokens)
+
+    def state(self):
+        buffers = {name: b.tolist() for name, b in (*self.named_buffers(), *self.named_parameters())}
+        more = self.noise.get_state().tolist(), self.teacher[0].weight.tolist()
+        return buffers, *more, self.calls, self.recent, hasattr(self, "late"), "calls" in vars(self)
+
+
+def test_what_a_forward_pass_writes_in_any_mode_is_put_back(panel):
+    model = seeded(Counting).train()
+    before, buffers = copy.deepcopy(model.state()), [id(b) for b in model.buffers()]
+    hidden_states(model, model.lm_head, panel)
+    assert model.state() == before
+    assert [id(b) for b in model.buffers()] == buffers
+
+
+def test_a_graph_that_holds_a_buffer_can_still_be_run_back_after_the_panel(panel):
+    class Scaled(Plain):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.register_buffer("scale", torch.ones(6))
+
+        def hidden(self, tokens):
+            return super().hidden(tokens) * self.scale
+
+    model = seeded(Scaled)
+    loss = model(TEXT).sum()
+    hidden_states(model, model.lm_head, panel)
+    loss.backward()
+
+
+def test_a_weight_too_large_to_copy_that_is_written_to_is_told_of(panel, monkeypatch):
+    class Averaging(Plain):
+        def hidden(self, tokens):
+            self.embed.weight.mul_(0.5)
+            return super().hidden(tokens)
+
+    model = seeded(Averaging)
+    monkeypatch.setattr(hidden, "KEPT_BYTES", 100)
+    with pytest.warns(UserWarning, match=r"forward pass writes to Averaging.embed.weight, too large .* pass hidden="):
+        hidden_states(model, model.lm_head, panel)
 
 
 def test_own_train_method_of_a_module_is_not_called(panel):

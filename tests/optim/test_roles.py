@@ -290,3 +290,61 @@ def test_model_without_a_head_is_refused_in_one_sentence(model):
 def test_model_on_meta_has_the_same_roles():
     with torch.device("meta"):
         assert parameter_roles(Plain()) == PLAIN
+
+
+# Weights that are computed
+
+
+def spectral_buffers(model):
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+OLD_AND_NEW = {
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "old weight_norm": nn.utils.weight_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", OLD_AND_NEW.values(), ids=OLD_AND_NEW)
+def test_looking_for_the_head_and_the_roles_computes_no_weight(norm):
+    model = Plain()
+    norm(model.blocks[0].up), norm(model.embed)
+    before = spectral_buffers(model)
+    assert find_head(model) == "lm_head"
+    roles = parameter_roles(model)
+    assert of_role(roles, "head") == ["lm_head.weight"]
+    assert {name.partition(".")[0] for name in of_role(roles, "embedding")} == {"embed"}
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", OLD_AND_NEW.values(), ids=OLD_AND_NEW)
+@pytest.mark.parametrize("head_module", [None, "lm_head"])
+def test_a_head_whose_weight_is_computed_is_refused_in_one_sentence(norm, head_module):
+    model = Plain()
+    norm(model.lm_head)
+    before = spectral_buffers(model)
+    with pytest.raises(
+        TypeError, match=r"\Athe head's weight is computed by a parametrization \(\w*Linear\): 'lm_head'"
+    ):
+        parameter_roles(model, head_module=head_module)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_a_head_that_borrows_the_embeddings_weight_by_a_property_is_found():
+    class Borrowing(nn.Module):
+        def __init__(self, embed):
+            super().__init__()
+            self.borrowed = [embed]
+
+        @property
+        def weight(self):
+            return self.borrowed[0].weight
+
+    model = Plain()
+    model.lm_head = Borrowing(model.embed)
+    assert find_head(model) == "lm_head"
+    assert of_role(parameter_roles(model, tied="head"), "head") == ["embed.weight"]
