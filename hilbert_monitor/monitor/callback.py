@@ -19,6 +19,7 @@ from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from .batches import Batch, token_ids
 from .decay import Decay
 from .exporter import Prometheus
+from .head import find_head_place
 from .hidden import AutocastFactory
 from .ranks import Ranks
 from .session import MonitorOptions, MonitorSession
@@ -27,6 +28,8 @@ VALIDATION_LOSSES = ("val_loss", "validation_loss", "val/loss", "valid_loss")
 """Names under which a validation loss is usually logged."""
 MAYBE = 0.1
 """How much of an update a batch counts for, where the Trainer does not say whether there was one."""
+SAVED = "hilbert_monitor"
+"""Where a checkpoint has the states of the monitors, by their heads."""
 MOVED = ("prometheus_address", "prometheus_tls", "prometheus_registry", "prometheus_stalled_after", "prometheus_linger")
 """Arguments that an earlier version had, now of `Prometheus`."""
 
@@ -124,11 +127,24 @@ class HilbertMonitor(Callback):
         """What watches the run; its `probe` measures, its `guard` counts what failed."""
         self._updates = 0
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse two monitors of one head."""
+        others = [monitor for monitor in _monitors(trainer) if monitor is not self]
+        if len(others) + 1 < len(_monitors(trainer)):
+            raise ValueError("the same HilbertMonitor stands twice among the Trainer's callbacks: remove one")
+        head = self.options.head
+        if any(
+            head is other.options.head or (isinstance(head, str) and head == other.options.head) for other in others
+        ):
+            which = f"the head {head!r}" if isinstance(head, str) else "the same head"
+            raise ValueError(f"two HilbertMonitors watch {which}: pass each a head=... of its own, or remove one")
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
         self._updates = trainer.global_step
         with self.session.guard("start"):
-            self.session.start(LightningLoop(trainer, pl_module, progress_bar=self.progress_bar))
+            label = self._label(trainer, pl_module) if len(_monitors(trainer)) > 1 else ""
+            self.session.start(LightningLoop(trainer, pl_module, progress_bar=self.progress_bar, label=label))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -195,19 +211,38 @@ class HilbertMonitor(Callback):
         """Let go of the optimizer and close the outputs, and say what ended the run."""
         self.session.close(exception)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Steps and tokens so far, the name of the log and the history of the rules, of plain types."""
-        return self.session.state_dict()
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save steps and tokens so far, the name of the log and the history of the rules, of plain types.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting where the run was saved."""
-        self.session.load_state_dict(state_dict)
+        Not as a state_dict: Lightning would refuse two monitors in words of its own.
+        """
+        with self.session.guard("checkpoint"):
+            checkpoint.setdefault(SAVED, {})[self._key(pl_module)] = self.session.state_dict()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Go on counting where the run was saved, also by an earlier version."""
+        with self.session.guard("checkpoint"):
+            earlier = checkpoint.get("callbacks", {}).get(self.state_key, {})
+            self.session.load_state_dict(checkpoint.get(SAVED, {}).get(self._key(pl_module), earlier))
 
     @property
     def state_key(self) -> str:
-        """Two monitors of one trainer, on two heads, have two states."""
+        """Under which earlier versions saved their state."""
         head = self.options.head
         return self._generate_state_key(head=head) if isinstance(head, str) else type(self).__qualname__
+
+    def _key(self, module: LightningModule) -> str:
+        """Under which the state is saved: as `head` was given."""
+        head = self.options.head
+        return head if isinstance(head, str) else "" if head is None else find_head_place(module, head).name
+
+    def _label(self, trainer: Trainer, module: LightningModule) -> str:
+        """Name of the head, beside others that other monitors watch."""
+        name, _, weight = find_head_place(module, self.options.head)
+        probes = [monitor.session.probe for monitor in _monitors(trainer) if monitor is not self]
+        if any(probe is not None and probe.head.weight is weight for probe in probes):
+            raise ValueError(f"another HilbertMonitor watches the head '{name}': pass each a head=... of its own")
+        return name
 
     def _add_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
         """Note the loss and the tokens of a micro-batch."""
@@ -235,10 +270,11 @@ class LightningLoop:
         trainer: that fits.
         module: that is trained.
         progress_bar: whether the diameter is shown in the progress bar.
+        label: name of the head in the names of what is logged, where several are watched.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, *, progress_bar: bool) -> None:
-        self._trainer, self._module, self._progress_bar = trainer, module, progress_bar
+    def __init__(self, trainer: Trainer, module: LightningModule, *, progress_bar: bool, label: str = "") -> None:
+        self._trainer, self._module, self._progress_bar, self._label = trainer, module, progress_bar, label
         self.ranks = Ranks.of(module.device, trainer.world_size)
 
     @property
@@ -298,11 +334,13 @@ class LightningLoop:
 
     def log(self, record: StepRecord, *, final: bool) -> None:
         """Give a record to the trainer's loggers and the progress bar."""
-        numbers = {metric.logged: float(value) for metric, value in values(record)}
+        numbers = {metric.logged_of(self._label): float(value) for metric, value in values(record)}
         for logger in self._trainer.loggers:
             logger.log_metrics(numbers, step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)
         if self._progress_bar and not final and record.diameter is not None:
-            self._module.log("D(S)", record.diameter, prog_bar=True, logger=False, rank_zero_only=True)
+            self._module.log(
+                f"D(S) {self._label}".strip(), record.diameter, prog_bar=True, logger=False, rank_zero_only=True
+            )
 
     def make_checkpoint(self) -> Any:
         """Collect the trainer's checkpoint. Trainer.save_checkpoint would have the ranks wait for rank zero's disk."""
@@ -315,6 +353,11 @@ class LightningLoop:
     def stop(self) -> None:
         """End training after this step."""
         self._trainer.should_stop = True
+
+
+def _monitors(trainer: Trainer) -> list[HilbertMonitor]:
+    """The monitors among a trainer's callbacks; they may be several, of several heads."""
+    return [callback for callback in getattr(trainer, "callbacks", ()) if isinstance(callback, HilbertMonitor)]
 
 
 def _prometheus(port: int | None, settings: Prometheus | None) -> Prometheus | None:

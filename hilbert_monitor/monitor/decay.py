@@ -68,15 +68,15 @@ class WeightDecay:
         flag = group.get("decoupled_weight_decay")
         return bool(flag) if flag is not None else (self.choice or self._known() or "decoupled") == "decoupled"
 
-    def factor(self, step: HeadStep) -> float | Tensor:
-        """The factor c of a step. A tensor if the learning rate is one: an accelerator is not waited for."""
+    def share(self, step: HeadStep) -> float | Tensor:
+        """The share 1 - c of the weights that a step takes away. A tensor if the learning rate is one: an accelerator
+        is not waited for."""
         lr = step.options.get("lr")
         if lr is None:
-            return 1.0
-        if self._measured is not None:
-            factor: float | Tensor = 1 - lr * self._measured
-            return factor
-        return 1 - lr * step.decay if step.decay and self.decoupled(step.options) else 1.0
+            return 0.0
+        decay = step.decay if self.decoupled(step.options) else 0.0
+        share: float | Tensor = lr * (decay if self._measured is None else self._measured)
+        return share
 
     def correct(self, before: Tensor, S: Tensor, step: HeadStep) -> str:
         """Compare the assumed decay with what the weights did, and correct it where it is plainly another.
@@ -101,7 +101,7 @@ class WeightDecay:
         share = abs(excess) * float(squares.sqrt().median()) / max(float(S.norm(dim=1).median()), 1e-300)
         if not (share > DOMINANT and spread < SPREAD * abs(excess)):
             return ""  # also where something is nan
-        assumed = 1 - float(self.factor(step))
+        assumed = float(self.share(step))
         error = 1.86 * spread / len(U) ** 0.5  # of the median of normal numbers with this median deviation
         self._measured = self._spelt_out((assumed + excess) / lr, NEAR * error / lr, step)
         return (

@@ -268,12 +268,13 @@ class IncrementSource:
                 " before this step: it was not to be measured"
             )
         U, before, dtype = self.param.detach(), self._before, compute_dtype(self.param)
-        S = torch.sub(U.to(dtype), before.to(dtype) * self.decay.factor(self.last))
-        if U.ndim == 2 and self._checks:
+        moved = torch.sub(U.to(dtype), before.to(dtype))  # near U the subtraction is exact
+        S = moved + before.to(dtype) * self.decay.share(self.last)
+        if U.ndim == 2 and self._checks and not self.is_rounded:
             seen = self.decay.correct(self._rows.of(before), self._rows.of(S), self.last)
             if seen:
                 self._doubt(seen)
-                S = torch.sub(U.to(dtype), before.to(dtype) * self.decay.factor(self.last))
+                S = moved + before.to(dtype) * self.decay.share(self.last)
         largest = float(torch.maximum(U.abs().amax(), before.abs().amax()))
         return Increment(S, 2 * torch.finfo(U.dtype).eps * largest)
 
@@ -303,7 +304,7 @@ class IncrementSource:
         if before is None:
             return True
         after, step = self._rows.now().to(S.dtype), self._rows.of(S)
-        moved = after - before.to(S.dtype) * self.decay.factor(last)
+        moved = after - before.to(S.dtype) * (1 - self.decay.share(last))
         largest = torch.maximum(after.abs().amax(), before.abs().amax().to(S.dtype))
         numbers = ((moved - step).abs().amax(), step.abs().amax(), moved.abs().amax(), largest)
         difference, believed, real, weight = torch.stack(numbers).tolist()

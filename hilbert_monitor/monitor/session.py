@@ -370,6 +370,7 @@ class MonitorSession:
             id=self._resumed.get("run", "") if same else "",
             name=options.run_name or "",
             head_optimizer=type(probe.source.optimizer).__name__,
+            head_name=probe.head.name,
             config=info.config if options.config is None else options.config,
             panel_hash="" if panel is None else panel.hash,
             panel_size=None if panel is None else panel.size,

@@ -58,7 +58,11 @@ class Metric:
     @property
     def logged(self) -> str:
         """Name in a Lightning logger."""
-        return f"hilbert/{self.name}"
+        return self.logged_of("")
+
+    def logged_of(self, head: str) -> str:
+        """Name in a Lightning logger, where several heads are watched, of that of one."""
+        return "/".join(filter(None, ("hilbert", head, self.name)))
 
     @property
     def exported(self) -> str:

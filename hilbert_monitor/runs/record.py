@@ -25,6 +25,8 @@ class RunInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
     started: float = 0.0
     """Seconds since the epoch, when the attempt began."""
     head_optimizer: str = ""
+    head_name: str = ""
+    """Where the LM head is in the model."""
     model: str = ""
     seed: int | None = None
     config: dict[str, Any] = field(default_factory=dict)

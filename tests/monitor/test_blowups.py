@@ -326,7 +326,7 @@ def test_a_history_that_cannot_be_read_costs_the_history_alone(history):
     watch.options.sinks = (kept,)
     module = Module("torch")
     trainer = fit(module, watch, steps=2)
-    watch.load_state_dict({"step": 2, "tokens": 8, "history": history})
+    watch.session.load_state_dict({"step": 2, "tokens": 8, "history": history})
     trainer.fit_loop.epoch_loop.max_steps = 4
     with pytest.warns(UserWarning, match="history failed"):
         trainer.fit(module, DataLoader(Text(0), batch_size=4), DataLoader(Text(1), batch_size=4))

@@ -555,7 +555,7 @@ def test_two_monitors_of_one_trainer_watch_two_heads():
 def test_a_callback_that_has_been_used_can_be_pickled():
     monitor = HilbertMonitor(panel_size=50, strict=True)
     fit(Module("torch"), monitor)
-    assert pickle.loads(pickle.dumps(monitor)).state_dict() == monitor.state_dict()
+    assert pickle.loads(pickle.dumps(monitor)).session.state_dict() == monitor.session.state_dict()
 
 
 def test_a_loss_for_each_token_of_a_manual_module_costs_the_loss_alone():

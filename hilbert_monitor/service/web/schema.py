@@ -102,6 +102,7 @@ class Info(_Answer):
     first_step: int = Field(description="The step that the attempt goes on from.")
     started: Number
     head_optimizer: str
+    head_name: str = Field(description="Where the LM head is in the model.")
     model: str
     seed: int | None
     config: dict[str, JsonValue]

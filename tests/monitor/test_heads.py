@@ -1,0 +1,347 @@
+"""Heads of all kinds are measured, or it is said why not: bare parameters, (d, V), biases, frozen, in bf16, two."""
+
+import csv
+import warnings
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.nn.functional import cross_entropy, linear
+from torch.optim import SGD, AdamW, RMSprop
+
+from hilbert_monitor import HilbertMonitor, Probe, RowNorm
+from hilbert_monitor.monitor.panel import Panel
+from hilbert_monitor.runs.alerts import Judge
+from hilbert_monitor.runs.log import RunReader
+from hilbert_monitor.runs.record import StepRecord
+from tests.support.decoders import Plain, loss_of, seeded
+from tests.support.references import all_pairs_diameter, deltas
+from tests.support.sinks import Recorder
+from tests.support.training import UPDATES, Module, V, fit
+
+D = 16
+
+
+class Bare(nn.Module):
+    """Its head is a parameter, of (V, d) or (d, V), that its forward pass multiplies by."""
+
+    def __init__(self, transposed=False):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(V, D), nn.LayerNorm(D)
+        self.unembed = nn.Parameter(torch.randn((D, V) if transposed else (V, D)) / 4)
+        self.transposed = transposed
+
+    def hidden(self, tokens):
+        return self.norm(self.embed(tokens))
+
+    def forward(self, tokens):
+        x = self.hidden(tokens)
+        return x @ self.unembed if self.transposed else linear(x, self.unembed)
+
+
+def train(model, probe, optimizer, updates=3):
+    """Train a few updates; return the last record and the weight's last increment in fp64."""
+    weight = probe.head.weight
+    for update in range(updates):
+        optimizer.zero_grad()
+        loss_of(model, update, V).backward()
+        before = weight.detach().double()
+        optimizer.step()
+        record = probe.record()
+    return record, weight.detach().double() - before
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_head_that_is_a_bare_parameter_is_measured_on_the_panel_too(transposed, autocast):
+    model = seeded(Bare, transposed=transposed)
+    optimizer, tokens = SGD(model.parameters(), lr=0.1), torch.randint(0, V, (6, 9))
+    context = (lambda: torch.autocast("cpu", torch.bfloat16)) if autocast else None
+    with Probe(
+        model, optimizer, head="unembed", panel=Panel.of_tokens(tokens, 40), diameter_every=1, perturbation_every=1,
+        autocast=context, strict=True,
+    ) as probe:  # fmt: skip
+        record, S = train(model, probe, optimizer)
+    S = S.T if transposed else S
+    assert record.diameter == pytest.approx(all_pairs_diameter(S), rel=1e-5)
+    H = model.hidden(tokens[:5]).detach().reshape(-1, D)[:40].double()
+    expected = float(deltas(S, H).square().mean().sqrt())
+    assert record.perturbation_rms == pytest.approx(expected, rel=0.02 if autocast else 1e-4)
+
+
+def test_a_matrix_that_may_be_stored_either_way_is_asked_about():
+    class Odd(Bare):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(V + 3, D)
+
+    model = seeded(Odd)
+    with pytest.raises(ValueError, match=r"as \(V, d\) or \(d, V\): no embedding has as many tokens; pass vocab_size"):
+        Probe(model, SGD(model.parameters(), lr=0.1), head="unembed")
+    assert not Probe(model, SGD(model.parameters(), lr=0.1), head="unembed", vocab_size=V).head.transposed
+
+
+def test_a_module_of_the_transformers_kind_that_stores_d_by_V_is_measured():
+    class Conv1D(nn.Module):
+        """x W, as in GPT-2."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(D, V))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    model = seeded(Plain, V=V, d=D)
+    model.lm_head = Conv1D()
+    optimizer = AdamW(model.parameters(), weight_decay=0.0)
+    with Probe(model, optimizer, head="lm_head", diameter_every=1, perturbation_every=0, strict=True) as probe:
+        record, S = train(model, probe, optimizer)
+    assert record.diameter == pytest.approx(all_pairs_diameter(S.T), rel=1e-4)
+    assert record.ceiling is None
+
+
+@pytest.mark.parametrize("bias", ["frozen", "other"])
+def test_a_bias_that_is_frozen_or_anothers_is_no_obstacle(bias):
+    model = seeded(Plain, V=V, d=D, bias=True)
+    head = model.lm_head
+    rest = [p for p in model.parameters() if p is not head.bias]
+    head.bias.requires_grad_(bias == "other")
+    optimizers = [SGD(rest, lr=0.1), *([SGD([head.bias], lr=0.3)] if bias == "other" else [])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        probe = Probe(model, optimizers, diameter_every=1, perturbation_every=0, strict=True).attach()
+    before = torch.cat([head.weight, head.bias[:, None]], 1).detach().double()
+    loss_of(model, 0, V).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    S = torch.cat([head.weight, head.bias[:, None]], 1).detach().double() - before
+    assert probe.record().diameter == pytest.approx(all_pairs_diameter(S), rel=1e-5)
+
+
+# Below fp32
+
+
+@pytest.mark.parametrize("make", [AdamW, RMSprop, lambda p, lr: RowNorm([p[-1]], lr=lr)])
+def test_a_head_in_bf16_has_the_step_that_was_stored_beside_the_one_intended(make):
+    model = seeded(Plain, V=V, d=D)
+    model.lm_head.to(torch.bfloat16)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(0.5).mul_(1 + 0.1 * torch.randn(V, D).bfloat16())
+    optimizer = make([*model.parameters()], lr=1e-5)
+    decay = optimizer.param_groups[0]["weight_decay"] * 1e-5
+    head = model.lm_head.weight
+    with Probe(model, optimizer, diameter_every=1, perturbation_every=0, strict=True) as probe:
+        for update in range(3):
+            model.zero_grad()
+            logits = model.hidden(torch.arange(V)[None]).bfloat16() @ head.T
+            cross_entropy(logits.float().flatten(0, 1), (torch.arange(V) + update) % V).backward()
+            before = head.detach().double()
+            optimizer.step()
+            record = probe.record()
+    stored = head.detach().double() - (1 - decay) * before
+    assert record.stored_diameter == pytest.approx(all_pairs_diameter(stored), rel=1e-4, abs=1e-9)
+    assert record.stored_diameter_lower <= record.stored_diameter <= record.stored_diameter_upper
+    assert record.moved_share == pytest.approx(float((head.detach().double() != before).double().mean()))
+    if make is not RMSprop:
+        assert 0 < record.diameter < 1e-3
+        assert record.increment_from == "state"
+
+
+def test_a_head_in_fp32_has_no_copy_and_no_stored_step():
+    model = seeded(Plain, V=V, d=D)
+    optimizer = AdamW(model.parameters())
+    with Probe(model, optimizer, diameter_every=1, perturbation_every=0, strict=True) as probe:
+        record, _ = train(model, probe, optimizer)
+    assert record.stored_diameter is None
+    assert record.moved_share is None
+
+
+def test_blow_ups_are_looked_for_in_the_stored_step():
+    judge, alerts = Judge(), []
+    for step in range(1, 40):
+        stored = 1.0 if step < 39 else 30.0
+        record = StepRecord(
+            step=step, time=0.0, learning_rate=0.1, diameter=1.0, pair=(1, 2), stored_diameter=stored,
+            stored_pair=(3, 4), ceiling=2.0,
+        )  # fmt: skip
+        alerts += judge.judge(record)
+    (alert,) = alerts
+    assert (alert.kind, alert.value, alert.pair) == ("diameter", 30.0, (3, 4))
+
+
+# Nothing to measure, so far
+
+
+class Loop(Module):
+    """A module whose head is frozen, or whose optimizer changes, in mid-run."""
+
+    def __init__(self, frozen=False):
+        super().__init__("torch")
+        self.model.lm_head.requires_grad_(not frozen)
+
+    def configure_optimizers(self):
+        return AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+class At(lightning.Callback):
+    """Does something before an update."""
+
+    def __init__(self, update, action):
+        self.update, self.action = update, action
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.update and self.action is not None:
+            self.action(trainer, pl_module)
+            self.action = None
+
+
+def monitored(module, *callbacks, **options):
+    sink = Recorder()
+    monitor = HilbertMonitor(
+        diameter_every=1, perturbation_every=4, panel_size=40, run_dir=None, sinks=[sink], on_blowup=[], **options
+    )
+    fit(module, *callbacks, monitor, accumulate=1)
+    return monitor, [record for record in sink.records if record.diameter is not None]
+
+
+def unfreeze(trainer, module):
+    module.model.lm_head.requires_grad_(True)
+    trainer.optimizers[0].add_param_group({"params": list(module.model.lm_head.parameters()), "lr": 1e-2})
+
+
+def rebuild(trainer, module):
+    trainer.strategy.optimizers = [AdamW(module.parameters(), lr=1e-2)]
+
+
+def test_a_head_that_is_unfrozen_later_is_watched_from_then_on():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, records = monitored(Loop(frozen=True), At(4, unfreeze), strict=True)
+    assert {record.step for record in records} == set(range(6, UPDATES + 1))
+
+
+def test_an_optimizer_that_is_rebuilt_is_followed():
+    with pytest.warns(UserWarning, match="the head has another optimizer, which is watched"):
+        monitor, records = monitored(Loop(), At(4, rebuild))
+    assert {record.step for record in records} == set(range(1, UPDATES + 1)) - {5}
+    assert not monitor.session.guard.failures
+
+
+def test_a_head_that_stays_frozen_is_said_to_be_so_once():
+    with pytest.warns(UserWarning, match="nothing is measured so far: the head 'model.lm_head' is frozen") as caught:
+        _, records = monitored(Loop(frozen=True))
+    assert records == []
+    assert sum("nothing is measured" in str(warning.message) for warning in caught) == 1
+
+
+def test_a_head_that_no_gradient_reaches_is_said_to_be_so():
+    model = seeded(Plain, V=V, d=D)
+    model.lm_head.requires_grad_(False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with Probe(model, optimizer, diameter_every=1, perturbation_every=0) as probe:
+
+        def update():
+            optimizer.step()
+            probe.record()
+
+        for _ in range(19):
+            update()
+        with pytest.warns(UserWarning, match="'lm_head' has not moved in 20 updates; it is frozen, and is measured"):
+            update()
+        model.lm_head.requires_grad_(True)
+        loss_of(model, 0, V).backward()
+        optimizer.step()
+        assert probe.record().diameter > 0
+
+
+def test_an_adapter_on_the_head_is_named():
+    class LoraLinear(nn.Module):
+        """As peft wraps a head."""
+
+        def __init__(self, base):
+            super().__init__()
+            self.base_layer = base.requires_grad_(False)
+            self.lora_A, self.lora_B = nn.Linear(D, 2, bias=False), nn.Linear(2, V, bias=False)
+
+        def forward(self, x):
+            return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+    model = seeded(Plain, V=V, d=D)
+    model.lm_head = LoraLinear(model.lm_head)
+    with pytest.raises(TypeError, match="the head 'lm_head' is an adapter, a LoraLinear: its own weight is frozen"):
+        Probe(model, SGD(model.parameters(), lr=0.1), head="lm_head")
+
+
+# Two at once
+
+
+class Two(Module):
+    """A decoder with a second head, for the token after the next."""
+
+    def __init__(self):
+        super().__init__("torch")
+        self.second = nn.Linear(D, V, bias=False)
+
+    def loss(self, tokens):
+        later = self.second(self.model.hidden(tokens[:, :-2]))
+        return super().loss(tokens) + cross_entropy(later.flatten(0, 1), tokens[:, 2:].flatten())
+
+
+def test_two_monitors_log_under_the_names_of_their_heads(tmp_path):
+    monitors = [
+        HilbertMonitor(head, diameter_every=1, perturbation_every=0, run_name=head, strict=True)
+        for head in ("model.lm_head", "second")
+    ]
+    logger = CSVLogger(tmp_path)
+    fit(Two(), *monitors, logger=logger, log_every_n_steps=1)
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        names = set(csv.DictReader(file).fieldnames)
+    assert {"hilbert/model.lm_head/step_diameter", "hilbert/second/step_diameter"} <= names
+    assert "hilbert/step_diameter" not in names
+    for head in ("model.lm_head", "second"):
+        assert RunReader(f"runs/{head}").info.head_name == head
+
+
+def test_one_head_has_one_monitor():
+    monitor = HilbertMonitor(run_dir=None, panel_size=40)
+    with pytest.raises(ValueError, match="the same HilbertMonitor stands twice among the Trainer's callbacks"):
+        fit(Module("torch"), monitor, monitor)
+    with pytest.raises(ValueError, match="two HilbertMonitors watch the same head: pass each a head="):
+        fit(Module("torch"), HilbertMonitor(run_dir=None, panel_size=40), HilbertMonitor(run_dir=None, panel_size=40))
+    named = HilbertMonitor("model.lm_head", run_dir=None, panel_size=40, strict=True)
+    with pytest.raises(ValueError, match=r"another HilbertMonitor watches the head 'model\.lm_head'"):
+        fit(Module("torch"), HilbertMonitor(run_dir=None, panel_size=40), named)
+
+
+# What a model does to its head's output
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_scale_of_the_logits_is_read_from_the_config(told):
+    class Config:
+        model_type, logit_scale = "cohere", 0.0625
+
+    model = seeded(Plain, V=V, d=D)
+    model.config = Config()
+    probe = Probe(model, SGD(model.parameters(), lr=0.1), logit_scale=2.0 if told else None)
+    assert probe.head.logit_scale == (2.0 if told else 0.0625)
+
+
+def test_a_scale_that_nobody_told_of_is_found_on_the_panel():
+    class Scaled(Plain):
+        def forward(self, tokens):
+            return 0.25 * super().forward(tokens)
+
+    model = seeded(Scaled, V=V, d=D)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    panel = Panel.of_tokens(torch.randint(0, V, (4, 9)), 30)
+    with (
+        pytest.warns(UserWarning, match=r"logits are 0\.25 times its head's output, .* pass logit_scale=0\.25"),
+        Probe(model, optimizer, panel=panel, diameter_every=1, perturbation_every=1, strict=True) as probe,
+    ):
+        record, _ = train(model, probe, optimizer)
+    assert record.perturbation_rms > 0
+    assert len(probe.remarks) == 1
