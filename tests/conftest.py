@@ -10,13 +10,11 @@ import sys
 import pytest
 from hypothesis import settings
 
-from hilbert_monitor.doctor.bf16 import VARIABLE, WITHOUT_AMX, bf16_products_run
+from hilbert_monitor.doctor.bf16 import VARIABLE, WITHOUT_AMX, leave_out_broken_amx
 
 # oneDNN reads the variable when torch is loaded; workers of pytest-xdist and children of tests inherit it.
 assert "torch" not in sys.modules
-BF16_KILLS = "PYTEST_XDIST_WORKER" not in os.environ and VARIABLE not in os.environ and not bf16_products_run()
-if BF16_KILLS:
-    os.environ[VARIABLE] = WITHOUT_AMX
+BF16_KILLS = "PYTEST_XDIST_WORKER" not in os.environ and VARIABLE not in os.environ and leave_out_broken_amx()
 
 # A shell's background job ignores Ctrl-C and so do its children, among them the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

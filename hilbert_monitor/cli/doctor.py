@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -20,12 +21,17 @@ def doctor(
     """Check on this machine what the package claims, and name each claim that fails.
 
     It checks that the numbers are exact, that the measured increments are those of the optimizers, that a monitored run
-    is the same to the bit, that several processes agree, and what the monitor costs. The exit code is 1 if a claim
-    fails.
+    is the same to the bit, that several processes agree, and what the monitor costs. On a processor whose bf16 products
+    end the process it says so, and checks the rest without them. The exit code is 1 if a claim fails.
 
     Example: hilbert-monitor doctor --device cuda --json doctor.json
     """
     from rich.console import Console
+
+    from hilbert_monitor.doctor import bf16
+
+    asks_for_cpu = device is None or device.startswith("cpu")
+    broken = asks_for_cpu and "torch" not in sys.modules and bf16.leave_out_broken_amx()
 
     from hilbert_monitor.doctor import report
     from hilbert_monitor.doctor.device import CheckSizes, choose
@@ -35,7 +41,8 @@ def doctor(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     console = Console()
-    findings = report.run(report.all_checks(chosen, CheckSizes.of(chosen, quick=quick)), console)
+    findings = [bf16.broken_amx_finding()] if broken and chosen.type == "cpu" else []
+    findings += report.run(report.all_checks(chosen, CheckSizes.of(chosen, quick=quick)), console)
     report.show(findings, chosen, console)
     if json is not None:
         report.write_json(findings, chosen, json)

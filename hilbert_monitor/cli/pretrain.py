@@ -42,6 +42,7 @@ def pretrain(
     import torch
     from rich.console import Console
 
+    from hilbert_monitor.doctor import bf16
     from hilbert_monitor.pretrain import recipes
     from hilbert_monitor.pretrain.shards import TRAIN, VALIDATION, find_shards
 
@@ -64,6 +65,11 @@ def pretrain(
             raise ValueError("give the folder of the token shards as --data; hilbert-monitor tokenize makes one")
         for pattern in (TRAIN, VALIDATION):
             find_shards(data, pattern)
+        if not gpus and "16" in recipe.precision and not bf16.bf16_products_run():
+            raise ValueError(
+                f"the recipe trains in {recipe.precision}, but {bf16.CAUSE}: {bf16.REMEDY}, or train in fp32 with --set"
+                " precision=32-true"
+            )
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None
     from hilbert_monitor.pretrain.module import Places, train

@@ -11,11 +11,33 @@ import signal
 import subprocess
 import sys
 
+from .finding import Finding
+
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 WITHOUT_AMX = "AVX512_CORE_FP16"
 """The largest instruction set of oneDNN that leaves AMX out."""
+CAUSE = "bf16 matrix products end a process on this machine (SIGILL), since its processor announces AMX and lacks it"
+REMEDY = f"set {VARIABLE}={WITHOUT_AMX} before Python starts"
+CLAIM = "processor"
+"""Under which the doctor reports it."""
 
 _PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); (a @ a).sum().item()"
+
+
+def leave_out_broken_amx() -> bool:
+    """Return whether bf16 products die here; if so, set the variable for this process and its children.
+
+    Call it before torch is imported: afterwards oneDNN has made its choice.
+    """
+    broken = not bf16_products_run()
+    if broken:
+        os.environ[VARIABLE] = WITHOUT_AMX
+    return broken
+
+
+def broken_amx_finding() -> Finding:
+    """Return the doctor's row about a machine on which bf16 products die."""
+    return Finding(CLAIM, "bf16 matrix product, in a child process", "FAILED", f"{CAUSE}: {REMEDY}", 0.0)
 
 
 def bf16_products_run() -> bool:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from hilbert_monitor.bench.output import progress_bar, show_machine, write_document
 
-from . import ddp, exactness, increment, interference, overhead
+from . import bf16, ddp, exactness, increment, interference, overhead
 from .device import CheckSizes, device_name
 from .finding import CLAIMS, Check, Finding, examine
 
@@ -66,6 +66,8 @@ def show(findings: Sequence[Finding], device: torch.device, console: Console) ->
 def conclusion(findings: Sequence[Finding], device: torch.device) -> str:
     """Return the findings in one sentence."""
     wrong = failed(findings)
+    if wrong == [bf16.CLAIM]:
+        return f"1 claim failed: {bf16.CLAIM}; {bf16.REMEDY}, as the other checks did"
     if wrong:
         claims = "1 claim" if len(wrong) == 1 else f"{len(wrong)} claims"
         return f"{claims} failed: {', '.join(wrong)}; please open an issue with --json's output"
