@@ -33,8 +33,8 @@ WAITS = {
     aten._linalg_eigh: "eigh",
 }
 """Operations after which the host has read something of the device; eigh reads whether it converged."""
-ON_THE_HOST = {("radius.py", "solved"), ("radius.py", "support"), ("radius.py", "radius")}
-"""Functions that work on a few rows that were brought to the CPU: they read no device."""
+ON_THE_HOST = {("radius.py", "solved"), ("radius.py", "support"), ("radius.py", "radius"), ("_norms.py", "_within")}
+"""Functions that work on a few rows that were brought to the CPU, or are called on a CPU alone: they read no device."""
 INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index)
 
 
