@@ -54,7 +54,7 @@ SCALES = (
 )
 """Scales of the models in transformers 5.22."""
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Fields with a soft cap, which mean the same in every model that has one, such as Gemma and nanochat."""
+"""Fields with a soft cap. They mean the same in every model that has one: Gemma, RecurrentGemma, nanochat, others."""
 HARMLESS = (("mpt", "logit_scale"), ("minicpm", "logits_scaling"))
 """Fields of models whose code does not apply them to the head's output: beginnings of a model type, and a field."""
 PARTS = ("text_config", "decoder", "language_config", "llm_config")

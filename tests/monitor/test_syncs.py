@@ -36,6 +36,7 @@ WAITS = {
 """Operations after which the host has read something of the device; eigh reads whether it converged."""
 ON_THE_HOST = {
     *(("radius.py", "solved"), ("radius.py", "support"), ("radius.py", "radius")),
+    ("_norms.py", "_within"),
     ("undo.py", "_equal_on_the_host"),
 }
 """Functions that work on what is on the CPU, such as a few rows that were brought there: they read no device."""
