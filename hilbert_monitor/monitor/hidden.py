@@ -248,7 +248,7 @@ def _undisturbed(model: Module) -> Iterator[None]:
         for module in modules.values():
             module.training = False
             if "LightningModule" in (cls.__name__ for cls in type(module).__mro__):
-                vars(module).update(log=_log_nothing, log_dict=_log_nothing)  # until the state is put back
+                module.__dict__.update(log=_log_nothing, log_dict=_log_nothing)  # until the state is put back
         yield
     if state.lost:
         tell(
