@@ -10,8 +10,10 @@ flag, a lock or a cache at the start of its forward pass and clears it at the en
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import is_
 from typing import Any
 
 import torch
@@ -306,14 +308,35 @@ def _undisturbed(model: Module) -> Iterator[None]:
             stack.enter_context(context)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         state = stack.enter_context(kept_state(modules.items(), follow=follow, memory=KEPT_BYTES))
+        stack.enter_context(_sharded_as_before(model))
         for module in modules.values():
             module.training = False
+            if "LightningModule" in (cls.__name__ for cls in type(module).__mro__):
+                module.__dict__.update(log=_log_nothing, log_dict=_log_nothing)  # until the state is put back
         yield
     if state.lost:
         tell(
             f"the forward pass writes to {', '.join(state.lost)}, too large to be put back: each measurement of"
             " the panel changes the run; pass hidden=, a function of the module and a batch that writes nothing"
         )
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    """Take the place of LightningModule.log: the run's loggers are not told of the panel."""
+
+
+@contextmanager
+def _sharded_as_before(model: Module) -> Iterator[None]:
+    """Let FSDP give up the parameters that it has gathered: it keeps the outermost module's for a backward pass."""
+    before = list(model.parameters())
+    try:
+        yield
+    finally:
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and not all(map(is_, before, model.parameters())):
+            for module in model.modules():
+                if isinstance(module, fsdp.FSDPModule):
+                    module.reshard()
 
 
 @contextmanager

@@ -173,7 +173,10 @@ class SavedState:
                 self.unseen.append(f"{name} (a {kind.__name__})")
                 return ()
         self._remember_attributes(x)
-        held = [(value, f"{name}.{key}") for key, value in attributes.items() if not _is_empty_hooks(key, value)]
+        if isinstance(x, Module):  # its parameters, but not which they are: FSDP exchanges shards and whole ones
+            attributes = {key: value for key, value in attributes.items() if not _is_empty_hooks(key, value)}
+            attributes |= attributes.pop("_parameters", {})
+        held = ((value, f"{name}.{key}") for key, value in attributes.items())
         return [*held, *self._class(kind, name)]
 
     def _remember_attributes(self, x: Any) -> None:
@@ -236,7 +239,7 @@ class SavedState:
     def _notice(self, x: Tensor, name: str) -> Undo:
         """Not to put a tensor back, but to say that it was written to."""
         version = _version(x)
-        name = name.replace("._parameters.", ".").replace("._buffers.", ".")
+        name = name.replace("._buffers.", ".")
         return lambda: self.lost.append(name) if _version(x) != version else None
 
 

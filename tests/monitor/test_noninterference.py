@@ -90,9 +90,10 @@ class Module(lightning.LightningModule):
         self.make, self.updates = make, updates
         self.model, self.norm, self.dropout = Plain(V, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.2)
         self.mixture = Mixture(16)
+        self.model.blocks.append(self.mixture)
 
     def forward(self, tokens):
-        hidden = self.mixture(self.model.hidden(tokens))
+        hidden = self.model.hidden(tokens)
         return self.model.lm_head(self.dropout(self.norm(hidden.flatten(0, 1)).view_as(hidden)))
 
     def loss(self, tokens):
@@ -276,6 +277,49 @@ def test_two_processes_end_bit_for_bit_where_they_would_without_the_monitor(tmp_
             else:
                 assert records == []  # rank zero writes
         assert same(first[make][0]["weights"], second[make][0]["weights"])
+
+
+class Logging(lightning.LightningModule):
+    """Is itself the model, and logs in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.lm_head = nn.Embedding(V, 16), nn.Linear(16, V)
+
+    def forward(self, tokens):
+        logits = self.lm_head(self.embed(tokens))
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def training_step(self, tokens, _):
+        return self(tokens)
+
+    def validation_step(self, tokens, _):
+        self(tokens)
+
+    def configure_optimizers(self):
+        return AdamW(self.parameters())
+
+
+def test_what_a_forward_pass_logs_is_not_logged_for_the_panel():
+    logged = []
+    for monitors in ([], [HilbertMonitor(diameter_every=2, perturbation_every=2, panel_size=20, strict=True)]):
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_epochs=2,
+            callbacks=monitors,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        text = torch.randint(V, (24, 9), generator=torch.Generator().manual_seed(0))
+        trainer.fit(Logging(), DataLoader(text, batch_size=4), DataLoader(text, batch_size=4))
+        logged.append({name: float(value) for name, value in trainer.callback_metrics.items() if name != "D(S)"})
+    assert set(logged[0]) == {"loss", "loss_step", "loss_epoch"}
+    assert logged[0] == logged[1]
 
 
 # The comparison notices a monitor that does not keep to itself

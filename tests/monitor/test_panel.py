@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     BatchSampler,
@@ -1003,6 +1005,30 @@ def test_states_of_two_ranks_one_after_the_other_are_those_of_one_process(tmp_pa
     found = in_ranks(states_of_share, tmp_path)
     assert {digest for digest, _ in found} == {panel.hash}
     torch.testing.assert_close(torch.cat([rows for _, rows in found]), hidden_states(model, model.lm_head, panel))
+
+
+def weights_under_fsdp(rank, world):
+    """The weights after a few updates of a sharded model: without the panel, and with it after each update."""
+    runs = []
+    for watched in (False, True):
+        model = seeded(Counting)
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (world,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        share = Panel.of_batches([TEXT[:8]], 50).share(rank, world)
+        torch.manual_seed(rank)
+        for _ in range(3):
+            model(TEXT[4 * rank :][:4]).logsumexp(-1).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if watched:
+                hidden_states(model, model.lm_head, share)
+        runs.append([p.full_tensor() for p in model.parameters() if p.requires_grad] + [model.load, model.calls])
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*runs, strict=True))
+
+
+def test_a_model_sharded_by_fsdp_is_left_as_it_was(tmp_path):
+    assert in_ranks(weights_under_fsdp, tmp_path) == [True, True]
 
 
 def test_of_a_sampler_of_a_subset_only_its_items_are_taken():
