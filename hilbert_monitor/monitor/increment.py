@@ -80,8 +80,10 @@ class IncrementSource:
     @property
     def from_state(self) -> bool:
         """Whether the increment is formed without a copy of the weights."""
-        known = isinstance(self.optimizer, MatrixOptimizer) or formula_of(self.optimizer, self.group) is not None
-        return self._trusted and known
+        group = group_of(self.optimizer, self.param)
+        if group is None or not self._trusted:
+            return False
+        return isinstance(self.optimizer, MatrixOptimizer) or formula_of(self.optimizer, group) is not None
 
     @property
     def is_rounded(self) -> bool:

@@ -78,14 +78,13 @@ class StoredStep:
     moved_share: float
 
     @classmethod
-    def of(cls, S: Tensor, *, exact: bool, moved_share: float) -> StoredStep:
-        """Bound the diameter of what the stored weights did, (V, d), or search for it."""
-        bracket = row_diameter(S) if exact else row_diameter_bracket(S)
+    def of(cls, bounds: DiameterBounds, *, moved_share: float) -> StoredStep:
+        """Make it of the diameter of what the stored weights did, or its bounds."""
         return cls(
-            stored_diameter=bracket.lower if exact else None,
-            stored_diameter_lower=bracket.lower,
-            stored_diameter_upper=bracket.upper,
-            stored_pair=bracket.pair,
+            stored_diameter=bounds.diameter if isinstance(bounds, ExactDiameter) else None,
+            stored_diameter_lower=bounds.diameter_lower,
+            stored_diameter_upper=bounds.diameter_upper,
+            stored_pair=bounds.pair,
             moved_share=moved_share,
         )
 

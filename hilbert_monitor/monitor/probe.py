@@ -5,40 +5,30 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
-import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from hilbert_monitor.geometry import Interval
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, StepRecord
 
-from . import panel_perturbation
 from .decay import Decay, HeadStep
-from .formulas import state_of
 from .guard import Guard, tell
 from .head import WatchedHead
-from .hidden import AutocastFactory, HiddenStates, hidden_states
+from .hidden import AutocastFactory, HiddenStates
 from .increment import IncrementSource, owning_optimizer, stepping_optimizer
-from .measurement import DiameterBounds, ExactDiameter, GradientRows, Measurement, StoredStep
+from .measurement import Measurement
 from .panel import Panel
 from .ranks import Ranks
-from .step_quality import backward_bound, head_diameter, increment_quality, step_quality
-
-UNBALANCED = 0.01
-"""|sum of the gradient's rows| / sum of their norms, from which on the loss is not that of a plain softmax."""
+from .silence import Silence, why_head_rests
+from .step_meter import StepMeter
 
 CHECKED = 5
 """How many of the first steps are compared with what the weights did; later ones where D(S) is exact."""
-QUIET = 20
-"""Updates in which the head did not move, after which a reader is told why."""
 
 Judged = tuple[StepRecord, list[Alert]]
 """A record, and the alerts that the rules raised about it."""
@@ -99,9 +89,8 @@ class Probe:
         )
         self.head = self._watched_head(optimizer)
         self.diameter_every, self.perturbation_every = diameter_every, perturbation_every
-        self.bracket = self.source.from_state if bracket is None else bracket
-        self.hidden, self.autocast = hidden, autocast
-        self.judge, self.efficiency = judge, efficiency
+        self._bracket = bracket
+        self.judge = judge
         self.ranks = Ranks.of(self.head.weight.device, world)
         self.guard = guard or Guard(strict=strict)
         self.step = 0
@@ -113,18 +102,28 @@ class Probe:
         """Reasons why the bound H D(S) on the perturbation is not tight."""
         for text in self.head.remarks():
             self._remark(text)
+        self._meter = StepMeter(
+            model,
+            ranks=self.ranks,
+            guard=self.guard,
+            remark=self._remark,
+            efficiency=efficiency,
+            hidden=hidden,
+            autocast=autocast,
+        )
         self._end: Callable[[], None] | None = None
         self._current: Measurement | None = None  # of the step that has no record yet
         self._recorded: Measurement | None = None  # of the last record
         self._record: StepRecord | None = None
         self._earlier: list[Judged] = []
-        self._increment: Tensor | None = None
-        self._head_diameter: float | None = None
-        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._since = time.perf_counter()
-        self._compared = False  # whether the logits of a batch were compared with the head's output
         self._first = 0  # step at which watching began
-        self._quiet: float = 0  # updates in which the head did not move; from its first step on, not a number
+        self._silence = Silence()
+
+    @property
+    def bracket(self) -> bool:
+        """Whether bounds of the diameter are measured on every step."""
+        return self.source.basis == "state" if self._bracket is None else self._bracket
 
     @property
     def source(self) -> IncrementSource:
@@ -151,7 +150,8 @@ class Probe:
         """End it; the optimizer is left without a trace."""
         if self._end is not None:
             self._end()
-        self._end = self._increment = None
+        self._end = None
+        self._meter.forget()
 
     def __enter__(self) -> Probe:
         return self.attach()
@@ -167,7 +167,8 @@ class Probe:
     def skip(self, why: str) -> None:
         """Count a step that the training loop left out, such as one that a GradScaler skipped."""
         self.step += 1
-        self._increment, self._current = None, Measurement(step=self.step, skipped=why)
+        self._meter.forget()
+        self._current = Measurement(step=self.step, skipped=why)
         lr = self.source.group.get("lr")
         self._current.learning_rate = None if lr is None else float(lr)
 
@@ -190,7 +191,7 @@ class Probe:
         if step is not None:
             self._on_step(step)
         else:
-            self._note_quiet("", weight)
+            self._silence.add(lambda: why_head_rests(self.head, ""), weight)
 
     def _follow(self, optimizers: Sequence[Optimizer]) -> bool:
         """Watch another optimizer, if the head has moved to one."""
@@ -225,16 +226,20 @@ class Probe:
         if self._current is not None:  # nobody asked for its record: several steps to a batch
             self._earlier.append((self._finish(self._current), self.alerts))
         self.step += 1
-        self._increment, self._current = None, Measurement(step=self.step, skipped=step.skipped)
-        with self._timed("learning_rate"):
+        self._meter.forget()
+        self._current = Measurement(step=self.step, skipped=step.skipped)
+        with self._meter.timed("learning_rate"):
             self._current.learning_rate = step.lr
-        self._note_quiet(step.skipped)
+        if step.skipped:
+            self._silence.add(lambda: why_head_rests(self.head, step.skipped))
+        else:
+            self._silence.end()
         if self.head.waits_for_record:
             return
         self._measure_step(self._current)
-        if self._increment is None and self._due(self.step, self.perturbation_every) and self.source.fleeting:
-            with self._timed("increment"):
-                self._increment = self._form_increment(self._current)
+        panel_due = self._due(self.step, self.perturbation_every)
+        if panel_due and self.source.fleeting and not self._meter.holds_increment:
+            self._meter.take_increment(self.head, self._current)
 
     # Measuring
 
@@ -244,40 +249,13 @@ class Probe:
             return
         self._measure_diameter(step, exact=self._due(self.step, self.diameter_every))
         if self.ranks.rank == 0 and self._due(self.step, self.perturbation_every):
-            with self._timed("quality"):
-                self._measure_quality(step)
+            with self._meter.timed("quality"):
+                self._meter.measure_quality(self.head, step)
 
     def _measure_diameter(self, step: Measurement, *, exact: bool) -> None:
         """Measure D(S) or its bounds, on the rank that writes."""
-        if not (exact or self.bracket) or self.ranks.rank != 0:
-            return
-        S: Tensor | None = None
-        with self._timed("increment"):
-            S = self._form_increment(step)
-        if S is None:
-            return
-        if not exact:
-            with self._timed("bracket"):
-                step.bounds, step.ceiling = DiameterBounds.of(S), self.head.ceiling()
-                self._measure_stored(step, exact=False)
-                upper = step.stored.stored_diameter_upper if step.stored else step.bounds.diameter_upper
-                exact = self._is_blow_up(step, upper)
-        if exact:
-            with self._timed("diameter"):
-                step.bounds, step.ceiling = ExactDiameter.of(S), self.head.ceiling()
-                self._measure_stored(step, exact=True)
-            if step.bounds is None:  # the search has failed
-                with self._timed("bracket"):
-                    step.bounds, step.ceiling = DiameterBounds.of(S), self.head.ceiling()
-            self._increment = S  # for the panel, if it is due too
-            with self._timed("gradient"):
-                self._measure_gradient(step)
-
-    def _measure_stored(self, step: Measurement, *, exact: bool) -> None:
-        """Measure the step that rounded weights really made, where it is not the one intended."""
-        if self.head.has_stored:
-            S = self.head.stored_increment()
-            step.stored = StoredStep.of(S, exact=exact, moved_share=self.source.moved_share())
+        if (exact or self.bracket) and self.ranks.rank == 0:
+            self._meter.measure_diameter(self.head, step, exact=exact, is_blow_up=partial(self._is_blow_up, step))
 
     def increment(self) -> Tensor | None:
         """S of the last step as it acts on the logits: scaled, padding dropped, extended by the bias. (V, d).
@@ -286,79 +264,6 @@ class Probe:
         """
         increment = self.head.increment()
         return None if increment is None else increment.S
-
-    def _form_increment(self, step: Measurement) -> Tensor | None:
-        increment = self.head.increment()
-        if increment is None:
-            return None
-        step.rounding, step.increment_from = increment.rounding, self.source.basis
-        return increment.S
-
-    def _measure_quality(self, step: Measurement) -> None:
-        """Measure how good the step is, while its gradient is there. With a bias, no gradient has the shape of S."""
-        if step.bounds is not None and step.bounds.nonfinite_rows:
-            return
-        if self._increment is None:
-            self._increment = self._form_increment(step)
-        S, head = self._increment, self.head
-        if S is None:
-            return
-        if head.bias is not None or not (self.efficiency and step.bounds is not None):
-            step.quality = increment_quality(S)
-        else:
-            bounds = Interval(step.bounds.diameter_lower, step.bounds.diameter_upper)
-            state = {} if head.transposed else state_of(self.source.optimizer, head.weight)
-            step.quality = step_quality(S, head.gradient(), state, bounds)
-        if head.bias is None:
-            self._head_diameter = head_diameter(head.logit_matrix(S.dtype), S)
-
-    def _measure_gradient(self, step: Measurement) -> None:
-        gradient = self.head.gradient()
-        if gradient is None:
-            return
-        step.gradient = GradientRows.of(gradient, self.head.vocab_size)
-        # An embedding's gradient is in that of a tied weight too.
-        if step.gradient.gradient_balance > UNBALANCED and not self.head.tied:
-            self._remark(
-                "the rows of the head's gradient do not sum to zero, as those of a plain softmax cross entropy do:"
-                " gradients clipped by value, a z-loss or soft-capped logits can be why"
-            )
-
-    def _measure_panel(self, step: Measurement) -> None:
-        """Measure the panel: each rank takes its share, and all of them learn of a failure by one gather."""
-        if self.panel is None and self.ranks.world == 1:
-            return
-        mine = panel_perturbation.failure()
-        with self._timed("panel", user_code=True):
-            mine = self._measure_share(step)
-        step.panel = panel_perturbation.whole(self.ranks.gathered(mine))
-        if step.panel is not None and step.bounds is not None and self._head_diameter is not None:
-            with self._timed("quality"):
-                step.backward_bound = backward_bound(
-                    step.bounds.diameter_upper, self._head_diameter, step.panel.hidden_norm
-                )
-
-    def _measure_share(self, step: Measurement) -> Tensor:
-        if self.panel is None:  # it is yet to be collected
-            return panel_perturbation.failure()
-        share = self.panel.share(self.ranks.rank, self.ranks.world)
-        if not share.size:
-            return panel_perturbation.nothing()
-        S = self._form_increment(step) if self._increment is None else self._increment
-        if S is None:
-            return panel_perturbation.failure()
-        H = hidden_states(
-            self.model,
-            self.head.module or self.head.weight,
-            share,
-            hidden=self.hidden,
-            autocast=self.autocast,
-            on_logits=self._compare_logits if not self._compared else None,
-        )
-        self._compared = True
-        if self.head.bias is not None:
-            H = torch.cat([H, H.new_ones(len(H), 1)], dim=1)
-        return panel_perturbation.share(S, H)
 
     # Rules
 
@@ -374,7 +279,7 @@ class Probe:
         if self.judge is None or not self.perturbation_every:
             return False
         mine = False
-        with self._timed("rules"):
+        with self._meter.timed("rules"):
             stored = step.stored.stored_diameter if step.stored else None
             intended = step.exact.diameter if step.exact else None
             mine = self._is_blow_up(step, intended if stored is None else stored)
@@ -386,30 +291,10 @@ class Probe:
             self.remarks.append(text)
             tell(f"identity not exact, {text}", stacklevel=3)
 
-    def _compare_logits(self, output: Tensor, logits: Tensor) -> None:
-        if text := self.head.explain(output, logits):
-            self._remark(text)
-
     def _note_doubt(self, text: str) -> None:
         """Note that D(S) is formed in another way than before, and say so."""
         self.remarks.append(f"from step {self.step + 1} on: {text}")
         tell(f"step {self.step + 1}: {text}", stacklevel=3)
-
-    def _note_quiet(self, why: str, weight: float = 1.0) -> None:
-        """Count an update in which the head did not move; after some, say so once, and what may be the reason."""
-        if not why and self._current is not None:
-            self._quiet = math.nan  # it moves
-        before, self._quiet = self._quiet, self._quiet + weight
-        if not before < QUIET <= self._quiet:
-            return
-        name, kind = self.head.name, type(self.source.optimizer).__name__
-        if not self.head.weight.requires_grad:
-            reason = "it is frozen, and is measured once it is not"
-        elif why:
-            reason = f"{why} reaches it: if the model trains another head, pass that as head=..."
-        else:
-            reason = f"{kind}, which has it, makes no step: if another head is trained, pass that as head=..."
-        tell(f"the head '{name}' has not moved in {QUIET} updates; {reason}", stacklevel=3)
 
     # Records
 
@@ -441,7 +326,7 @@ class Probe:
                 self._check_weights(step)
             if self.head.waits_for_record:
                 self._measure_step(step)
-        formable = not final or self.ranks.unanimous(self.source.formable)
+        formable = not final or self.ranks.unanimous(self._is_formable())
         if formable and not step.skipped:
             fresh |= self._measure_rest(step, final=final)
         if not final:
@@ -453,11 +338,17 @@ class Probe:
         step.tokens = step.tokens if tokens is None else tokens
         return self._finish(step)
 
+    def _is_formable(self) -> bool:
+        formable = False
+        with self.guard("increment"):
+            formable = self.source.formable
+        return formable
+
     def _check_weights(self, step: Measurement) -> None:
         """Drop what was measured in the hook of a step, if something moved the weights after it."""
         if step.bounds is not None and not self.head.stands():
             step.forget_increment()
-            self._increment = self._head_diameter = None
+            self._meter.forget()
 
     def _measure_rest(self, step: Measurement, *, final: bool) -> bool:
         """Measure what waits for the record, or for the end of the run; return whether anything was due."""
@@ -468,7 +359,7 @@ class Probe:
         panel_due = final or self._due(self.step, self.perturbation_every) or self._blew_up(step)
         if panel_due and self.perturbation_every and step.panel is None:
             due = True
-            self._measure_panel(step)
+            self._meter.measure_panel(self.head, step, self.panel)
         return due
 
     def earlier(self) -> list[Judged]:
@@ -487,22 +378,15 @@ class Probe:
     def _finish(self, step: Measurement) -> StepRecord:
         """Make the record of a step, and have it judged."""
         now = time.perf_counter()
-        spent = sum(self._seconds.values())
-        share = spent / (now - self._since) if now > self._since else None
-        record = step.record(time=time.time(), seconds=dict(self._seconds), share=share)
+        seconds = dict(self._meter.seconds)
+        share = sum(seconds.values()) / (now - self._since) if now > self._since else None
+        record = step.record(time=time.time(), seconds=seconds, share=share)
         self.alerts = []
         if self.judge is not None and self.ranks.rank == 0:
-            with self._timed("rules"):
+            with self._meter.timed("rules"):
                 self.alerts = self.judge.judge(record)
         self._record, self._recorded, self._current = record, step, None
-        self._increment = self._head_diameter = None
-        self._seconds, self._since = defaultdict(float), now
+        self._meter.forget()
+        self._meter.seconds.clear()
+        self._since = now
         return record
-
-    @contextmanager
-    def _timed(self, part: str, *, user_code: bool = False) -> Iterator[None]:
-        """Time a part, and keep what it raises from the run."""
-        start = time.perf_counter()
-        with self.guard(part, user_code=user_code):
-            yield
-        self._seconds[part] += time.perf_counter() - start

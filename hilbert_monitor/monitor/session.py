@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -24,15 +24,16 @@ from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
 from .decay import Decay
 from .exporter import Prometheus
-from .guard import Guard, tell
+from .guard import Guard
 from .head import NobodyMovesIt, find_head_place
 from .hidden import AutocastFactory, HiddenStates
 from .increment import owning_optimizer
 from .outputs import Outputs
 from .panel_source import PanelChoice, PanelSource
-from .probe import QUIET, Probe
+from .probe import Probe
 from .ranks import Ranks
 from .responses import Action, Controls, Responses, resolved
+from .silence import Silence
 from .token_texts import TokenTexts
 
 
@@ -120,19 +121,17 @@ class TrainingLoop(Controls, Protocol):
         """Give a record to the loop's own loggers, on rank zero."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Waiting:
     """A run whose head no optimizer has, so far."""
 
     loop: TrainingLoop
     why: str
-    updates: float = 0.0
-    told: bool = False
+    silence: Silence = field(default_factory=Silence)
 
-    def tell(self) -> None:
-        """Say why nothing is measured."""
-        self.told = True
-        tell(f"nothing is measured so far: {self.why}", stacklevel=4)
+    def reason(self) -> str:
+        """Why nothing is measured, in a sentence."""
+        return f"nothing is measured so far: {self.why}"
 
 
 class MonitorSession:
@@ -176,9 +175,7 @@ class MonitorSession:
         waiting = self._waiting
         if waiting is None:
             return
-        waiting.updates += weight
-        if waiting.updates >= QUIET and not waiting.told:
-            waiting.tell()
+        waiting.silence.add(waiting.reason, weight)
         owned = False
         with self.guard("start"):
             head = find_head_place(waiting.loop.model, self.options.head).weight
@@ -265,8 +262,8 @@ class MonitorSession:
 
     def close(self, error: BaseException | None = None) -> None:
         """Let go of the optimizer and close the outputs; say what ended the run, if that was an error."""
-        if self._waiting is not None and not self._waiting.told and self._waiting.updates:
-            self._waiting.tell()
+        if self._waiting is not None:
+            self._waiting.silence.end(self._waiting.reason)
         self._waiting = None
         if self.probe is not None:
             self._resumed = self.state_dict()

@@ -21,12 +21,25 @@ from hilbert_monitor.geometry import (
     uniform_backward_bound,
 )
 
-from .measurement import StepQuality
+from .formulas import state_of
+from .head import WatchedHead
+from .measurement import DiameterBounds, StepQuality
 
 BUDGET = 1.0
 """Seconds in which the tension of a gradient is bracketed."""
 MOMENTS = ("exp_avg", "momentum_buffer")
 """Where optimizers keep their moment, the running average of their gradients."""
+
+
+def head_quality(head: WatchedHead, S: Tensor, bounds: DiameterBounds | None) -> StepQuality:
+    """Measure a step of the head, and bracket its efficiency if the bounds of its diameter are given.
+
+    With a bias no gradient has the shape of S, and there is no efficiency.
+    """
+    if bounds is None or head.bias is not None:
+        return increment_quality(S)
+    state = {} if head.transposed else state_of(head.source.optimizer, head.weight)
+    return step_quality(S, head.gradient(), state, Interval(bounds.diameter_lower, bounds.diameter_upper))
 
 
 def increment_quality(S: Tensor) -> StepQuality:
