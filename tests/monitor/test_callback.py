@@ -587,3 +587,12 @@ def test_a_loss_for_each_token_of_a_manual_module_costs_the_loss_alone():
     )
     trainer.fit(Manual(), DataLoader(Text(0), batch_size=4), DataLoader(Text(1), batch_size=4))
     assert [r.step for r in kept.records] == [1, 2, 3]
+
+
+def test_a_head_whose_weight_is_computed_is_told_of_in_one_sentence():
+    module = Module("torch")
+    torch.nn.utils.parametrizations.weight_norm(module.model.lm_head)
+    with pytest.warns(
+        UserWarning, match=r"start failed \(TypeError: the head's weight is computed by a parametrization"
+    ):
+        fit(module, HilbertMonitor(panel_size=20))
