@@ -63,6 +63,7 @@ class IncrementSource:
         self.decay = WeightDecay(self.optimizer, decay)
         self._rows = KeptRows(param)
         self._trusted, self._by_update, self._checks = True, False, True
+        self._has_stepped = False  # before the first step anybody may load other weights
         self._before: Tensor | None = None
         self._next: Group | None = None  # options at the end of the last update, if the next step starts there
         self._outermost: FrameType | None = None
@@ -215,7 +216,7 @@ class IncrementSource:
         if self._by_update and starts_update:
             return  # the weights at the end of the last update are kept
         self._rows.compare()
-        if self._checks and self._rows.moved():
+        if self._checks and self._rows.moved() and self._has_stepped:
             self._follow_updates(self._elsewhere())
         self._rows.begin()
         self._before = None
@@ -227,7 +228,7 @@ class IncrementSource:
     def _end(self, options: Group) -> None:
         """Note the step that was made."""
         options["lr"] = learning_rate(self.optimizer, options, state_of(self.optimizer, self.param))
-        self.last, self._next = HeadStep(self._skipped(), options), None
+        self.last, self._next, self._has_stepped = HeadStep(self._skipped(), options), None, True
         if steps_as(self.optimizer, SGD) and self.param.grad is not None:
             self._gradient = LastStep.of(self.param.grad, self.last.options)
         self._rows.see()

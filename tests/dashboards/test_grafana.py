@@ -215,9 +215,10 @@ HEADS = ("AdamW", "RowNorm", "RMSprop")
 STEPS, FAULT = 60, 40
 JOBS = ("hilbert-runs", "hilbert-service")
 """Both scrape the same runs, as a service does that another Prometheus's targets are known to."""
+FP32 = dict.fromkeys(("hilbert_stored_diameter", "hilbert_moved_share"), "its head is in fp32")
 LACKS = {
-    "AdamW": {"hilbert_step_diameter_rounding": "its increments are formed from its state"},
-    "RowNorm": {"hilbert_step_diameter_rounding": "it says itself what its increments are"},
+    "AdamW": {"hilbert_step_diameter_rounding": "its increments are formed from its state", **FP32},
+    "RowNorm": {"hilbert_step_diameter_rounding": "it says itself what its increments are", **FP32},
     "RMSprop": {
         "hilbert_step_diameter_ceiling": "there is no theorem for it",
         "hilbert_step_diameter_saturation": "it has no ceiling",
@@ -243,6 +244,16 @@ def train(folder, ports):
                 raise OSError("disk full")
 
     class Own(Module):
+        """The head of RMSprop is in bf16, so that what it stores is measured too."""
+
+        def __init__(self, make):
+            super().__init__(make)
+            self.model.lm_head.to(torch.bfloat16 if make == "rmsprop" else torch.float32)
+
+        def forward(self, tokens):
+            head = self.model.lm_head
+            return head(self.dropout(self.model.hidden(tokens)).to(head.weight.dtype))
+
         def configure_optimizers(self):
             if self.make == "rmsprop":
                 return torch.optim.RMSprop(self.parameters(), lr=1e-3)

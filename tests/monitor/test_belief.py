@@ -143,18 +143,6 @@ def test_a_decay_that_follows_the_schedule_is_found_out(model):
     assert_right(records, diameters, missing=0)
 
 
-class Coupled(Optimizer):
-    """Adds decay to a gradient whose length it then drops, and nobody knows its name."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 1e-3, "weight_decay": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p.sub_(1e-3 * (p.grad + 0.1 * p).sign())
-
-
 @pytest.mark.parametrize("make", [AdamW, lambda p: Adam(p, weight_decay=0.1), lambda p: SGD(p, lr=0.1, momentum=0.9)])
 def test_a_right_belief_is_kept(model, make):
     optimizer = make(model.parameters())
@@ -178,6 +166,17 @@ def test_the_adafactor_of_transformers_scales_its_own_learning_rate(model):
 
     _, records, diameters = measured(optimizer, model, factor=factor)
     assert_right(records, diameters, missing=0)
+
+
+def test_weights_that_are_loaded_before_the_first_step_are_nobodys_step(model):
+    optimizer = AdamW(model.parameters())
+    probe = Probe(model, optimizer, diameter_every=1, perturbation_every=0, strict=True).attach()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    backward(model, 0)
+    optimizer.step()
+    assert probe.record().increment_from == "state"
+    assert probe.remarks == []
 
 
 @pytest.mark.parametrize("kind", [Lookahead, HookedLookahead])
