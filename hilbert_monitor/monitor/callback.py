@@ -257,10 +257,10 @@ class HilbertMonitor(Callback):
         """Note an update in which no hook saw a step."""
         probe = self.session.probe
         assert probe is not None
-        if getattr(trainer.precision_plugin, "scaler", None) is not None and pl_module.automatic_optimization:
+        is_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None and pl_module.automatic_optimization
+        self.session.notice_update(weight=0.0 if is_scaled else weight)
+        if is_scaled and not probe.stepped:
             probe.skip("overflow")  # a GradScaler does not call step of an optimizer that is not fused
-        else:
-            self.session.notice_update(weight=weight)
 
 
 class LightningLoop:

@@ -1,11 +1,14 @@
 """Decoupled weight decay: the factor c of U' = c U + S, which is no part of the increment S.
 
-How an optimizer uses its `weight_decay` is known by its class, or assumed. An assumption is checked against what the
-weights did: a wrong c leaves the same multiple of its own row in every row of S, which no gradient does.
+How one of torch's optimizers uses its `weight_decay` is known. For others it is assumed, and the assumption is checked
+against what the weights did: a wrong c leaves the same multiple of its own row in every row of S. An L2 term of the
+loss does so too, so only a multiple that the optimizer's options spell out counts.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +29,8 @@ DOMINANT = 0.3
 """Share of a row of S, from which on a multiple of the row's own weights is looked into."""
 SPREAD = 0.2
 """Largest spread of that multiple over the rows, as a share of its median, at which it counts as decay."""
+ROUNDINGS = 16
+"""Rounding errors of a weight, as a share of it, below which nothing can be said of its decay."""
 NEAR = 3.0
 """Standard errors within which a measured decay is taken to be one that the options spell out."""
 
@@ -90,8 +95,10 @@ class WeightDecay:
             What was seen, if the assumption was wrong, in a sentence; otherwise nothing.
         """
         lr = step.lr
-        if not lr or self.choice is not None or not self.decoupled(step.options):
+        guessed = self.choice is None and self.decoupled(step.options) and not _is_torchs(self.optimizer)
+        if not (guessed and lr and step.decay):
             return ""
+        eps = torch.finfo(before.dtype).eps
         U, S = before.double(), S.double()
         U, S = U - U.mean(0), S - S.mean(0)
         squares = U.square().sum(1)
@@ -99,16 +106,28 @@ class WeightDecay:
         excess = float(multiples.median())
         spread = float((multiples - excess).abs().median())
         share = abs(excess) * float(squares.sqrt().median()) / max(float(S.norm(dim=1).median()), 1e-300)
-        if not (share > DOMINANT and spread < SPREAD * abs(excess)):
+        if not (share > DOMINANT and spread < SPREAD * abs(excess) and abs(excess) > ROUNDINGS * eps):
             return ""  # also where something is nan
-        assumed = float(self.share(step))
         error = 1.86 * spread / len(U) ** 0.5  # of the median of normal numbers with this median deviation
-        self._measured = self._spelt_out((assumed + excess) / lr, NEAR * error / lr, step)
+        assumed = float(self.share(step))
+        decay = self._spelt_out((assumed + excess) / lr, (NEAR * error + ROUNDINGS * eps) / lr, step)
+        if decay is None:
+            return ""
+        self._measured = decay
         return (
             f"a step of {type(self.optimizer).__name__} took {assumed + excess:.3g} of the weights away, where"
-            f" {assumed:.3g} was assumed: its weight decay is taken to be {self._measured:.3g} times the learning rate"
-            " from now on"
+            f" {assumed:.3g} was assumed: its weight decay is taken to be {decay:.3g} times the learning rate from now"
+            " on"
         )
+
+    @property
+    def belief(self) -> float:
+        """The decay that was measured; nan if none was."""
+        return math.nan if self._measured is None else self._measured
+
+    @belief.setter
+    def belief(self, measured: float) -> None:
+        self._measured = None if math.isnan(measured) else measured
 
     def warn_of_guess(self, group: Group) -> None:
         """Say that nothing is known of how this optimizer uses weight_decay, if it uses one."""
@@ -127,12 +146,18 @@ class WeightDecay:
                 return "decoupled" if kind.__name__ in DECOUPLED else "coupled"
         return None
 
-    def _spelt_out(self, measured: float, room: float, step: HeadStep) -> float:
-        """The decay that the options make, if one of them is near what was measured."""
+    def _spelt_out(self, measured: float, room: float, step: HeadStep) -> float | None:
+        """The decay that the options make, if one of them is as near to what was measured as `room`."""
         rates = (step.lr, step.options.get("initial_lr"), self.optimizer.defaults.get("lr"))
         spelt = [0.0, step.decay, *(step.decay / float(rate) for rate in rates if rate)]
         nearest = min(spelt, key=lambda decay: abs(decay - measured))
-        return nearest if abs(nearest - measured) <= room else measured
+        return nearest if abs(nearest - measured) <= room else None
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Whether the step is that of one of torch's own classes, whose decay is known."""
+    module: str = inspect.unwrap(type(optimizer).step).__module__
+    return module.startswith("torch.optim.")
 
 
 def learning_rate(optimizer: Optimizer, options: Group, state: Group) -> float | Tensor | None:

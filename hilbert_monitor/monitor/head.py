@@ -158,6 +158,16 @@ class WatchedHead:
         for source in self._sources():
             source.finish_update(measure=measure)
 
+    @property
+    def belief(self) -> list[float]:
+        """How increments are formed, in numbers: what one rank finds out, all must know."""
+        return [number for source in self._sources() for number in source.belief]
+
+    @belief.setter
+    def belief(self, numbers: list[float]) -> None:
+        for place, source in enumerate(self._sources()):
+            source.belief = numbers[3 * place : 3 * place + 3]
+
     def _sources(self) -> list[IncrementSource]:
         return [self.source] if self.bias is None else [self.source, self.bias]
 

@@ -32,6 +32,7 @@ from .kept_rows import KeptRows
 Basis = Literal["state", "step", "update"]
 """What an increment is formed from: the optimizer's state, or the weights around its step, or around an update."""
 
+BY_DIFFERENCE = "the increment is the difference of the weights from now on"
 PARTED = 1e-3
 """Difference between a believed and a real step, as a share of the step, from which on the belief is given up."""
 
@@ -183,7 +184,7 @@ class IncrementSource:
         """Return the step of an update that no hook saw, if it moved the weights."""
         if self._next is None or not self._rows.are_others():
             return None
-        self._end(self._next)
+        self._end(self._likelier(self._next, options_of(self.group)))
         if not self._by_update and not self.from_state:
             self._follow_updates(f"no hook saw the step of {type(self.optimizer).__name__}")
         return self.last
@@ -191,6 +192,7 @@ class IncrementSource:
     def finish_update(self, *, measure: bool) -> None:
         """Note that an update is over, and whether the next will be measured."""
         self._rows.compare()
+        self._rows.go_on()
         self._rows.see()
         self._rows.begin()
         self._next = options_of(self.group)
@@ -205,6 +207,18 @@ class IncrementSource:
             return False
         return True
 
+    @property
+    def belief(self) -> list[float]:
+        """How increments are formed, in numbers: what one rank finds out, all must know."""
+        return [float(self._trusted), float(self._by_update), self.decay.belief]
+
+    @belief.setter
+    def belief(self, numbers: list[float]) -> None:
+        trusted, by_update, self.decay.belief = numbers
+        if bool(by_update) != self._by_update:
+            self._before = None
+        self._trusted, self._by_update = bool(trusted), bool(by_update)
+
     def forget(self) -> None:
         """Forget the last step."""
         self._before = self.last = self._next = None
@@ -213,8 +227,10 @@ class IncrementSource:
     def _begin(self, measured: bool) -> None:
         """Keep what the step's increment needs of the weights before it."""
         starts_update, self._next = self._next is not None, None
-        if self._by_update and starts_update:
-            return  # the weights at the end of the last update are kept
+        if self._by_update:
+            if not starts_update:  # several steps to an update; the weights at the end of the last update are kept
+                self._before = self.param.detach().clone() if measured else None
+            return
         self._rows.compare()
         if self._checks and self._rows.moved() and self._has_stepped:
             self._follow_updates(self._elsewhere())
@@ -231,7 +247,28 @@ class IncrementSource:
         self.last, self._next, self._has_stepped = HeadStep(self._skipped(), options), None, True
         if steps_as(self.optimizer, SGD) and self.param.grad is not None:
             self._gradient = LastStep.of(self.param.grad, self.last.options)
+        elif self._is_plain_sgd() and not self.last.skipped and self._trusted:
+            self._trusted = False
+            self._doubt(f"a step of {type(self.optimizer).__name__} clears its gradient: {BY_DIFFERENCE}")
         self._rows.see()
+
+    def _likelier(self, *candidates: Group) -> Group:
+        """The options with which the rows that were kept moved: a schedule may set them before a step or after it."""
+        before, formula = self._rows.before, formula_of(self.optimizer, candidates[0])
+        state = state_of(self.optimizer, self.param)
+        if before is None or formula is None or not self.from_state or self._is_plain_sgd():
+            return candidates[0]
+        rows = {
+            name: self._rows.of(value) if isinstance(value, Tensor) and value.shape == self.param.shape else value
+            for name, value in state.items()
+        }
+
+        def gap(options: Group) -> float:
+            S = formula(before, rows, options, None)
+            kept = before.to(S.dtype) * (1 - self.decay.share(HeadStep("", options)))
+            return float((self._rows.now().to(S.dtype) - kept - S).abs().amax())
+
+        return min(candidates, key=gap)
 
     # Increments
 
@@ -257,7 +294,8 @@ class IncrementSource:
         if self._by_update or not self.from_state:
             return self.stored()
         S = self._from_state(self.last, out)
-        if self._checks and not self._agrees(S, self.last):
+        fresh = self._next is None  # or the rows of before the step are no longer kept
+        if self._checks and fresh and not self._agrees(S, self.last):
             return None
         U = self.param.detach()
         return Increment(S, torch.finfo(U.dtype).eps * float(U.abs().amax()) if self.is_rounded else 0.0)
@@ -273,7 +311,7 @@ class IncrementSource:
         U, before, dtype = self.param.detach(), self._before, compute_dtype(self.param)
         moved = torch.sub(U.to(dtype), before.to(dtype))  # near U the subtraction is exact
         S = moved + before.to(dtype) * self.decay.share(self.last)
-        if U.ndim == 2 and self._checks and not self.is_rounded:
+        if U.ndim == 2 and self._checks and self.basis == "step" and not self.is_rounded:
             seen = self.decay.correct(self._rows.of(before), self._rows.of(S), self.last)
             if seen:
                 self._doubt(seen)
@@ -317,7 +355,7 @@ class IncrementSource:
         self._trusted = False
         self._doubt(
             f"a step of {type(self.optimizer).__name__} moved a weight by {real:.3g} where its state says"
-            f" {believed:.3g}: the increment is the difference of the weights from now on"
+            f" {believed:.3g}: {BY_DIFFERENCE}"
         )
         return False
 
@@ -339,7 +377,7 @@ class IncrementSource:
         return self._gradient is not None and self._gradient.had(self.param.grad)
 
     def _skipped(self) -> str:
-        if self.param.grad is None:
+        if self.param.grad is None and not self._rows.stepped():  # or the step has cleared it
             return "no gradient"
         overflow = getattr(self.optimizer, "found_inf", None)  # a GradScaler leaves it to a fused optimizer
         return "overflow" if overflow is not None and bool(overflow) else ""

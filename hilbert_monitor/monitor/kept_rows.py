@@ -1,6 +1,11 @@
-"""A few hundred rows of a weight, kept to see what moved it: a few kernels a step, and no copy of the weight."""
+"""A few hundred rows of a weight, kept to see what moved it: a few kernels a step, and no copy of the weight.
+
+They are others after every update, so that a change of a single row is found too, once it is its turn.
+"""
 
 from __future__ import annotations
+
+import random
 
 import torch
 from torch import Tensor
@@ -19,7 +24,8 @@ class KeptRows:
 
     def __init__(self, param: Tensor) -> None:
         self._param = param
-        self.stride = max(1, len(param) // ROWS)
+        self._stride = max(1, len(param) // ROWS)
+        self._start, self._starts = 0, random.Random(0)  # the same on every rank
         self.before: Tensor | None = None
         """The rows before the last step."""
         self._seen: Tensor | None = None
@@ -27,11 +33,15 @@ class KeptRows:
 
     def of(self, matrix: Tensor) -> Tensor:
         """The same rows of another matrix."""
-        return matrix.detach()[:: self.stride]
+        return matrix.detach()[self._start :: self._stride]
 
     def now(self) -> Tensor:
         """The rows as they are."""
         return self.of(self._param)
+
+    def go_on(self) -> None:
+        """Take other rows from now on."""
+        self._start = self._starts.randrange(self._stride)
 
     def see(self) -> None:
         """Keep the rows as they are: nobody but the next step should move them."""
@@ -57,13 +67,22 @@ class KeptRows:
         differ = self._difference()
         return differ is not None and bool(differ)
 
+    def stepped(self) -> bool:
+        """Whether the rows are not those of before the step."""
+        return self.before is not None and bool(_differ(self.before, self.now()))
+
     def _difference(self) -> Tensor | None:
         rows, seen = self.now(), self._seen
         if seen is None or seen.shape != rows.shape or seen.dtype != rows.dtype or seen.device != rows.device:
             return None
-        bits = BITS[rows.dtype.itemsize]  # as which a nan is equal to itself
-        return (seen.view(bits) != rows.contiguous().view(bits)).any()
+        return _differ(seen, rows)
 
     def forget(self) -> None:
         """Let go of them."""
         self.before = self._seen = self._differ = None
+
+
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Whether a bit differs; a nan is equal to itself."""
+    bits = BITS[one.dtype.itemsize]
+    return (one.contiguous().view(bits) != other.contiguous().view(bits)).any()

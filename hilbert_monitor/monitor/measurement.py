@@ -158,6 +158,7 @@ class Measurement:
     def forget_increment(self) -> None:
         """Drop what was measured of an increment that turned out not to be that of the update."""
         self.bounds = self.stored = self.quality = self.ceiling = self.rounding = None
+        self.increment_from = ""
 
     @property
     def exact(self) -> ExactDiameter | None:

@@ -28,7 +28,7 @@ from .silence import Silence, why_head_rests
 from .step_meter import StepMeter
 
 CHECKED = 5
-"""How many of the first steps are compared with what the weights did; later ones where D(S) is exact."""
+"""How many of the first steps are compared with what the weights did; later ones where D(S) or the panel is due."""
 
 Judged = tuple[StepRecord, list[Alert]]
 """A record, and the alerts that the rules raised about it."""
@@ -117,7 +117,7 @@ class Probe:
         self._record: StepRecord | None = None
         self._earlier: list[Judged] = []
         self._since = time.perf_counter()
-        self._first = 0  # step at which watching began
+        self._checked = 0  # steps that were compared with what the weights did
         self._silence = Silence()
 
     @property
@@ -142,7 +142,6 @@ class Probe:
             guard=self.guard,
             doubt=self._note_doubt,
         )
-        self._first = self.step
         self._finish_update()
         return self
 
@@ -216,8 +215,12 @@ class Probe:
 
     def _will_check(self) -> bool:
         """Whether the next step is compared with what the weights do: an accelerator is waited for."""
-        early = self.step < self._first + CHECKED
-        return self._will_measure() and (early or self._due(self.step + 1, self.diameter_every))
+        if not self._will_measure():
+            return False
+        every = (self.diameter_every, self.perturbation_every)
+        due = self._checked < CHECKED or any(self._due(self.step + 1, steps) for steps in every)
+        self._checked += due
+        return due
 
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.last)
@@ -275,15 +278,16 @@ class Probe:
         return limit is not None and diameter > limit
 
     def _blew_up(self, step: Measurement) -> bool:
-        """Whether the step is a blow-up, as the rank that measures it says."""
-        if self.judge is None or not self.perturbation_every:
-            return False
+        """Whether the step is a blow-up, as the rank that measures it says. It also says how increments are formed."""
         mine = False
         with self._meter.timed("rules"):
             stored = step.stored.stored_diameter if step.stored else None
             intended = step.exact.diameter if step.exact else None
             mine = self._is_blow_up(step, intended if stored is None else stored)
-        return self.ranks.from_rank_zero(mine)
+        blew_up, *belief = self.ranks.numbers_from_rank_zero([float(mine), *self.head.belief])
+        if self.ranks.rank != 0:
+            self.head.belief = belief
+        return bool(blew_up)
 
     def _remark(self, text: str) -> None:
         """Note once why the identity is not exact, and warn of it."""
@@ -292,9 +296,10 @@ class Probe:
             tell(f"identity not exact, {text}", stacklevel=3)
 
     def _note_doubt(self, text: str) -> None:
-        """Note that D(S) is formed in another way than before, and say so."""
-        self.remarks.append(f"from step {self.step + 1} on: {text}")
-        tell(f"step {self.step + 1}: {text}", stacklevel=3)
+        """Note once that D(S) is formed in another way than before, and say so."""
+        if not any(remark.endswith(text) for remark in self.remarks):
+            self.remarks.append(f"from step {self.step + 1} on: {text}")
+            tell(f"step {self.step + 1}: {text}", stacklevel=3)
 
     # Records
 
@@ -326,7 +331,7 @@ class Probe:
                 self._check_weights(step)
             if self.head.waits_for_record:
                 self._measure_step(step)
-        formable = not final or self.ranks.unanimous(self._is_formable())
+        formable = self.ranks.unanimous(self._is_formable()) if final else self.source.last is not None
         if formable and not step.skipped:
             fresh |= self._measure_rest(step, final=final)
         if not final:
@@ -356,8 +361,10 @@ class Probe:
         if final and self.diameter_every and step.exact is None:
             due = True
             self._measure_diameter(step, exact=True)
-        panel_due = final or self._due(self.step, self.perturbation_every) or self._blew_up(step)
-        if panel_due and self.perturbation_every and step.panel is None:
+        if not self.perturbation_every:
+            return due
+        panel_due = self._blew_up(step) or final or self._due(self.step, self.perturbation_every)
+        if panel_due and step.panel is None:
             due = True
             self._meter.measure_panel(self.head, step, self.panel)
         return due

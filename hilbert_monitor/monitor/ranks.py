@@ -33,6 +33,14 @@ class Ranks:
         dist.broadcast(flag, src=0)
         return bool(flag.item())
 
+    def numbers_from_rank_zero(self, mine: list[float]) -> list[float]:
+        """Return the numbers that rank zero passes."""
+        if self.world == 1:
+            return mine
+        numbers = torch.tensor(mine, dtype=torch.float64, device=self.device)
+        dist.broadcast(numbers, src=0)
+        return numbers.tolist()
+
     def unanimous(self, mine: bool) -> bool:
         """Whether every rank says so."""
         if self.world == 1:

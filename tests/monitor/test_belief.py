@@ -8,7 +8,9 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hilbert_monitor import Probe, RowNorm
+from hilbert_monitor.monitor.panel import Panel
 from tests.support.decoders import Plain, loss_of, seeded
+from tests.support.ranks import in_ranks
 from tests.support.references import all_pairs_diameter, normal
 
 V, D, UPDATES = 40, 16, 14
@@ -263,6 +265,146 @@ def test_a_compiled_step_is_seen_and_its_hooks_are_not_compiled(model):
     assert {record.increment_from for record in records} == {"state"}
     names = [str(key) for key in torch._dynamo.utils.guard_failures]
     assert not any("increment.py" in name for name in names)
+
+
+class Clearing(SGD):
+    """Clears gradients in its step, to save memory."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_step_that_clears_its_gradients_is_no_step_without_one(model, momentum):
+    optimizer = Clearing(model.parameters(), lr=0.1, momentum=momentum)
+    _, records, diameters = measured(optimizer, model)
+    assert {record.skipped for record in records} == {""}
+    assert_right(records, diameters, missing=1)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_l2_term_of_the_loss_is_part_of_the_step(model, own):
+    """As decay it would show as one multiple of the weights in all rows, too."""
+    optimizer = (Late if own else torch.optim.Adafactor)(model.parameters())
+
+    def step():
+        model.lm_head.weight.grad.add_(model.lm_head.weight.detach(), alpha=0.5)
+        optimizer.step()
+
+    probe, records, diameters = measured(optimizer, model, step=step)
+    assert_right(records, diameters, missing=0)
+    assert not any("decay" in remark for remark in probe.remarks)
+
+
+def test_a_rescaling_now_and_then_is_not_taken_for_decay(model):
+    optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    count = iter(range(1, 100))
+
+    def step():
+        optimizer.step()
+        if next(count) % 4 == 0:
+            model.lm_head.weight.data.mul_(0.7)
+
+    _, records, diameters = measured(optimizer, model, step=step)
+    assert_right(records, diameters, missing=1)
+    assert records[-1].increment_from == "update"
+
+
+def test_a_learning_rate_whose_decay_no_weight_can_store_is_no_doubt(model):
+    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-10, weight_decay=0.1, decoupled_weight_decay=True)
+    probe, _, _ = measured(optimizer, model)
+    assert probe.remarks == []
+
+
+def test_something_that_moves_the_weights_between_two_steps_of_a_batch_is_told_once(model):
+    optimizer = AdamW(model.parameters(), weight_decay=0.0)
+    weight, records = model.lm_head.weight, []
+    with Probe(model, optimizer, diameter_every=1, perturbation_every=0, strict=True) as probe:
+        for update in range(6):
+            for half in range(2):
+                backward(model, 2 * update + half)
+                before = weight.detach().double()
+                optimizer.step()
+                weight.data.mul_(2 / weight.detach().norm())
+            diameter = all_pairs_diameter(weight.detach().double() - before)
+            records.append((probe.record(), diameter))
+            probe.earlier()
+    assert len(probe.remarks) == 1
+    for record, diameter in records[1:]:
+        assert record.diameter == pytest.approx(diameter, rel=1e-3)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_compiled_step_has_the_learning_rate_it_was_made_with(model, first):
+    """A schedule sets it before the step, or after it."""
+    optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)
+    torch._dynamo.reset()
+    step, rates, records = torch.compile(lambda: optimizer.step(), backend="eager"), [], []
+    with Probe(model, optimizer, diameter_every=1, perturbation_every=0, strict=True) as probe:
+        for update in range(5):
+            backward(model, update)
+            if first:
+                optimizer.param_groups[0]["lr"] = 1e-3 * (update + 1)
+            rates.append(optimizer.param_groups[0]["lr"])
+            step()
+            if not first:
+                optimizer.param_groups[0]["lr"] = 1e-3 * (update + 2)
+            if not probe.stepped:
+                probe.notice_update([optimizer])
+            records.append(probe.record())
+    assert [record.learning_rate for record in records] == pytest.approx(rates)
+    assert probe.remarks == []
+
+
+def test_a_row_outside_the_first_sample_is_found_when_it_is_its_turn():
+    model = seeded(Plain, V=2048, d=4)
+    optimizer = AdamW(model.parameters(), weight_decay=0.0)
+    with Probe(model, optimizer, diameter_every=1, perturbation_every=0, strict=True) as probe:
+        for update in range(40):
+            model.zero_grad()
+            loss_of(model, update, 2048).backward()
+            optimizer.step()
+            model.lm_head.weight.data[1].add_(0.5)
+            record = probe.record()
+    assert record.increment_from == "update"
+    assert record.diameter > 0.5
+
+
+def test_panels_are_checked_where_no_diameter_is_due(model):
+    optimizer = Lion(model.parameters())
+    tokens = torch.randint(0, V, (4, 9), generator=torch.Generator().manual_seed(0))
+    with Probe(
+        model, optimizer, panel=Panel.of_tokens(tokens, 30), diameter_every=0, perturbation_every=3, strict=True
+    ) as probe:
+        for update in range(3):
+            backward(model, update)
+            optimizer.step()
+            probe.record()
+    assert "was assumed" in probe.remarks[-1]
+
+
+def perturbations(rank, world):
+    """Train with an optimizer that nobody knows, the same on every rank; return what its panels say."""
+    model = seeded(Plain, V=V, d=D)
+    optimizer = Lion(model.parameters())
+    tokens = torch.randint(0, V, (8, 9), generator=torch.Generator().manual_seed(0))
+    panel, rms = Panel.of_tokens(tokens, 60), []
+    with Probe(model, optimizer, panel=panel, diameter_every=10, perturbation_every=7, world=world) as probe:
+        for update in range(14):
+            backward(model, update)
+            optimizer.step()
+            rms.append(probe.record().perturbation_rms)
+    return [value for value in rms if value is not None], probe.head.belief
+
+
+def test_what_one_rank_finds_out_all_of_them_know(tmp_path):
+    (first, belief), (second, other) = in_ranks(perturbations, tmp_path)
+    alone, _ = perturbations(0, 1)
+    assert first == second == pytest.approx(alone, rel=1e-5)
+    assert belief == other
 
 
 # Reading never writes

@@ -7,9 +7,11 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn.functional import cross_entropy, linear
 from torch.optim import SGD, AdamW, RMSprop
+from torch.utils.data import DataLoader
 
 from hilbert_monitor import HilbertMonitor, Probe, RowNorm
 from hilbert_monitor.monitor.panel import Panel
@@ -19,7 +21,7 @@ from hilbert_monitor.runs.record import StepRecord
 from tests.support.decoders import Plain, loss_of, seeded
 from tests.support.references import all_pairs_diameter, deltas
 from tests.support.sinks import Recorder
-from tests.support.training import UPDATES, Module, V, fit
+from tests.support.training import UPDATES, Module, Text, V, fit
 
 D = 16
 
@@ -228,6 +230,30 @@ def test_an_optimizer_that_is_rebuilt_is_followed():
         monitor, records = monitored(Loop(), At(4, rebuild))
     assert {record.step for record in records} == set(range(1, UPDATES + 1)) - {5}
     assert not monitor.session.guard.failures
+
+
+def compile_step(trainer, module):
+    (optimizer,) = trainer.optimizers
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+
+
+@pytest.mark.parametrize("action", [rebuild, compile_step])
+@pytest.mark.filterwarnings("ignore")
+def test_with_a_scaler_a_step_that_no_hook_saw_is_no_overflow(action):
+    sink = Recorder()
+    monitor = HilbertMonitor(
+        diameter_every=1, perturbation_every=5, panel_size=40, run_dir=None, sinks=[sink], on_blowup=[], strict=True
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=8, max_epochs=-1, plugins=[plugin], callbacks=[At(4, action), monitor],
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    loaders = [DataLoader(Text(seed), batch_size=4) for seed in (0, 1)]
+    trainer.fit(Loop(), *loaders)
+    assert {record.skipped for record in sink.records} == {""}
+    assert {record.step for record in sink.records if record.diameter} >= {1, 2, 3, 4, 6, 7, 8}
 
 
 def test_a_head_that_stays_frozen_is_said_to_be_so_once():
