@@ -298,10 +298,9 @@ def _is_transposed(model: Module, place: HeadPlace, vocab_size: int | None) -> b
 
 def why_nobody_moves(place: HeadPlace) -> str:
     """Say why no optimizer has the head's weight, and what to do."""
-    name = place.name
     if not place.weight.requires_grad:
-        return f"the head '{name}' is frozen, and in no optimizer of this run: it is watched from when one has it"
+        return f"the head '{place.name}' is frozen, and no optimizer has it"
     return (
-        f"no optimizer of this run has the head '{name}', a weight of shape {tuple(place.weight.shape)}: it is watched"
-        " from when one has it; if another head is trained, pass it as head=..."
+        f"no optimizer has the head '{place.name}', a weight of shape {tuple(place.weight.shape)}: if another head is"
+        " trained, pass that as head=..."
     )

@@ -131,7 +131,7 @@ class Waiting:
 
     def reason(self) -> str:
         """Why nothing is measured, in a sentence."""
-        return f"nothing is measured so far: {self.why}"
+        return f"nothing is measured so far, and the head is watched as soon as an optimizer has it: {self.why}"
 
 
 class MonitorSession:
