@@ -259,8 +259,6 @@ def test_with_a_scaler_a_step_that_no_hook_saw_is_no_overflow(action):
 def test_a_head_that_stays_frozen_is_said_to_be_so_once():
     told = "as soon as an optimizer has it: the head 'model.lm_head' is frozen"
     with pytest.warns(UserWarning, match=told) as caught:
-        UserWarning, match="as soon as an optimizer has it: the head 'model.lm_head' is frozen"
-    ) as caught:
         _, records = monitored(Loop(frozen=True))
     assert records == []
     assert sum("nothing is measured" in str(warning.message) for warning in caught) == 1
