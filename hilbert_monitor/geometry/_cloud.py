@@ -87,17 +87,20 @@ class PointCloud:
         """Number of columns d."""
         return self.S.shape[1]
 
-    def points(self, at: slice | Tensor) -> Tensor:
-        """Load points (n, d)."""
+    def points(self, at: slice | Tensor, out: Tensor | None = None) -> Tensor:
+        """Load points (n, d), into `out` if it is given and has room."""
         rows = self.S[at] if isinstance(at, slice) else self.S.index_select(0, at)  # much faster than S[at]
         rows = rows.to(self.dtype)
-        rows = rows - self.centre if self.pre_scale == 1.0 else rows * self.pre_scale - self.centre
+        rows = rows if self.pre_scale == 1.0 else rows * self.pre_scale
+        rows = torch.sub(rows, self.centre, out=None if out is None else out[: len(rows)])
         return rows if self.post_scale == 1.0 else rows.mul_(self.post_scale)
 
     def chunks(
         self, index: Tensor | None = None, *, extra: int = 0, longest: int | None = None
     ) -> Iterator[tuple[slice, Tensor]]:
         """Yield all points, or those of `index`, a chunk at a time, each chunk with its slice.
+
+        Chunks share their memory, which costs more to get than to fill: each is gone when the next is asked for.
 
         Args:
             index: (n,) rows to load.
@@ -109,9 +112,11 @@ class PointCloud:
             max(64, _CHUNK_BYTES // row_bytes) if self.S.device.type == "cpu" else len(self)
         )  # else calls cost more
         length = chunk_length(row_bytes, self.max_bytes, share=4, longest=longest or cached)
-        for start in range(0, len(self) if index is None else len(index), length):
+        n = len(self) if index is None else len(index)
+        memory = self.centre.new_empty(min(length, n), self.width) if 0 < length < n else None
+        for start in range(0, n, length):
             at = slice(start, start + length)
-            yield at, self.points(at if index is None else index[at])
+            yield at, self.points(at if index is None else index[at], memory)
 
     def pair_lengths(self, i: Tensor, j: Tensor) -> Tensor:
         """Return distances |x_i - x_j| (n,) of index pairs, in fp64 from the rows as they were given."""

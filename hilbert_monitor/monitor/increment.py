@@ -232,8 +232,10 @@ class IncrementSource:
                 self._before = self.param.detach().clone() if measured else None
             return
         self._rows.compare()
-        if self._checks and self._rows.moved() and self._has_stepped:
-            self._follow_updates(self._elsewhere())
+        if self._checks and self._rows.moved():
+            self._rows.see()
+            if self._has_stepped:
+                self._follow_updates(self._elsewhere())
         self._rows.begin()
         self._before = None
         if not self.from_state:

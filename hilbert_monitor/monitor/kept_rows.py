@@ -48,8 +48,8 @@ class KeptRows:
         self._seen = self.now().clone()
 
     def begin(self) -> None:
-        """Keep the rows as those before a step."""
-        self.before = self.now().clone()
+        """Take the rows last seen as those before a step."""
+        self.before = self._seen
 
     def compare(self) -> None:
         """Compare the rows with those last seen, for `moved` to say. An accelerator is not waited for."""
@@ -85,4 +85,4 @@ class KeptRows:
 def _differ(one: Tensor, other: Tensor) -> Tensor:
     """Whether a bit differs; a nan is equal to itself."""
     bits = BITS[one.dtype.itemsize]
-    return (one.contiguous().view(bits) != other.contiguous().view(bits)).any()
+    return torch.ne(one.view(bits), other.view(bits)).any()

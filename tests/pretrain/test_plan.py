@@ -250,7 +250,7 @@ def test_bytes_of_forming_an_increment_are_those_counted(head):
     model = Decoder(r.model)
     optimizer = pretraining_optimizer(model, head)
     source = IncrementSource(optimizer, model.lm_head.weight)
-    end = source.watch(lambda step: None)
+    end = source.watch(lambda step: None, check=lambda: False)  # checks are of a few rows of a few steps
     model.loss(*text(r.model, 1)).backward()
     optimizer.step()
     end()
