@@ -27,13 +27,23 @@ def overhead(device: torch.device, V: int, d: int, steps: int, head: Head) -> It
 
     A probe works in the optimizer's step and after it, and nowhere else. That part is timed by itself, because what it
     adds is small beside the noise of forward and backward passes. These are the same for both and run once. Nine
-    updates of ten have bounds and rules, the tenth has D(S), and one of five hundred has the panel.
+    updates of ten have bounds and rules, the tenth has D(S), and one of five hundred has the panel. The panel's hidden
+    states are those of `Decoder.hidden`, as in pretraining, which makes no logits.
     """
     plain, watched = (_Training(device, V, d, head) for _ in range(2))
     panel = Panel.of_tokens(synthetic_text(V, 8, 1024, seed=99), context=plain.context)
     passes, without, times = [], [], {"bounds": list[float](), "exact": list[float]()}
-    options = {"diameter_every": 2, "perturbation_every": 0, "bracket": True, "judge": Judge(), "strict": True}
-    with Probe(watched.model, watched.optimizer, panel=panel, **options) as probe:  # type: ignore[arg-type]
+    with Probe(
+        watched.model,
+        watched.optimizer,
+        panel=panel,
+        diameter_every=2,
+        perturbation_every=0,
+        bracket=True,
+        hidden=lambda model, tokens: model.hidden(tokens),  # type: ignore[operator]
+        judge=Judge(),
+        strict=True,
+    ) as probe:
         for step in range(-2, 2 * steps):  # two to warm up
             passes.append(plain.gradient(step + 3))
             without.append(plain.update())

@@ -41,7 +41,7 @@ from .oracle import jung_ratio
 _FAR_ROWS = 512  # that join the core set after a pass
 _NEW_ROWS = 32  # that join the active set in a round of the solver
 _ROUNDS = 200  # of the solver, at most
-_SAMPLE_TOLERANCE, _TOLERANCE = 1e-2, 1e-3  # of squared radii
+_SAMPLE_TOLERANCE, _TOLERANCE = 3e-2, 3e-3  # of squared radii; a third of it halves the gap for twice the time
 _RIDGE, _TINY = 1e-10, 1e-300
 
 
@@ -72,7 +72,7 @@ def covering_radius(S: Tensor, *, diameter: DiameterBracket | None = None, max_b
     """Bracket rad(S) = min_z max_i |s_i - z|, the radius of the smallest ball that holds all rows.
 
     lower <= rad(S) <= upper hold in exact arithmetic. The two are within a percent of each other on optimizers'
-    increments, mostly within 0.1 %. A common shift of all rows changes nothing; a factor scales the result.
+    increments, mostly within 0.3 %. A common shift of all rows changes nothing; a factor scales the result.
 
     Cost: two passes over S, and small problems solved on the CPU.
 

@@ -191,9 +191,10 @@ class IncrementSource:
 
     def finish_update(self, *, measure: bool) -> None:
         """Note that an update is over, and whether the next will be measured."""
-        self._rows.compare()
-        self._rows.go_on()
-        self._rows.see()
+        if self._checks:  # the next check is of other rows
+            self._rows.compare()
+            self._rows.go_on()
+            self._rows.see()
         self._rows.begin()
         self._next = options_of(self.group)
         if self._by_update:

@@ -1,6 +1,6 @@
 """A few hundred rows of a weight, kept to see what moved it: a few kernels a step, and no copy of the weight.
 
-They are others after every update, so that a change of a single row is found too, once it is its turn.
+They are others after every check, so that a change of a single row is found too, once it is its turn.
 """
 
 from __future__ import annotations
