@@ -267,7 +267,7 @@ def test_a_compiled_step_is_seen_and_its_hooks_are_not_compiled(model, watched):
             records.append(probe.record())
             diameters.append(all_pairs_diameter(weight.detach().double() - before))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert torch._dynamo.utils.counters["frames"]["total"] < 10
+    assert torch._dynamo.utils.counters["frames"]["total"] <= 10  # of torch's own, by its version
     assert_right(records, diameters, missing=0)
     assert {record.increment_from for record in records} <= {"state"}
 
