@@ -32,7 +32,6 @@ from .kept_rows import KeptRows
 Basis = Literal["state", "step", "update"]
 """What an increment is formed from: the optimizer's state, or the weights around its step, or around an update."""
 
-BY_DIFFERENCE = "the increment is the difference of the weights from now on"
 PARTED = 1e-3
 """Difference between a believed and a real step, as a share of the step, from which on the belief is given up."""
 
@@ -65,6 +64,7 @@ class IncrementSource:
         self._rows = KeptRows(param)
         self._trusted, self._by_update, self._checks = True, False, True
         self._has_stepped = False  # before the first step anybody may load other weights
+        self._found_out = False  # in this step: the weights of before it were not kept
         self._before: Tensor | None = None
         self._next: Group | None = None  # options at the end of the last update, if the next step starts there
         self._outermost: FrameType | None = None
@@ -216,6 +216,7 @@ class IncrementSource:
     @belief.setter
     def belief(self, numbers: list[float]) -> None:
         trusted, by_update, self.decay.belief = numbers
+        self._found_out |= bool(trusted) != self._trusted
         if bool(by_update) != self._by_update:
             self._before = None
         self._trusted, self._by_update = bool(trusted), bool(by_update)
@@ -227,7 +228,7 @@ class IncrementSource:
 
     def _begin(self, measured: bool) -> None:
         """Keep what the step's increment needs of the weights before it."""
-        starts_update, self._next = self._next is not None, None
+        starts_update, self._next, self._found_out = self._next is not None, None, False
         if self._by_update:
             if not starts_update:  # several steps to an update; the weights at the end of the last update are kept
                 self._before = self.param.detach().clone() if measured else None
@@ -251,8 +252,7 @@ class IncrementSource:
         if steps_as(self.optimizer, SGD) and self.param.grad is not None:
             self._gradient = LastStep.of(self.param.grad, self.last.options)
         elif self._is_plain_sgd() and not self.last.skipped and self._trusted:
-            self._trusted = False
-            self._doubt(f"a step of {type(self.optimizer).__name__} clears its gradient: {BY_DIFFERENCE}")
+            self._distrust(f"a step of {type(self.optimizer).__name__} clears its gradient")
         self._rows.see()
 
     def _likelier(self, *candidates: Group) -> Group:
@@ -292,8 +292,8 @@ class IncrementSource:
             raise RuntimeError("there has been no step to form an increment of")
         if self.last.skipped:
             return Increment(torch.zeros_like(self.param.detach(), dtype=compute_dtype(self.param)), 0.0)
-        if self._by_update and self._before is None:
-            return None  # it was found out just now
+        if self._before is None and (self._by_update or self._found_out):
+            return None
         if self._by_update or not self.from_state:
             return self.stored()
         S = self._from_state(self.last, out)
@@ -355,12 +355,13 @@ class IncrementSource:
         allowed = PARTED * max(believed, real) + 4 * torch.finfo(self.param.dtype).eps * weight
         if not difference > allowed:  # also where something is nan
             return True
-        self._trusted = False
-        self._doubt(
-            f"a step of {type(self.optimizer).__name__} moved a weight by {real:.3g} where its state says"
-            f" {believed:.3g}: {BY_DIFFERENCE}"
-        )
+        kind = type(self.optimizer).__name__
+        self._distrust(f"a step of {kind} moved a weight by {real:.3g} where its state says {believed:.3g}")
         return False
+
+    def _distrust(self, why: str) -> None:
+        self._trusted, self._found_out = False, True
+        self._doubt(f"{why}: the increment is the difference of the weights from now on")
 
     def _follow_updates(self, why: str) -> None:
         self._by_update, self._before = True, None

@@ -220,6 +220,29 @@ def test_a_subclass_that_changes_the_state_is_found_out(model):
     assert {record.increment_from for record in records[1:]} == {"step"}
 
 
+@pytest.mark.parametrize("make", [AdamW, lambda p: SGD(p, lr=0.1)])
+def test_a_step_that_is_found_out_where_all_is_due_costs_its_own_measures_alone(model, make):
+    optimizer = make(model.parameters())
+    weight = model.lm_head.weight
+
+    def spoil(*_):
+        if isinstance(optimizer, SGD):
+            weight.grad = None
+        else:
+            optimizer.state[weight]["exp_avg"].mul_(0.5)
+
+    optimizer.register_step_post_hook(spoil)
+    panel = Panel.of_tokens(torch.randint(0, V, (4, 9), generator=torch.Generator().manual_seed(0)), 30)
+    with Probe(model, optimizer, panel=panel, diameter_every=1, perturbation_every=1, strict=True) as probe:
+        records = []
+        for update in range(3):
+            backward(model, update)
+            optimizer.step()
+            records.append(probe.record())
+    assert [record.perturbation_rms is not None for record in records] == [False, True, True]
+    assert [record.increment_from for record in records] == ["", "step", "step"]
+
+
 def test_two_calls_that_make_a_step_are_seen(model):
     optimizer = SAM(model.parameters(), lr=1e-3, weight_decay=0.0)
 
