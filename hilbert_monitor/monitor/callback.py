@@ -21,8 +21,9 @@ from .decay import Decay
 from .exporter import Prometheus
 from .head import find_head_place
 from .hidden import AutocastFactory
+from .options import MonitorOptions
 from .ranks import Ranks
-from .session import MonitorOptions, MonitorSession
+from .session import MonitorSession
 
 VALIDATION_LOSSES = ("val_loss", "validation_loss", "val/loss", "valid_loss")
 """Names under which a validation loss is usually logged."""

@@ -8,8 +8,8 @@ from torch.optim import Adam, Optimizer
 
 from hilbert_monitor.optim import RowNorm
 
-from .decay import HeadStep
 from .formulas import steps_as
+from .head_step import HeadStep
 
 
 def diameter_ceiling(optimizer: Optimizer, step: HeadStep, *, count: float, width: int) -> float | None:

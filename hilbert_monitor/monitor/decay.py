@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,6 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hilbert_monitor.optim import Group
+
+from .head_step import HeadStep
 
 Decay = Literal["decoupled", "coupled"]
 
@@ -33,27 +34,6 @@ ROUNDINGS = 16
 """Rounding errors of a weight, as a share of it, below which nothing can be said of its decay."""
 NEAR = 3.0
 """Standard errors within which a measured decay is taken to be one that the options spell out."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadStep:
-    """One call of the optimizer's step, as its hooks saw it."""
-
-    skipped: str
-    """Why nothing moved ("no gradient", "overflow"), or empty."""
-    options: Group
-    """The hyperparameters of the parameter's group at that step: a scheduler moves lr soon after."""
-
-    @property
-    def lr(self) -> float | None:
-        """Learning rate of the step, if the optimizer has one."""
-        lr = self.options.get("lr")
-        return None if lr is None else float(lr)
-
-    @property
-    def decay(self) -> float:
-        """The group's weight decay, whichever way it is used."""
-        return float(self.options.get("weight_decay") or 0)
 
 
 class WeightDecay:
@@ -158,12 +138,3 @@ def _is_torchs(optimizer: Optimizer) -> bool:
     """Whether the step is that of one of torch's own classes, whose decay is known."""
     module: str = inspect.unwrap(type(optimizer).step).__module__
     return module.startswith("torch.optim.")
-
-
-def learning_rate(optimizer: Optimizer, options: Group, state: Group) -> float | Tensor | None:
-    """The learning rate of a step: that of the group, or what the Adafactor of transformers made of it."""
-    make = getattr(optimizer, "_get_lr", None)
-    if callable(make) and "scale_parameter" in options and "RMS" in state:
-        return float(torch.as_tensor(make(options, state)))
-    lr: float | Tensor | None = options.get("lr")
-    return lr

@@ -16,10 +16,12 @@ from hilbert_monitor.optim import find_head
 from hilbert_monitor.optim.roles import head_weight, parameter_of
 
 from .ceiling import diameter_ceiling
-from .decay import Decay, HeadStep
+from .decay import Decay
 from .formulas import state_of
-from .increment import Increment, IncrementSource, owning_optimizer
+from .head_step import HeadStep
+from .increment import Increment, IncrementSource
 from .logits import explain_logits, logit_transform
+from .owners import owning_optimizer
 
 
 class LogitIncrement(NamedTuple):

@@ -12,7 +12,7 @@ the weights as well (Lookahead, a patched step, weights that are swapped), that 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -23,11 +23,13 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from hilbert_monitor.geometry import compute_dtype
-from hilbert_monitor.optim import ChainedOptimizer, Group, LastStep, MatrixOptimizer, Muon, options_of
+from hilbert_monitor.optim import Group, LastStep, MatrixOptimizer, Muon, options_of
 
-from .decay import Decay, HeadStep, WeightDecay, learning_rate
+from .decay import Decay, WeightDecay
 from .formulas import formula_of, sgd, state_of, steps_as
+from .head_step import HeadStep, learning_rate
 from .kept_rows import KeptRows
+from .owners import group_of, inner_optimizers, stepping_optimizer
 
 Basis = Literal["state", "step", "update"]
 """What an increment is formed from: the optimizer's state, or the weights around its step, or around an update."""
@@ -385,50 +387,6 @@ class IncrementSource:
             return "no gradient"
         overflow = getattr(self.optimizer, "found_inf", None)  # a GradScaler leaves it to a fused optimizer
         return "overflow" if overflow is not None and bool(overflow) else ""
-
-
-# Optimizers within optimizers
-
-
-def group_of(optimizer: Optimizer, param: Tensor) -> Group | None:
-    """The group of an optimizer that has a parameter."""
-    for group in optimizer.param_groups:
-        if any(param is p for p in group["params"]):
-            return group
-    return None
-
-
-def owning_optimizer(optimizers: Sequence[Optimizer], param: Tensor) -> Optimizer | None:
-    """The first of several optimizers that has a parameter."""
-    return next((optimizer for optimizer in optimizers if group_of(optimizer, param) is not None), None)
-
-
-def stepping_optimizer(optimizer: Any, param: Tensor) -> Optimizer:
-    """The outermost optimizer whose hooks see a step of a parameter.
-
-    That is the optimizer itself, the one of a chain that owns the parameter, or, where a wrapper has no hooks (a
-    LightningOptimizer, an AcceleratedOptimizer, many a Lookahead), the one inside.
-    """
-    if isinstance(optimizer, ChainedOptimizer):
-        return optimizer.owner(param)
-    if isinstance(optimizer, Optimizer) and _has_hooks(optimizer):
-        return optimizer
-    inner = inner_optimizers(optimizer, param)
-    return stepping_optimizer(inner[0], param) if inner else optimizer
-
-
-def inner_optimizers(optimizer: Any, param: Tensor) -> list[Optimizer]:
-    """Optimizers that another one has as attributes and that own the parameter too, as SAM's base_optimizer."""
-    return [
-        value
-        for value in vars(optimizer).values()
-        if isinstance(value, Optimizer) and value is not optimizer and owning_optimizer([value], param) is not None
-    ]
-
-
-def _has_hooks(optimizer: Optimizer) -> bool:
-    """Whether torch calls the hooks of an optimizer: a wrapper that never calls Optimizer.__init__ has none."""
-    return hasattr(optimizer, "_optimizer_step_pre_hooks") and getattr(type(optimizer).step, "hooked", False)
 
 
 def _on_the_stack(frame: FrameType | None, caller: FrameType | None) -> bool:

@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, StepRecord
 
-from .decay import Decay, HeadStep
+from .decay import Decay
 from .guard import Guard, tell
 from .head import WatchedHead
+from .head_step import HeadStep
 from .hidden import AutocastFactory, HiddenStates
-from .increment import IncrementSource, owning_optimizer, stepping_optimizer
+from .increment import IncrementSource
 from .measurement import Measurement
+from .owners import owning_optimizer, stepping_optimizer
 from .panel import Panel
 from .ranks import Ranks
 from .silence import Silence, why_head_rests
