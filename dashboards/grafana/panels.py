@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 TAGS = ["hilbert-monitor", "training"]
-STATES = dict(zip(STATUSES, ("green", "orange", "red", "dark-red", "blue"), strict=True))
+STATES = dict(zip(STATUSES, ("green", "orange", "red", "dark-red", "purple", "blue"), strict=True))
 """Colours of the states of a run."""
 BLOW_UPS = dict(zip(KINDS, ("dark-red", "red", "orange", "purple"), strict=True))
 """Colours of the kinds of blow-ups."""

@@ -31,13 +31,20 @@ INFO, STEPS, ALERTS, END, HEARTBEAT = "info.jsonl", "steps.jsonl", "alerts.jsonl
 
 
 class End(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How an attempt ended: normally, or with an exception."""
+    """How an attempt ended: normally, because it was asked to, or with an exception."""
 
     attempt: int
     time: float
     error: str = ""
     """Class of the exception, or empty."""
     message: str = ""
+    stopped: str = ""
+    """What asked it to stop ("SIGTERM", "SIGINT"), or empty."""
+
+    @property
+    def status(self) -> Status:
+        """The state of a run that ended so."""
+        return "stopped" if self.stopped else "failed" if self.error else "finished"
 
 
 class _Step(Struct, gc=False):
@@ -186,7 +193,7 @@ class RunReader:
         here: dict[str, Any] = {"step": step, "time": last[-1].time if last else self.info.started}
         end = self.end
         if end is not None:
-            return RunState(status="failed" if end.error else "finished", error=end.error, message=end.message, **here)
+            return RunState(status=end.status, error=end.error, message=end.message, **here)
         if not self.lives(now):
             return RunState(status="killed", **here)
         patience = max(self.stalled_after, self.stalled_steps * _pace(last))

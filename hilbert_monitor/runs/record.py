@@ -46,6 +46,10 @@ class RunInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Port at which the run serves its own metrics."""
     address: str = ""
     """Address of its host at which it serves them."""
+    scheme: str = "http"
+    """"https" if it serves them with TLS."""
+    stalled_after: float | None = None
+    """Seconds without a step after which the run counts as stalled, if it asks for others than usual."""
     heartbeat: float = 5.0
     """Seconds between two heartbeats."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-Status = Literal["running", "stalled", "failed", "killed", "finished"]
+Status = Literal["running", "stalled", "failed", "killed", "stopped", "finished"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 """All of them, in the order in which they are listed."""
 LIVE: tuple[Status, ...] = ("running", "stalled")
 """States of a run whose process is there."""
-ENDED: tuple[Status, ...] = ("finished", "failed")
+ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
 """States of a run that said how it ended."""
 
 STALLED_AFTER, STALLED_STEPS = 300.0, 20.0
