@@ -23,6 +23,7 @@ from .head import find_head_place
 from .hidden import AutocastFactory
 from .options import MonitorOptions
 from .ranks import Ranks
+from .samples import sample_indices
 from .session import MonitorSession
 
 VALIDATION_LOSSES = ("val_loss", "validation_loss", "val/loss", "valid_loss")
@@ -146,6 +147,11 @@ class HilbertMonitor(Callback):
         with self.session.guard("start"):
             label = self._label(trainer, pl_module) if len(_monitors(trainer)) > 1 else ""
             self.session.start(LightningLoop(trainer, pl_module, progress_bar=self.progress_bar, label=label))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Note which batch the next step is made of."""
+        with self.session.guard("batch"):
+            self.session.begin_batch(batch_idx, sample_indices(batch))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -287,6 +293,11 @@ class LightningLoop:
     def optimizers(self) -> Sequence[Optimizer]:
         """Those of the trainer."""
         return self._trainer.optimizers
+
+    @property
+    def schedulers(self) -> Sequence[Any]:
+        """Those of the trainer."""
+        return [config.scheduler for config in self._trainer.lr_scheduler_configs]
 
     @property
     def updates(self) -> int:

@@ -19,6 +19,8 @@ class HeadStep:
     """Why nothing moved ("no gradient", "overflow"), or empty."""
     options: Group
     """The hyperparameters of the parameter's group at that step: a scheduler moves lr soon after."""
+    group_lr: float | Tensor | None = None
+    """The learning rate in the group, of which some optimizers make another."""
 
     @property
     def lr(self) -> float | None:

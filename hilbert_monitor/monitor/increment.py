@@ -249,8 +249,9 @@ class IncrementSource:
 
     def _end(self, options: Group) -> None:
         """Note the step that was made."""
+        group_lr = options.get("lr")
         options["lr"] = learning_rate(self.optimizer, options, state_of(self.optimizer, self.param))
-        self.last, self._next, self._has_stepped = HeadStep(self._skipped(), options), None, True
+        self.last, self._next, self._has_stepped = HeadStep(self._skipped(), options, group_lr), None, True
         if steps_as(self.optimizer, SGD) and self.param.grad is not None:
             self._gradient = LastStep.of(self.param.grad, self.last.options)
         elif self._is_plain_sgd() and not self.last.skipped and self._trusted:

@@ -141,6 +141,9 @@ class Measurement:
     step: int
     skipped: str = ""
     learning_rate: float | None = None
+    scheduled: bool | None = None
+    batch: int | None = None
+    samples: tuple[int, ...] | None = None
     rounding: float | None = None
     ceiling: float | None = None
     increment_from: str = ""

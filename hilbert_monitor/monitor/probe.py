@@ -26,6 +26,8 @@ from .measurement import Measurement
 from .owners import owning_optimizer, stepping_optimizer
 from .panel import Panel
 from .ranks import Ranks
+from .samples import SampleIndices, first_samples, with_samples
+from .schedule import Schedule, Schedulers
 from .silence import Silence, why_head_rests
 from .step_meter import StepMeter
 
@@ -57,6 +59,8 @@ class Probe:
         vocab_size: rows of the head that are tokens, if it is padded.
         logit_scale: factor between the head's output and the logits; by default that of the model's config, or 1.
         efficiency: also bracket, where the panel is due, how much descent the step makes of its diameter.
+        schedulers: of the learning rate, one or several, or a function that returns them. Records then say whether the
+            rate of a step was set by one.
         judge: blow-up rules. If the bounds of a step allow a blow-up, its exact diameter is computed. If it is a
             blow-up, the panel is measured too. Give it on every rank.
         world: ranks that train together, if they are not those of torch.distributed: 1 for a process by itself.
@@ -79,6 +83,7 @@ class Probe:
         decay: Decay | None = None,
         vocab_size: int | None = None,
         logit_scale: float | None = None,
+        schedulers: Schedulers = None,
         judge: Judge | None = None,
         efficiency: bool = False,
         world: int | None = None,
@@ -113,11 +118,15 @@ class Probe:
             hidden=hidden,
             autocast=autocast,
         )
+        self._schedule = Schedule(schedulers, self.head.weight)
         self._end: Callable[[], None] | None = None
         self._current: Measurement | None = None  # of the step that has no record yet
         self._recorded: Measurement | None = None  # of the last record
         self._record: StepRecord | None = None
         self._earlier: list[Judged] = []
+        self._batch: int | None = None
+        self._samples: list[SampleIndices] = []  # of the batches since the last record
+        self._rates = self._schedule.rates()  # at the end of the last update
         self._since = time.perf_counter()
         self._checked = 0  # steps that were compared with what the weights did
         self._silence = Silence()
@@ -165,13 +174,23 @@ class Probe:
         """Whether there was a step since the last record."""
         return self._current is not None
 
+    def begin_batch(self, index: int | None, samples: SampleIndices | None = None) -> None:
+        """Note a batch, or micro-batch, that the next step is made of.
+
+        Args:
+            index: its number in the epoch.
+            samples: indices of its samples. They are read only if the step has an alert: a GPU is not waited for.
+        """
+        self._batch = index
+        if samples is not None:
+            self._samples.append(samples)
+
     def skip(self, why: str) -> None:
         """Count a step that the training loop left out, such as one that a GradScaler skipped."""
-        self.step += 1
         self._meter.forget()
-        self._current = Measurement(step=self.step, skipped=why)
-        lr = self.source.group.get("lr")
-        self._current.learning_rate = None if lr is None else float(lr)
+        self._current = step = self._next_measurement(why)
+        rates = [*self._rates, *self._schedule.rates()]
+        step.learning_rate, step.scheduled = self._schedule.read(self.source.group.get("lr"), rates)
 
     def notice_update(self, optimizers: Sequence[Optimizer] = (), *, weight: float = 1.0) -> None:
         """Look for the step of an update that no hook saw: compiled, or made by an optimizer that is new.
@@ -185,12 +204,11 @@ class Probe:
         step = None
         with self.guard("increment"):
             if self._follow(optimizers):
-                self.step += 1
-                self._current = Measurement(step=self.step)
+                self._current = self._next_measurement()
                 return
             step = self.head.unseen()
         if step is not None:
-            self._on_step(step)
+            self._on_step(step, seen=False)
         else:
             self._silence.add(lambda: why_head_rests(self.head, ""), weight)
 
@@ -210,6 +228,13 @@ class Probe:
     def _finish_update(self) -> None:
         with self.guard("increment"):
             self.head.finish_update(measure=self._will_measure())
+        with self.guard("learning_rate"):
+            self._rates = self._schedule.rates()
+
+    def _next_measurement(self, skipped: str = "") -> Measurement:
+        """Count a step, and begin to measure it."""
+        self.step += 1
+        return Measurement(step=self.step, skipped=skipped, batch=self._batch)
 
     def _will_measure(self) -> bool:
         due = self._due(self.step + 1, self.diameter_every) or self._due(self.step + 1, self.perturbation_every)
@@ -227,14 +252,13 @@ class Probe:
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.last)
 
-    def _on_step(self, step: HeadStep) -> None:
+    def _on_step(self, step: HeadStep, *, seen: bool = True) -> None:
         if self._current is not None:  # nobody asked for its record: several steps to a batch
             self._earlier.append((self._finish(self._current), self.alerts))
-        self.step += 1
         self._meter.forget()
-        self._current = Measurement(step=self.step, skipped=step.skipped)
+        self._current = self._next_measurement(step.skipped)
         with self._meter.timed("learning_rate"):
-            self._current.learning_rate = step.lr
+            self._note_rate(self._current, step, seen=seen)
         if step.skipped:
             self._silence.add(lambda: why_head_rests(self.head, step.skipped))
         else:
@@ -245,6 +269,12 @@ class Probe:
         panel_due = self._due(self.step, self.perturbation_every)
         if panel_due and self.source.fleeting and not self._meter.holds_increment:
             self._meter.take_increment(self.head, self._current)
+
+    def _note_rate(self, measurement: Measurement, step: HeadStep, *, seen: bool) -> None:
+        """Note the learning rate of a step, and whether a scheduler set it. One may have set the next rate since."""
+        rates = [*([] if seen else self._rates), *self._schedule.rates()]
+        in_group, measurement.scheduled = self._schedule.read(step.group_lr, rates)
+        measurement.learning_rate = in_group if step.options.get("lr") is step.group_lr else step.lr
 
     # Measuring
 
@@ -343,7 +373,9 @@ class Probe:
         step.train_loss = step.train_loss if train_loss is None else train_loss
         step.validation_loss = step.validation_loss if validation_loss is None else validation_loss
         step.tokens = step.tokens if tokens is None else tokens
-        return self._finish(step)
+        record = self._finish(step)
+        self._batch, self._samples = None, []
+        return record
 
     def _is_formable(self) -> bool:
         formable = False
@@ -394,6 +426,11 @@ class Probe:
         if self.judge is not None and self.ranks.rank == 0:
             with self._meter.timed("rules"):
                 self.alerts = self.judge.judge(record)
+        if self.alerts and self._samples:
+            with self.guard("samples"):
+                step.samples = first_samples(self._samples)
+                record = msgspec.structs.replace(record, samples=step.samples)
+                self.alerts = [with_samples(alert, step.samples) for alert in self.alerts]
         self._record, self._recorded, self._current = record, step, None
         self._meter.forget()
         self._meter.seconds.clear()

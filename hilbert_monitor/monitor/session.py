@@ -31,6 +31,7 @@ from .panel_source import PanelSource
 from .probe import Probe
 from .ranks import Ranks
 from .responses import Controls, Responses
+from .samples import SampleIndices
 from .silence import Silence
 from .token_texts import TokenTexts
 
@@ -45,6 +46,10 @@ class TrainingLoop(Controls, Protocol):
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """Those among which one moves the head."""
+
+    @property
+    def schedulers(self) -> Sequence[Any]:
+        """Those of the learning rate, as they are now."""
 
     @property
     def ranks(self) -> Ranks:
@@ -172,6 +177,16 @@ class MonitorSession:
         if not loop.validates and not loop.ranks.unanimous(self.panels.panel is not None):
             self.probe.perturbation_every = 0  # there is no panel, and none to come
 
+    def begin_batch(self, index: int, samples: SampleIndices | None) -> None:
+        """Note a micro-batch, before a step is made of it.
+
+        Args:
+            index: its number in the epoch.
+            samples: indices of its samples, if they are known.
+        """
+        if self.probe is not None:
+            self.probe.begin_batch(index, samples)
+
     def add_batch(self, *, loss: Tensor | None, tokens: int) -> None:
         """Note a micro-batch of the update that is being made.
 
@@ -283,6 +298,7 @@ class MonitorSession:
             decay=options.decay,
             vocab_size=options.vocab_size,
             logit_scale=options.logit_scale,
+            schedulers=lambda: loop.schedulers,
             judge=Judge(options.rules),
             efficiency=options.efficiency,
             world=loop.ranks.world,

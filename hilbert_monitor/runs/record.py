@@ -69,6 +69,13 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     validation_loss: float | None = None
     learning_rate: float | None = None
     """That of the LM head at this step."""
+    scheduled: bool | None = None
+    """Whether the run's own scheduler set that rate; None if that is not known, or there is no scheduler."""
+    batch: int | None = None
+    """Index of the batch in its epoch; of an update of several micro-batches, that of the last."""
+    samples: tuple[int, ...] | None = None
+    """Indices of the samples that the step was made of, 64 at most, where the batches tell them and there is an alert.
+    Of several ranks, those of rank zero."""
 
     diameter: float | None = None
     """D(S), exact."""

@@ -1,0 +1,114 @@
+"""Whether the learning rate of a step is the one that the run's own scheduler set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Rate = float | Tensor
+Schedulers = Any
+"""A scheduler, several of them, or a function that returns them."""
+
+SAME = 1e-6
+"""Relative difference up to which two rates are one: a tensor has fewer digits."""
+TORCH = "torch.optim.lr_scheduler"
+
+
+class Schedule:
+    """The rates that the schedulers of a run set for one parameter. It asks them, and changes nothing.
+
+    A scheduler is any object that says which rates it set last, as torch's do: by `_last_lr` or `get_last_lr()`.
+    Torch's own are believed. One with a `step` of its own may have forgotten to note its rates: it is believed once two
+    different rates of it were used.
+
+    Args:
+        schedulers: of the run. A function is asked at every step, as schedulers may change.
+        param: the parameter whose rate it is.
+    """
+
+    def __init__(self, schedulers: Schedulers, param: Tensor) -> None:
+        self._schedulers, self._param = schedulers, param
+        self._matches: dict[int, tuple[Any, float, bool]] = {}  # scheduler, its first rate, whether it is believed
+
+    def rates(self) -> list[tuple[Any, Rate | None]]:
+        """The schedulers that have a say, each with the rate that it set last; None if it does not tell."""
+        schedulers = self._schedulers
+        if callable(schedulers) and not hasattr(schedulers, "step"):
+            schedulers = schedulers()
+        if not isinstance(schedulers, Iterable):
+            schedulers = [] if schedulers is None else [schedulers]
+        return [(one, _last_rate(one, self._param)) for one in schedulers if _has_a_say(one, self._param)]
+
+    def read(self, used: Rate | None, rates: list[tuple[Any, Rate | None]]) -> tuple[float | None, bool | None]:
+        """Return the rate that a step used, and whether one of the schedulers set it; None for what is not known.
+
+        Args:
+            used: the rate in the parameter's group at the step.
+            rates: what `rates` said when the step was made.
+        """
+        if used is None:
+            return None, None
+        known = [(one, rate) for one, rate in rates if rate is not None and not _are_one_tensor(rate, used)]
+        number, *others = _numbers([used, *(rate for _, rate in known)])
+        matching = [scheduler for (scheduler, _), other in zip(known, others, strict=True) if _are_equal(number, other)]
+        for scheduler in matching:
+            self._note_match(scheduler, number)
+        if matching:
+            return number, True
+        all_tell = len(known) == len(rates) and all(self._believes(scheduler) for scheduler, _ in known)
+        return number, False if rates and all_tell else None
+
+    def _note_match(self, scheduler: Any, rate: float) -> None:
+        _, first, believed = self._matches.get(id(scheduler), (scheduler, rate, False))
+        self._matches[id(scheduler)] = scheduler, first, believed or not _are_equal(first, rate)
+
+    def _believes(self, scheduler: Any) -> bool:
+        if getattr(getattr(type(scheduler), "step", None), "__module__", "") == TORCH:
+            return True
+        return self._matches.get(id(scheduler), (scheduler, 0.0, False))[2]
+
+
+def _has_a_say(scheduler: Any, param: Tensor) -> bool:
+    """Whether a scheduler is one of the parameter's optimizer, or does not say of which it is."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+    return groups is None or _index(groups, param) is not None
+
+
+def _last_rate(scheduler: Any, param: Tensor) -> Rate | None:
+    """The rate that a scheduler set last for the group of a parameter, if it tells."""
+    try:
+        rates = getattr(scheduler, "_last_lr", None)
+        rates = scheduler.get_last_lr() if rates is None else rates
+        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+        index = _index(groups, param) if groups is not None else 0 if len(rates) == 1 else None
+        rate = None if index is None else rates[index]
+    except Exception:  # whatever a scheduler of the user's does
+        return None
+    return rate if isinstance(rate, Tensor) else None if rate is None else float(rate)
+
+
+def _index(groups: list[dict[str, Any]], param: Tensor) -> int | None:
+    return next((n for n, group in enumerate(groups) if any(param is p for p in group["params"])), None)
+
+
+def _numbers(rates: list[Rate]) -> list[float]:
+    """Rates as numbers. Those that are tensors are read together: a device is waited for once."""
+    tensors = [rate for rate in rates if isinstance(rate, Tensor)]
+    if not tensors:
+        return [float(rate) for rate in rates]
+    first = tensors[0]
+    read = iter(torch.stack([x.detach().reshape(()).to(first.device, first.dtype) for x in tensors]).tolist())
+    return [next(read) if isinstance(rate, Tensor) else float(rate) for rate in rates]
+
+
+def _are_one_tensor(a: Rate, b: Rate) -> bool:
+    """Whether two rates are the same tensor, so that a change of one is a change of the other."""
+    return isinstance(a, Tensor) and a is b
+
+
+def _are_equal(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=SAME)
