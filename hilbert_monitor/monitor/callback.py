@@ -69,6 +69,8 @@ class HilbertMonitor(Callback):
         sinks: where records go besides the trainer's loggers. Each has a thread of its own.
         prometheus_port: short for ``prometheus=Prometheus(port=...)``.
         prometheus: how the run's metrics are exported, see `Prometheus`; by default they are not.
+        stalled_after: seconds without a step or validation after which the run counts as stalled, unless twenty of its
+            steps take longer; by default 300.
         progress_bar: show the diameter in the progress bar.
         strict: raise what fails, in place of counting it and warning once.
     """
@@ -96,6 +98,7 @@ class HilbertMonitor(Callback):
         sinks: Iterable[Any] = (),
         prometheus_port: int | None = None,
         prometheus: Prometheus | None = None,
+        stalled_after: float | None = None,
         progress_bar: bool = True,
         strict: bool = False,
         **moved: Any,
@@ -123,6 +126,7 @@ class HilbertMonitor(Callback):
             on_blowup=on_blowup,
             sinks=tuple(sinks),
             prometheus=_prometheus(prometheus_port, prometheus),
+            stalled_after=stalled_after,
             strict=strict,
         )
         self.session = MonitorSession(self.options)

@@ -43,7 +43,7 @@ class Prometheus:
     """Register the metrics with this CollectorRegistry; without a port, that is all."""
     stalled_after: float = STALLED_AFTER
     """Seconds without a step or validation after which the run counts as stalled, unless twenty of its steps take
-    longer."""
+    longer. The same as `stalled_after` of the monitor."""
     linger: float = 30.0
     """Seconds that the metrics stay, at most, after the end of the run, for one more scrape. A run that was never
     scraped waits for nobody."""

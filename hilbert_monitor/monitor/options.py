@@ -10,6 +10,7 @@ from typing import Any
 from torch.nn import Module, Parameter
 
 from hilbert_monitor.runs.alerts import Rules
+from hilbert_monitor.runs.states import STALLED_AFTER
 
 from .decay import Decay
 from .exporter import Prometheus
@@ -41,6 +42,7 @@ class MonitorOptions:
     on_blowup: Action | list[Any] = "warn"
     sinks: Iterable[Any] = ()
     prometheus: Prometheus | None = None
+    stalled_after: float | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -50,6 +52,23 @@ class MonitorOptions:
         if self.vocab_size is not None:
             _check_count("vocab_size", self.vocab_size, "a number of rows of the head, or None for all", least=1)
         resolved(self.on_blowup)
+        if self.stalled_after is not None and not self.stalled_after >= 0:
+            raise ValueError(f"stalled_after is a number of seconds, zero or more, got {self.stalled_after!r}")
+        if None not in (self.stalled_after, exported := self._exported_patience) and exported != self.stalled_after:
+            raise ValueError(
+                f"stalled_after={self.stalled_after!r} and Prometheus(stalled_after={exported!r}) mean the same: give"
+                " one of the two"
+            )
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds without a step after which the run counts as stalled; None for the usual ones."""
+        return self._exported_patience if self.stalled_after is None else self.stalled_after
+
+    @property
+    def _exported_patience(self) -> float | None:
+        settings = self.prometheus
+        return None if settings is None or settings.stalled_after == STALLED_AFTER else settings.stalled_after
 
 
 def _check_count(name: str, value: Any, what: str, *, least: int) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from hilbert_monitor.runs.exposition import RunSamples
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.runs.states import STALLED_AFTER
 
 from .exporter import Exporter, Prometheus
 from .guard import Guard
@@ -137,15 +138,18 @@ class Outputs:
 
     def _export(self, info: RunInfo, settings: Prometheus) -> RunInfo:
         """Begin to export; return the info with the port in it."""
-        samples = RunSamples(self.about, failures=self.failures, stalled_after=settings.stalled_after)
+        patience = STALLED_AFTER if info.stalled_after is None else info.stalled_after
+        samples = RunSamples(self.about, failures=self.failures, stalled_after=patience)
         self._exporter = Exporter(samples, settings)
         return self._with_place(info, self._exporter)
 
     def _with_place(self, info: RunInfo, exporter: Exporter) -> RunInfo:
         """The info with the place of the metrics in it."""
-        return msgspec.structs.replace(
-            info, port=exporter.port, address=exporter.settings.address if exporter.port is not None else ""
-        )
+        if exporter.port is None:
+            return info
+        settings = exporter.settings
+        scheme = "http" if settings.tls is None else "https"
+        return msgspec.structs.replace(info, port=exporter.port, address=settings.address, scheme=scheme)
 
 
 def _own_name(info: RunInfo) -> RunInfo:

@@ -316,8 +316,11 @@ class MonitorSession:
         with self.guard("last step"):
             probe.last = probe.step + loop.last_update - loop.updates
         if probe.judge is not None and "history" in self._resumed:
-            with self.guard("history"):  # a learning rate may be another on purpose now
-                probe.judge.restore({**self._resumed["history"], "rates": []})
+            with self.guard("history"):
+                probe.judge.restore(self._resumed["history"])
+                resumed = getattr(probe.judge, "resumed", None)
+                if resumed is not None:  # the learning rate may be another on purpose now
+                    resumed()
 
     def _open(self, loop: TrainingLoop, probe: Probe) -> None:
         """Begin to write the run, in threads of their own: where a file system hangs, training does not."""
@@ -352,6 +355,7 @@ class MonitorSession:
             panel_hash="" if panel is None else panel.hash,
             panel_size=None if panel is None else panel.size,
             remarks=tuple(probe.remarks),
+            stalled_after=options.patience,
             versions=versions,
             world_size=loop.ranks.world,
         )

@@ -108,7 +108,7 @@ class RunReader:
     Args:
         folder: ROOT/RUN.
         lost_after: seconds without a heartbeat after which a process counts as gone, on whichever host.
-        stalled_after: seconds without a step after which a run counts as stalled.
+        stalled_after: seconds without a step after which a run counts as stalled, unless it says so itself.
         stalled_steps: steps, at the run's own pace, that must have fitted into that time too.
     """
 
@@ -196,7 +196,8 @@ class RunReader:
             return RunState(status=end.status, error=end.error, message=end.message, **here)
         if not self.lives(now):
             return RunState(status="killed", **here)
-        patience = max(self.stalled_after, self.stalled_steps * _pace(last))
+        asked = self.info.stalled_after
+        patience = max(self.stalled_after if asked is None else asked, self.stalled_steps * _pace(last))
         return RunState(status="stalled" if self._age(STEPS, now) > patience else "running", **here)
 
     def lives(self, now: float) -> bool:

@@ -143,6 +143,7 @@ ARGUMENTS = {
     "sinks": [[], [{"class_path": f"{HERE}.Prints"}], [{"class_path": f"{HERE}.Prints", "init_args": {"prefix": "x"}}]],
     "prometheus_port": [None, 0],
     "prometheus": [None, {"port": 0, "stalled_after": 60.0, "tls": ["cert.pem", "key.pem"], "linger": 0.0}],
+    "stalled_after": [None, 3600.0],
     "progress_bar": [False, True],
     "strict": [False, True],
 }

@@ -61,7 +61,12 @@ class Scraper:
 
 def test_a_run_serves_its_metrics_while_it_trains(tmp_path):
     monitor = HilbertMonitor(
-        panel_size=50, prometheus=Prometheus(port=0, linger=0.1), strict=True, run_dir=str(tmp_path), run_name="scraped"
+        panel_size=50,
+        prometheus=Prometheus(port=0, linger=0.1),
+        stalled_after=1234.0,
+        strict=True,
+        run_dir=str(tmp_path),
+        run_name="scraped",
     )
     scraper = Scraper(monitor)
     monitor.options.sinks = (scraper,)
@@ -76,6 +81,8 @@ def test_a_run_serves_its_metrics_while_it_trains(tmp_path):
     [run] = find_runs(tmp_path)
     assert f'port="{run.info.port}"' in last
     assert f'host="{run.info.host}"' in last
+    assert 'hilbert_stalled_after_seconds{head="AdamW",run="scraped"} 1234.0' in last
+    assert (run.info.stalled_after, run.info.scheme, run.info.address) == (1234.0, "http", "127.0.0.1")
 
 
 def test_the_metrics_are_gone_when_the_run_has_ended_and_nobody_scraped(tmp_path):
@@ -270,10 +277,12 @@ class Annoys(lightning.Callback):
 
 @pytest.mark.parametrize("words", [b"", b"GET /metr"], ids=["silent", "half a request"])
 @pytest.mark.parametrize("secure", [True, False], ids=["tls", "plain"])
-def test_a_client_that_connects_and_stops_delays_neither_scrapes_nor_the_end_of_the_run(secure, words, certificate):
+def test_a_client_that_connects_and_stops_delays_neither_scrapes_nor_the_end_of_the_run(
+    secure, words, certificate, tmp_path
+):
     annoys = Annoys(words, ssl.create_default_context(cafile=certificate[0]) if secure else None)
-    settings = Prometheus(port=0, tls=certificate if secure else None, linger=0.5)
-    monitor = HilbertMonitor(perturbation_every=0, prometheus=settings, run_dir=None)
+    settings = Prometheus(port=0, tls=certificate if secure else None, linger=0.5, stalled_after=90.0)
+    monitor = HilbertMonitor(perturbation_every=0, prometheus=settings, run_dir=str(tmp_path))
     before = {thread for thread in threading.enumerate() if not thread.daemon}
     run = threading.Thread(target=fit, args=(Module("torch"), monitor, annoys), daemon=True)
     run.start()
@@ -285,6 +294,8 @@ def test_a_client_that_connects_and_stops_delays_neither_scrapes_nor_the_end_of_
         thread.join(5)  # the linger; then nothing keeps the process
         assert not thread.is_alive()
     annoys.client.close()
+    [found] = find_runs(tmp_path)
+    assert (found.info.scheme, found.info.stalled_after) == ("https" if secure else "http", 90.0)
 
 
 def test_clients_that_stay_silent_are_let_go_and_too_many_are_turned_away(samples, monkeypatch):

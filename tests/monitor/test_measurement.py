@@ -83,6 +83,16 @@ def test_the_short_form_of_the_port_and_the_whole_settings_exclude_each_other():
         HilbertMonitor(prometheus_port=9464, prometheus=Prometheus(port=9465))
 
 
+def test_the_two_forms_of_the_patience_with_a_silent_run_are_one():
+    exported = Prometheus(port=0, stalled_after=60.0)
+    assert HilbertMonitor(prometheus=exported).options.patience == 60.0
+    assert HilbertMonitor(prometheus=exported, stalled_after=60.0).options.patience == 60.0
+    assert HilbertMonitor(prometheus=Prometheus(port=0), stalled_after=5.0).options.patience == 5.0
+    assert HilbertMonitor(prometheus=Prometheus(port=0)).options.patience is None
+    with pytest.raises(ValueError, match=r"stalled_after=5.0 and Prometheus\(stalled_after=60.0\) .*one of the two"):
+        HilbertMonitor(prometheus=exported, stalled_after=5.0)
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -106,6 +116,7 @@ def test_settings_of_prometheus_are_checked_when_they_are_made(settings, sentenc
         ("perturbation_every", -5, "perturbation_every is a number of updates, 0 for never: .* got -5"),
         ("panel_size", 0, "panel_size is a number of validation positions: a whole number of at least 1, got 0"),
         ("vocab_size", 0, "vocab_size is a number of rows of the head, or None for all: .* at least 1, got 0"),
+        ("stalled_after", -1.0, "stalled_after is a number of seconds, zero or more, got -1.0"),
         ("on_blowup", "halt", 'takes "warn", "checkpoint", "stop", an http address, or a function .* got .halt.'),
         ("on_blowup", ["warn", "ftp://example.org/x"], "got 'ftp://example.org/x'"),
         ("on_blowup", ["no_such_module.function"], r"got 'no_such_module.function' \(ModuleNotFoundError"),

@@ -234,8 +234,10 @@ def test_lightning_says_batch_schedule_and_the_samples_of_an_alert(tmp_path):
     assert all(record.samples is None for step, record in sink.records.items() if step != 30)
 
 
-def test_a_resumed_run_and_one_whose_scheduler_changes_are_read_as_they_are_now(tmp_path):
-    first, second = Keep(), Keep()
+def test_a_resumed_run_goes_on_with_batch_schedule_and_the_whole_history_of_the_rules(tmp_path, monkeypatch):
+    first, second, calls = Keep(), Keep(), []
+    monkeypatch.setattr(Judge, "restore", lambda judge, state: calls.append(("restore", state)))
+    monkeypatch.setattr(Judge, "resumed", lambda judge: calls.append(("resumed", None)), raising=False)
 
     def run(sink, steps, **where):
         monitor = HilbertMonitor(run_dir=None, perturbation_every=0, sinks=[sink])
@@ -247,10 +249,14 @@ def test_a_resumed_run_and_one_whose_scheduler_changes_are_read_as_they_are_now(
         return trainer
 
     run(first, 5).save_checkpoint(tmp_path / "run.ckpt")
+    assert calls == []
     run(second, 8, ckpt_path=str(tmp_path / "run.ckpt"))
     assert [*first.records, *second.records] == [*range(1, 9)]
     assert all(record.scheduled for record in [*first.records.values(), *second.records.values()])
     assert [record.batch for record in second.records.values()] == [5, 6, 7]
+    assert [call for call, _ in calls] == ["restore", "resumed"]
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=False)["hilbert_monitor"][""]
+    assert calls[0][1] == saved["history"]
 
 
 def test_without_schedulers_lightning_says_that_it_is_not_known():

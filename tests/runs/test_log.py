@@ -869,6 +869,10 @@ def test_a_living_run_without_a_step_for_long_is_stalled_until_it_makes_progress
     aged(writer.folder / "steps.jsonl", now - 301)
     writer.write(step(1))
     assert reader.state(now).status == "running"
+    for asked, status in ((3600.0, "running"), (10.0, "stalled")):
+        writer.describe(stalled_after=asked)
+        aged(writer.folder / "steps.jsonl", now - (3599 if asked > 10 else 11))
+        assert reader.state(now).status == status
 
 
 def test_a_slow_run_is_given_the_time_of_twenty_of_its_own_steps(begin):
