@@ -220,7 +220,8 @@ class HilbertMonitor(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let go of the optimizer and close the outputs, and say what ended the run."""
-        self.session.close(exception)
+        # A worker or a peer that got the same signal may end first, with an error of its own.
+        self.session.close(exception, stopped="SIGTERM" if getattr(trainer, "received_sigterm", False) else "")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save steps and tokens so far, the name of the log and the history of the rules, of plain types.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 import time
@@ -21,6 +22,8 @@ from .metrics_server import MetricsServer, tls_context
 
 PORTS = 100
 """How many ports are tried."""
+LAST_WORD = 2.0
+"""Seconds that the metrics stay, at most, after a stop that was asked for: a cluster kills what takes long."""
 NAMELESS = 10.0
 """Seconds that the run's log has to give the run its name; then it is scraped without one."""
 
@@ -46,7 +49,7 @@ class Prometheus:
     longer. The same as `stalled_after` of the monitor."""
     linger: float = 30.0
     """Seconds that the metrics stay, at most, after the end of the run, for one more scrape. A run that was never
-    scraped waits for nobody."""
+    scraped waits for nobody, and one that was asked to stop waits two seconds at most."""
 
     def __post_init__(self) -> None:
         if self.port is not None and not (isinstance(self.port, int) and 0 <= self.port <= 65535):
@@ -94,7 +97,8 @@ class Exporter:
         if not self._scraped:
             self.stop()
         else:  # no daemon: the process waits for it
-            threading.Thread(target=self._linger, name="hilbert-monitor last scrape").start()
+            patience = min(self.settings.linger, LAST_WORD if status == "stopped" else math.inf)
+            threading.Thread(target=self._linger, args=(patience,), name="hilbert-monitor last scrape").start()
 
     def stop(self) -> None:
         """Stop serving, and take the run's series out of the registry."""
@@ -104,8 +108,8 @@ class Exporter:
         if server is not None:
             server.stop()
 
-    def _linger(self) -> None:
-        self._seen.wait(self.settings.linger)
+    def _linger(self, patience: float) -> None:
+        self._seen.wait(patience)
         time.sleep(0.2 if self._server is not None else 0.0)  # for the answer to be sent
         self.stop()
 

@@ -14,14 +14,12 @@ What is caught, and what passes:
 from __future__ import annotations
 
 import logging
-import signal
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from traceback import walk_tb
-from types import CodeType
-from typing import Any
+
+from hilbert_monitor.runs.stops import handler_frames
 
 
 def tell(text: str, *, stacklevel: int = 2) -> None:
@@ -56,7 +54,7 @@ class Guard:
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
-            if self.strict or not (user_code or isinstance(error, Exception)) or _is_of_a_signal_handler(error):
+            if self.strict or not (user_code or isinstance(error, Exception)) or any(handler_frames(error)):
                 raise
             self.count(part, error, stacklevel=4)
 
@@ -73,19 +71,3 @@ def describe(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:  # its message is code of the user too
         return type(error).__name__
-
-
-def _is_of_a_signal_handler(error: BaseException) -> bool:
-    """Whether the exception came out of a Python function that handles a signal."""
-    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    return bool(handlers) and any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__))
-
-
-def _code(handler: Any) -> CodeType | None:
-    """Return the code of a signal handler: a function, a method, a functools.partial, or an object with __call__."""
-    if not callable(handler):  # SIG_DFL, SIG_IGN, or one that was not set from Python
-        return None
-    while hasattr(handler, "func"):
-        handler = handler.func
-    code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
-    return code if isinstance(code, CodeType) else None

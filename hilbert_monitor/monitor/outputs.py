@@ -106,14 +106,22 @@ class Outputs:
             if self._log_queue is not None:
                 self._log_queue.write(Progress())
 
-    def close(self, error: BaseException | None = None, also: Sequence[QueuedSink[Any]] = ()) -> None:
-        """Say how the run ended, and give all outputs, and those in `also`, a few seconds to finish writing."""
+    def close(
+        self, error: BaseException | None = None, also: Sequence[QueuedSink[Any]] = (), *, stopped: str = ""
+    ) -> None:
+        """Say how the run ended, and give all outputs, and those in `also`, a few seconds to finish writing.
+
+        Args:
+            error: what ended the run, if it did not end by itself.
+            also: further sinks to end.
+            stopped: the signal that asked the run to end.
+        """
         log, deadline = self.log, time.monotonic() + 5
         if self._log_queue is not None and log is not None:
-            self._log_queue.end(lambda: log.close(error))
+            self._log_queue.end(lambda: log.close(error, stopped=stopped))
         if self._exporter is not None:
             with self.guard("exporter"):
-                self._exporter.end("failed" if error is not None else "finished")
+                self._exporter.end("stopped" if stopped else "failed" if error is not None else "finished")
         sinks = [*([self._log_queue] if self._log_queue else []), *self._queues, *also]
         for sink in sinks:
             sink.end()

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from hilbert_monitor import __version__
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.runs.stops import requested_stop
 
 from .guard import Guard
 from .head import NobodyMovesIt, find_head_place
@@ -239,8 +240,14 @@ class MonitorSession:
         if self.probe is not None:
             self.probe.panel = self.panels.panel
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Let go of the optimizer and close the outputs; say what ended the run, if that was an error."""
+    def close(self, error: BaseException | None = None, *, stopped: str = "") -> None:
+        """Let go of the optimizer and close the outputs; say what ended the run.
+
+        Args:
+            error: what ended it, if it did not end by itself.
+            stopped: the signal that asked it to end, where the loop knows of one.
+        """
+        stopped = stopped or requested_stop(error)
         if self._waiting is not None:
             self._waiting.silence.end(self._waiting.reason)
         self._waiting = None
@@ -248,7 +255,7 @@ class MonitorSession:
             self._resumed = self.state_dict()
             self.probe.detach()
         webhooks = self._responses.webhooks if self._responses is not None else []
-        (self.outputs or Outputs(self.guard)).close(error, webhooks)
+        (self.outputs or Outputs(self.guard)).close(error, webhooks, stopped=stopped)
         texts = self._texts
         self.outputs = self._responses = self._texts = self._loop = None
         self._loss = self._validation_loss = None

@@ -133,10 +133,10 @@ class RunLog:
         elif isinstance(record, Progress):
             self.writer.progress()
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, error: BaseException | None = None, *, stopped: str = "") -> None:
         """Say how the run ended."""
         if self.writer is not None:
-            self.writer.close(error)
+            self.writer.close(error, stopped=stopped)
 
 
 def _changes(old: RunInfo, new: RunInfo) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from ._reader import (
 )
 from .json_values import clean, shown
 from .record import Alert, RunInfo, StepRecord
+from .stops import requested_stop
 
 __all__ = [
     "ALERTS",
@@ -156,13 +157,20 @@ class RunWriter:
         """Note that training is busy although it makes no step, as in a long validation."""
         self._steps.touch()
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Write how the run ended, and close its files. Does nothing the second time, or in a forked process."""
+    def close(self, error: BaseException | None = None, *, stopped: str = "") -> None:
+        """Write how the run ended, and close its files. Does nothing the second time, or in a forked process.
+
+        Args:
+            error: what ended it, if it did not end by itself.
+            stopped: the signal that asked it to end, such as "SIGTERM", where the error does not say so itself, as a
+                KeyboardInterrupt does.
+        """
         if self._steps.closed:
             return
         self._closing.set()
-        end = End(attempt=self.info.attempt, time=time.time())
-        if error is not None:
+        asked = requested_stop(error)
+        end = End(attempt=self.info.attempt, time=time.time(), stopped=stopped or asked)
+        if error is not None and not asked:
             end = msgspec.structs.replace(end, error=type(error).__name__, message=_message(error))
         with self._files:
             self._end.append(line_of(end))
@@ -260,7 +268,7 @@ def _taken(folder: Path, steps: LineFile) -> bool:
 
 def _finished(folder: Path) -> bool:
     end = RunReader(folder).end
-    return end is not None and not end.error
+    return end is not None and end.status == "finished"
 
 
 def _id(info: RunInfo) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import random
@@ -788,6 +789,75 @@ def test_a_run_is_running_then_finished_or_failed_and_running_again(begin):
     assert (reader.state().status, reader.state().step) == ("running", 1)
     again.close()
     assert reader.state().status == "finished"
+
+
+class SIGTERMException(SystemExit):
+    """Named as Lightning's."""
+
+
+def by_handler(number, error):
+    """Let a handler of a signal raise an error, by a real signal."""
+
+    def handle(number, frame):
+        raise error
+
+    signal.signal(number, handle)
+    os.kill(os.getpid(), number)
+    time.sleep(5)
+
+
+def by_a_handler_of_any_arguments(number, error):
+    signal.signal(number, functools.partial(lambda error, *arguments: (_ for _ in ()).throw(error), error))
+    os.kill(os.getpid(), number)
+    time.sleep(5)
+
+
+def raised(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("work", "stopped"),
+    [
+        (lambda: raised(KeyboardInterrupt()), "SIGINT"),
+        (lambda: raised(SIGTERMException()), "SIGTERM"),
+        (lambda: raised(SystemExit(143)), "SIGTERM"),
+        (lambda: raised(SystemExit(130)), "SIGINT"),
+        (lambda: os.kill(os.getpid(), signal.SIGINT) or time.sleep(5), "SIGINT"),
+        (lambda: by_handler(signal.SIGTERM, KeyboardInterrupt()), "SIGTERM"),
+        (lambda: by_handler(signal.SIGTERM, SystemExit(0)), "SIGTERM"),
+        (lambda: by_handler(signal.SIGTERM, RuntimeError("preempted")), "SIGTERM"),
+        (lambda: by_a_handler_of_any_arguments(signal.SIGTERM, SystemExit(1)), "SIGTERM"),
+        (lambda: by_handler(signal.SIGALRM, TimeoutError("slow")), ""),
+        (lambda: raised(SystemExit(1)), ""),
+        (lambda: raised(SystemExit("143")), ""),
+        (lambda: raised(ValueError()), ""),
+    ],
+)
+def test_a_stop_that_a_signal_asked_for_is_no_failure_and_can_be_resumed(tmp_path, work, stopped):
+    def child():
+        writer = RunWriter.open(tmp_path, RunInfo(name="a"))
+        writer.write(step(1))
+        try:
+            work()
+        except BaseException as error:
+            writer.close(error)
+
+    assert outcome(child) == 0
+    reader = RunReader(tmp_path / "a")
+    assert (reader.end.stopped, reader.state().status) == (stopped, "stopped" if stopped else "failed")
+    assert bool(reader.end.error) != bool(stopped)
+    again = RunWriter.open(tmp_path, RunInfo(name="a"))
+    assert (again.id, again.info.attempt) == ("a", 2)
+    again.close(RuntimeError("a worker was killed"), stopped="SIGTERM")
+    assert (reader.state().status, reader.state().error) == ("stopped", "RuntimeError")
+
+
+def test_a_signal_without_a_handler_leaves_a_killed_run(tmp_path):
+    with living_writer(tmp_path) as (pid, _):
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
+    assert RunReader(tmp_path / "a").state().status == "killed"
 
 
 def test_an_exception_that_cannot_be_shown_is_still_a_failure(begin):
