@@ -1,12 +1,14 @@
 """A file of JSON lines that one process appends to while others read it. It stays readable if the writer is killed.
 
-A line is one write. A full disk, or a kill while the system copies it, may cut a line short: it is torn. The next line
-then begins with a newline, so that readers skip the torn line alone. JSON has no nan and no infinities; they are the
-strings "nan", "inf" and "-inf", which a decoder with strict=False reads as numbers where the type is a number.
+A line is one write. A full disk may cut a line short: what was written of it is taken back. So may a kill while the
+system copies it: it is torn. The next line then begins with a newline, so that readers skip the torn line alone. JSON
+has no nan and no infinities; they are the strings "nan", "inf" and "-inf", which a decoder with strict=False reads as
+numbers where the type is a number.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -70,6 +72,7 @@ class LineFile:
         _files.add(self)
         size = os.fstat(self._fd).st_size
         self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+        self._reserved: int | None = None  # where the blanks begin
 
     @property
     def closed(self) -> bool:
@@ -93,11 +96,47 @@ class LineFile:
         """Write one line at once, or raise OSError; the file stays usable."""
         with self._guard:
             self._refuse_closed()
-            data = b"\n" + line + b"\n" if self._torn else line + b"\n"
-            self._torn = True
+            if self._reserved is not None:
+                self._write_over_blanks(line + b"\n", self._reserved)
+            else:
+                self._append(b"\n" + line + b"\n" if self._torn else line + b"\n")
+                self._torn = False
+
+    def reserve(self, size: int) -> None:
+        """Take room for the next line: blanks that it is written over, however full the disk is by then.
+
+        Blanks are no line, so readers pass them over. An attempt that was killed leaves them; the next one's line is
+        written over them.
+        """
+        with self._guard:
+            self._refuse_closed()
+            end = os.fstat(self._fd).st_size
+            last = os.pread(self._fd, size, max(0, end - size))
+            blanks = len(last) - len(last.rstrip(b" "))
+            is_torn = self._torn and not (blanks == len(last) or last[-blanks - 1 : -blanks or None] == b"\n")
+            self._append(b"\n" * is_torn + b" " * max(0, size - blanks))
+            self._torn, self._reserved = True, end + is_torn - (0 if is_torn else blanks)
+
+    def _write_over_blanks(self, data: bytes, start: int) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_APPEND)
+        if os.pwrite(self._fd, data, start) < len(data):
+            raise OSError(errno.ENOSPC, "no room for a whole line", str(self.path))
+        os.ftruncate(self._fd, start + len(data))
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_APPEND)
+        self._torn, self._reserved = False, None
+
+    def _append(self, data: bytes) -> None:
+        """Write all of it or nothing; what a full disk lets through in part is taken back."""
+        size, torn, self._torn = os.fstat(self._fd).st_size, self._torn, True
+        try:
             if os.write(self._fd, data) < len(data):
                 raise OSError(errno.ENOSPC, "no room for a whole line", str(self.path))
-            self._torn = False
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, size)
+                self._torn = torn
+            raise
+        self._torn = torn
 
     def touch(self) -> None:
         """Set the time of the last change."""
@@ -142,6 +181,17 @@ def _close_all() -> None:
 
 
 # Reading
+
+
+def process_exists(pid: int) -> bool:
+    """Whether this machine has a process with that number."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return pid > 0
 
 
 def is_locked(path: Path) -> bool | None:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ._lines import LONGEST, Line, Marker, Step, blocks, is_locked, items, tail
+from ._lines import LONGEST, Line, Marker, Step, blocks, is_locked, items, process_exists, tail
 from .json_values import clean
 from .record import Alert, RunInfo, StepRecord
 from .states import LOST_AFTER, STALLED_AFTER, STALLED_STEPS, Status
@@ -207,12 +207,17 @@ class RunReader:
         is looked up by its number. On whichever host, a process without a heartbeat is gone.
         """
         info = self.info
-        if self._age(HEARTBEAT, now) > max(self.lost_after, 4 * info.heartbeat):
+        if self._age(HEARTBEAT, now) > self.silence_of_a_lost:
             return False
         if info.host != socket.gethostname():
             return True
         locked = is_locked(self.folder / STEPS)
-        return _exists(info.pid) if locked is None else locked
+        return process_exists(info.pid) if locked is None else locked
+
+    @property
+    def silence_of_a_lost(self) -> float:
+        """Seconds without a heartbeat after which the run's process counts as gone."""
+        return max(self.lost_after, 4 * self.info.heartbeat)
 
     def _age(self, name: str, now: float) -> float:
         try:
@@ -311,13 +316,3 @@ def _pace(records: list[StepRecord]) -> float:
     """Median of the seconds between two steps; 0 if that is not known."""
     gaps = (after.time - before.time for before, after in itertools.pairwise(records))
     return statistics.median([gap for gap in gaps if 0 < gap < math.inf] or [0.0])
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return pid > 0

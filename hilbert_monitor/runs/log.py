@@ -5,9 +5,12 @@ ROOT/RUN/info.jsonl     one RunInfo an attempt; a later line for the same attemp
          alerts.jsonl   the Alerts, in the same form
          end.jsonl      how each attempt ended; no line for one that was killed
          heartbeat      host and process; the process sets its time of change every few seconds
+         claim-1        and so on, where the file system has no locks: which process writes
 
 Every record is one unbuffered write, so a killed process loses none. Only closing forces them to the disk: a machine
-that loses its power may lose the last seconds. The process that holds the lock on steps.jsonl is the one that writes.
+that loses its power may lose the last seconds. A line that a full disk cuts short is taken back. Room for the line of
+the end is taken when the run begins: end.jsonl has blanks there. The process that holds the lock on steps.jsonl is the
+one that writes; where there are no locks, the one that has the last claim.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Any, Self
 import msgspec
 from msgspec import Struct
 
+from ._claims import Claim, is_claim
 from ._lines import BROKEN, LineFile, Marker, line_of
 from ._reader import (
     ALERTS,
@@ -63,6 +67,9 @@ __all__ = [
     "find_runs",
 ]
 
+ROOM, SHORT = 8192, 1000
+"""Bytes that are kept for the line of the end, and the letters of an error's message that fit into them."""
+
 
 class RunWriter:
     """Writes a run's folder. It is a sink, and may be used from several threads.
@@ -71,8 +78,8 @@ class RunWriter:
     room. A process forked from this one cannot use it.
     """
 
-    def __init__(self, folder: Path, info: RunInfo, steps: LineFile) -> None:
-        self.folder, self.info, self._steps = folder, info, steps
+    def __init__(self, folder: Path, info: RunInfo, steps: LineFile, claim: Claim | None = None) -> None:
+        self.folder, self.info, self._steps, self._claim = folder, info, steps, claim
         self._closing = threading.Event()
         with ExitStack() as files:
             files.callback(steps.close)
@@ -109,7 +116,7 @@ class RunWriter:
                 f" and heartbeat={heartbeat}: leave them out for a new run"
             )
         with ExitStack() as undo:
-            folder, steps = _claim(Path(root).absolute(), info, first_step, strict, undo)
+            folder, steps, claim = _claim(Path(root).absolute(), info, first_step, strict, undo)
             attempts = RunReader(folder).attempts
             known = msgspec.structs.replace(
                 info,
@@ -121,7 +128,7 @@ class RunWriter:
                 pid=os.getpid(),
                 heartbeat=heartbeat,
             )
-            writer = cls(folder, known, steps)
+            writer = cls(folder, known, steps, claim)
             undo.pop_all()
             return writer
 
@@ -173,7 +180,13 @@ class RunWriter:
         if error is not None and not asked:
             end = msgspec.structs.replace(end, error=type(error).__name__, message=_message(error))
         with self._files:
-            self._end.append(line_of(end))
+            try:
+                self._end.append(line_of(end))
+            except OSError:  # what there is room for in any case
+                self._end.append(line_of(msgspec.structs.replace(end, message=end.message[:SHORT])))
+            finally:
+                if self._claim is not None:
+                    self._claim.release()
 
     def _begin(self) -> None:
         about = _readable(self.info, as_info)
@@ -182,12 +195,16 @@ class RunWriter:
         self._steps.append(marker)
         self._alerts.append(marker)
         self._info.append(about)  # last: now it is a run
+        with suppress(OSError):
+            self._end.reserve(ROOM)
         threading.Thread(target=self._beat, name=f"hilbert-monitor {self.id}", daemon=True).start()
 
     def _beat(self) -> None:
         while not self._closing.wait(self.info.heartbeat):
             with suppress(OSError):
                 os.utime(self.folder / HEARTBEAT)
+            if self._claim is not None:
+                self._claim.renew()
 
 
 def _message(error: BaseException) -> str:
@@ -210,8 +227,10 @@ def _readable(record: Struct, decoder: msgspec.json.Decoder[Any]) -> bytes:
 # Which folder a run is written to
 
 
-def _claim(root: Path, info: RunInfo, first_step: int, strict: bool, undo: ExitStack) -> tuple[Path, LineFile]:
-    """Choose the folder of a run and lock its log for this process. `undo` gives both up again."""
+def _claim(
+    root: Path, info: RunInfo, first_step: int, strict: bool, undo: ExitStack
+) -> tuple[Path, LineFile, Claim | None]:
+    """Choose the folder of a run and lock its log for this process, or claim it. `undo` gives both up again."""
     busy = ""
     for folder in _candidates(root, info):
         if not _suits(folder, info, first_step):
@@ -221,14 +240,19 @@ def _claim(root: Path, info: RunInfo, first_step: int, strict: bool, undo: ExitS
             raise RuntimeError(f"run '{busy}' is being written by another process: give this run a name of its own")
         folder.mkdir(parents=True, exist_ok=True)
         steps = undo.enter_context(closing(LineFile(folder / STEPS)))
-        if _taken(folder, steps):
+        taken, claim = _take(folder, steps)
+        if not taken:
             busy = busy or folder.name
         elif _suits(folder, info, first_step):  # it may have changed before it was locked
+            if claim is not None:
+                undo.callback(claim.park)
             if new and busy:
                 warnings.warn(
                     f"run '{busy}' is being written by another process: this is '{folder.name}'", stacklevel=3
                 )
-            return folder, steps
+            return folder, steps, claim
+        elif claim is not None:
+            claim.release()
         steps.close()
     raise AssertionError("numbers have run out")
 
@@ -253,17 +277,22 @@ def _suits(folder: Path, info: RunInfo, first_step: int) -> bool:
         same = attempts[-1].name == clean(info.name) or folder.name == info.id
         return same and (first_step > 0 or not _finished(folder))
     if folder.is_dir():
-        return {*os.listdir(folder)} <= {INFO, STEPS, ALERTS, END, HEARTBEAT}
+        names = {name for name in os.listdir(folder) if not is_claim(name)}
+        return names <= {INFO, STEPS, ALERTS, END, HEARTBEAT}
     return not os.path.lexists(folder)
 
 
-def _taken(folder: Path, steps: LineFile) -> bool:
-    """Whether another process writes the run of a folder; if not, its log is now locked."""
+def _take(folder: Path, steps: LineFile) -> tuple[bool, Claim | None]:
+    """Lock the log of a run, or claim the run where there are no locks; say whether that could be had."""
     locked = steps.lock()
-    if locked is None:
-        warnings.warn(f"no locks in '{folder}': only a heartbeat tells whether a run is being written", stacklevel=4)
-        return RunReader(folder).lives(time.time())
-    return not locked
+    if locked is not None:
+        return locked, None
+    warnings.warn(f"no locks in '{folder}': only a heartbeat tells whether a run is being written", stacklevel=4)
+    reader = RunReader(folder)
+    if reader.attempts and reader.end is None and reader.lives(time.time()):
+        return False, None
+    claim = Claim.take(folder, reader.silence_of_a_lost)
+    return claim is not None, claim
 
 
 def _finished(folder: Path) -> bool:

@@ -11,6 +11,8 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -485,8 +487,76 @@ def test_a_full_disk_costs_records_and_writing_resumes_when_there_is_room(tmp_pa
     assert outcome(work) == 0
     reader = RunReader(tmp_path / "a")
     steps = [record.step for record in reader.steps()]
-    assert steps == ([1, 6, 7] if size < WHOLE else [1, 2, 6, 7])
-    assert reader.torn == (size not in (0, WHOLE, WHOLE + 1))
+    assert steps == ([1, 6, 7] if size <= WHOLE else [1, 2, 6, 7])
+    assert reader.torn == 0
+    for name in FILES[:-1]:
+        assert all(json.loads(line) for line in (tmp_path / "a" / name).read_text().splitlines())
+
+
+FULL = """
+import os, subprocess, sys
+from pathlib import Path
+from hilbert_monitor.runs.log import RunReader, RunWriter
+from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+
+disk = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(disk)], check=True)
+errors = [RuntimeError("no space " * 1000), KeyboardInterrupt(), RuntimeError("\\N{SNOWMAN}" * 4000), None]
+for attempt, error in enumerate(errors, 1):
+    writer = RunWriter.open(disk, RunInfo(name="a"), first_step=attempt)
+    filler = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    written = attempt
+    try:
+        for written in range(attempt, 100_000):
+            os.write(filler, b"x" * 1000)
+            writer.write(StepRecord(step=written + 1, time=0.0, pair_text=("a" * 700, "b" * 700)))
+    except OSError:
+        pass
+    try:
+        while os.write(filler, b"x"):  # to the last byte
+            pass
+    except OSError:
+        pass
+    for kind in "xyz":
+        try:
+            writer.alert(Alert(step=2, time=0.0, kind=kind * 500, value=1.0))
+        except OSError:
+            pass
+    writer.close(error)
+    reader = RunReader(disk / "a")
+    state = reader.state()
+    kind = "finished" if error is None else "failed" if isinstance(error, RuntimeError) else "stopped"
+    assert (state.status, reader.end.attempt, reader.info.attempt) == (kind, attempt, attempt), (attempt, state)
+    assert state.message[:900] == (str(error)[:900] if kind == "failed" else ""), state.message[:80]
+    last = max((record.step for record in reader.steps()), default=attempt)
+    assert last in (written, written + 1) and reader.torn == 0, (last, written)
+    assert b" " * 100 not in (disk / "a" / "end.jsonl").read_bytes()
+    os.close(filler)
+    os.remove(disk / "filler")
+"""
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0, reason="cannot mount a disk here"
+)
+def test_a_disk_that_is_full_at_the_end_still_gets_the_line_of_the_end(tmp_path):
+    done = subprocess.run(
+        ["unshare", "-rm", sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_room_for_the_end_that_a_killed_attempt_took_is_used_by_the_next(tmp_path):
+    for attempt in (1, 2, 3):
+        with living_writer(tmp_path) as (pid, _):
+            kill(pid)
+        assert RunReader(tmp_path / "a").state().status == "killed"
+        assert RunReader(tmp_path / "a").info.attempt == attempt
+        assert (tmp_path / "a" / "end.jsonl").read_bytes() == b" " * 8192
+    writer = RunWriter.open(tmp_path, RunInfo(name="a"))
+    writer.close(RuntimeError())
+    [line] = (tmp_path / "a" / "end.jsonl").read_text().splitlines()
+    assert json.loads(line)["attempt"] == 4
 
 
 def test_a_run_that_finds_no_room_to_begin_is_begun_when_there_is(tmp_path):
@@ -717,6 +787,63 @@ def test_where_there_are_no_locks_the_heartbeat_decides_and_the_user_is_told(beg
     aged(tmp_path / "c" / "heartbeat", time.time() - 61)
     with pytest.warns(UserWarning, match="no locks"):
         assert begin("c").info.attempt == 2
+    first.close(RuntimeError())
+    with pytest.warns(UserWarning, match="no locks"):
+        assert begin("a").id == "a"  # at once: it has said that it ended
+    assert sorted(path.name for path in first.folder.glob("claim-*")) == ["claim-1", "claim-2"]
+
+
+@pytest.mark.parametrize("before", ["nothing", "a killed run"])
+def test_without_locks_processes_that_start_at_once_never_share_a_log(tmp_path, before):
+    def no_locks(fd, operation):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    def work(number, start):
+        warnings.simplefilter("ignore")
+        fcntl.flock = no_locks
+        while time.time() < start:
+            pass
+        writer = RunWriter.open(root, RunInfo(name="a", seed=number), heartbeat=0.2)
+        for n in range(1, 121):
+            writer.write(step(n, tokens=number))
+        time.sleep(0.3)
+        writer.close()
+
+    for round_ in range(4):
+        root = tmp_path / str(round_)
+        if before == "a killed run":
+            folder = by_hand(root / "a", name="a", host=socket.gethostname(), pid=2**22 + 1)
+            (folder / "claim-1").write_text(f"{socket.gethostname()} {2**22 + 1}\n")
+        start = time.time() + 0.2
+        pids = [forked(functools.partial(work, number, start)) for number in range(4)]
+        assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 4
+        readers = find_runs(root)
+        assert sorted(reader.folder.name for reader in readers) == ["a", "a-2", "a-3", "a-4"]
+        for reader in readers:
+            assert [(record.step, record.tokens) for record in reader.steps()] == [
+                (n, reader.info.seed) for n in range(1, 121)
+            ]
+            assert reader.torn == 0
+        assert {reader.info.seed for reader in readers} == {0, 1, 2, 3}
+
+
+def test_without_locks_a_run_that_finds_no_room_leaves_one_claim_however_often_it_tries(tmp_path):
+    def no_locks(fd, operation):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    def work():
+        warnings.simplefilter("ignore")
+        fcntl.flock = no_locks
+        for _ in range(5):
+            room(tmp_path / "a", 40)
+            with pytest.raises(OSError, match=r"room|large"):
+                RunWriter.open(tmp_path, RunInfo(name="a", model="m" * 500))
+        resource.setrlimit(resource.RLIMIT_FSIZE, NO_LIMIT)
+        writer = RunWriter.open(tmp_path, RunInfo(name="a", model="m" * 500))
+        assert (writer.id, RunWriter.open(tmp_path, RunInfo(name="a")).id) == ("a", "a-2")
+
+    assert outcome(work) == 0
+    assert sorted(path.name for path in (tmp_path / "a").glob("claim-*")) == ["claim-1"]
 
 
 # Names
