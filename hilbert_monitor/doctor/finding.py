@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Verdict = Literal["ok", "FAILED", "skipped"]
+Verdict = Literal["ok", "FAILED", "skipped", "not known"]
 
 CLAIMS = {
     "exactness": "D(S), its bounds and the perturbation agree with fp64, for all kinds of rows and settings",

@@ -18,7 +18,7 @@ from .device import CheckSizes, device_name
 from .finding import CLAIMS, Check, Finding, examine
 
 ROOMS = (exactness, increment, interference, ddp, overhead)
-COLOURS = {"ok": "green", "FAILED": "bold red", "skipped": "yellow"}
+COLOURS = {"ok": "green", "FAILED": "bold red", "skipped": "yellow", "not known": "yellow"}
 
 
 def all_checks(device: torch.device, sizes: CheckSizes) -> list[Check]:
@@ -72,7 +72,11 @@ def conclusion(findings: Sequence[Finding], device: torch.device) -> str:
         claims = "1 claim" if len(wrong) == 1 else f"{len(wrong)} claims"
         return f"{claims} failed: {', '.join(wrong)}; please open an issue with --json's output"
     skipped = sum(f.verdict == "skipped" for f in findings)
-    return f"every claim holds on {device_name(device)}" + (f", {skipped} of its checks skipped" if skipped else "")
+    unknown = list(dict.fromkeys(f.claim for f in findings if f.verdict == "not known"))
+    rest = f", {skipped} of its checks skipped" if skipped else ""
+    if unknown:
+        return f"no claim fails on {device_name(device)}, and not known is: {', '.join(unknown)}{rest}; see above why"
+    return f"every claim holds on {device_name(device)}{rest}"
 
 
 def write_json(findings: Sequence[Finding], device: torch.device, path: Path) -> None:

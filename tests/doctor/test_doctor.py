@@ -3,9 +3,13 @@
 import dataclasses
 import json
 import multiprocessing
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +18,10 @@ from typer.testing import CliRunner
 from hilbert_monitor import HilbertMonitor, Probe, geometry
 from hilbert_monitor.bench.measure import BenchResult
 from hilbert_monitor.cli import app
-from hilbert_monitor.doctor import ddp, exactness, increment, interference, overhead, report
+from hilbert_monitor.doctor import ddp, exactness, increment, interference, other_work, overhead, report
 from hilbert_monitor.doctor.device import CheckSizes, choose
 from hilbert_monitor.doctor.finding import CLAIMS, Check, Finding, Outcome, examine
+from hilbert_monitor.doctor.other_work import OtherWork
 from tests.support.references import all_pairs_diameter, deltas, length
 
 CPU = torch.device("cpu")
@@ -379,8 +384,57 @@ def test_an_overhead_above_the_limit_is_measured_again_before_it_has_failed(only
     assert result.exit_code == 0, text
     assert "1.00% (limit 2%), after 3.00% at first" in text
     assert "1.50% (limit 2%): a step" in text
+    monkeypatch.setattr(OtherWork, "is_much", False)
     monkeypatch.setattr(overhead, "overhead", timed(0.03, 0.04, 0.01))
     assert_failed(only(overhead), "overhead", "3.00% (limit 2%)")
+
+
+def test_an_overhead_on_a_busy_machine_is_not_known_unless_it_is_small(only, monkeypatch):
+    """Other programs that are really there."""
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    measure = timed(0.03, 0.04, 0.01)
+
+    def slowly(*_):
+        began = time.perf_counter()
+        while time.perf_counter() - began < 0.7:
+            pass
+        return measure()
+
+    try:
+        monkeypatch.setattr(overhead, "overhead", slowly)
+        result, text = only(overhead)
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+    assert result.exit_code == 0, text
+    assert "not known: the machine is busy (load " in text
+    assert "cores, other programs take" in text
+    assert "no claim fails on" in text
+    assert "and not known is: overhead;" in text
+    assert "1.00% (limit 2%): a step" in text
+
+
+def test_work_of_ones_own_is_not_that_of_others(monkeypatch):
+    stat = {"busy": 100.0}
+    monkeypatch.setattr(other_work, "_busy_seconds", lambda: stat["busy"])
+    with OtherWork() as others:
+        began, used = time.perf_counter(), sum(os.times()[:4])
+        while time.perf_counter() - began < 0.3:
+            pass
+        stat["busy"] += sum(os.times()[:4]) - used
+    assert others.cores < 0.2
+    assert not others.is_much
+    with OtherWork() as others:
+        time.sleep(0.1)
+        stat["busy"] += 0.1 * len(os.sched_getaffinity(0))
+    assert others.is_much
+    monkeypatch.undo()
+    monkeypatch.setattr(other_work, "STAT", Path("nowhere"))
+    monkeypatch.setattr(other_work, "_load", lambda: 1000.0)
+    with OtherWork() as others:
+        pass
+    assert (others.cores, others.is_much) == (None, True)
 
 
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])
