@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from hilbert_monitor.runs.alerts import Judge
+from hilbert_monitor.runs.alerts import Judge, with_samples
 from hilbert_monitor.runs.record import Alert, StepRecord
 
 from .decay import Decay
@@ -26,7 +26,7 @@ from .measurement import Measurement
 from .owners import owning_optimizer, stepping_optimizer
 from .panel import Panel
 from .ranks import Ranks
-from .samples import SampleIndices, first_samples, with_samples
+from .samples import SampleIndices, first_samples
 from .schedule import Schedule, Schedulers
 from .silence import Silence, why_head_rests
 from .step_meter import StepMeter
@@ -61,7 +61,7 @@ class Probe:
         efficiency: also bracket, where the panel is due, how much descent the step makes of its diameter.
         schedulers: of the learning rate, one or several, or a function that returns them. Records then say whether the
             rate of a step was set by one.
-        judge: blow-up rules. If the bounds of a step allow a blow-up, its exact diameter is computed. If it is a
+        judge: blow-up rules. If the bounds of a step are higher than usual, its exact diameter is computed. If it is a
             blow-up, the panel is measured too. Give it on every rank.
         world: ranks that train together, if they are not those of torch.distributed: 1 for a process by itself.
         guard: counts what fails; by default one of its own.
@@ -290,7 +290,7 @@ class Probe:
     def _measure_diameter(self, step: Measurement, *, exact: bool) -> None:
         """Measure D(S) or its bounds, on the rank that writes."""
         if (exact or self.bracket) and self.ranks.rank == 0:
-            self._meter.measure_diameter(self.head, step, exact=exact, is_blow_up=partial(self._is_blow_up, step))
+            self._meter.measure_diameter(self.head, step, exact=exact, suspects=partial(self._suspects, step))
 
     def increment(self) -> Tensor | None:
         """S of the last step as it acts on the logits: scaled, padding dropped, extended by the bias. (V, d).
@@ -302,11 +302,17 @@ class Probe:
 
     # Rules
 
+    def _suspects(self, step: Measurement, lower: float, upper: float) -> bool:
+        """Whether the rules want to know the exact diameter of a step with these bounds."""
+        if self.judge is None or step.learning_rate is None:
+            return False
+        return self.judge.suspects(self.step, step.learning_rate, lower, upper, scheduled=step.scheduled)
+
     def _is_blow_up(self, step: Measurement, diameter: float | None) -> bool:
         """Whether a diameter of this step is more than the rules allow."""
         if self.judge is None or diameter is None or step.learning_rate is None:
             return False
-        limit = self.judge.limit(self.step, step.learning_rate)
+        limit = self.judge.limit(self.step, step.learning_rate, scheduled=step.scheduled)
         return limit is not None and diameter > limit
 
     def _blew_up(self, step: Measurement) -> bool:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
-
-from hilbert_monitor.runs.record import Alert
 
 from .batches import Batch, is_integer
 
@@ -45,11 +42,6 @@ def first_samples(batches: Iterable[SampleIndices]) -> tuple[int, ...]:
         first = indices[:left]
         read += [int(index) for index in (first.tolist() if isinstance(first, Tensor) else first)]
     return tuple(read)
-
-
-def with_samples(alert: Alert, samples: tuple[int, ...]) -> Alert:
-    """Return an alert with the samples of its step, if it has a place for them."""
-    return msgspec.structs.replace(alert, samples=samples) if "samples" in alert.__struct_fields__ else alert
 
 
 def _are_indices(value: Any) -> bool:

@@ -325,9 +325,7 @@ class MonitorSession:
         if probe.judge is not None and "history" in self._resumed:
             with self.guard("history"):
                 probe.judge.restore(self._resumed["history"])
-                resumed = getattr(probe.judge, "resumed", None)
-                if resumed is not None:  # the learning rate may be another on purpose now
-                    resumed()
+                probe.judge.resumed()
 
     def _open(self, loop: TrainingLoop, probe: Probe) -> None:
         """Begin to write the run, in threads of their own: where a file system hangs, training does not."""

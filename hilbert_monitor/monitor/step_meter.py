@@ -72,9 +72,9 @@ class StepMeter:
             self._increment = self._form(head, step)
 
     def measure_diameter(
-        self, head: WatchedHead, step: Measurement, *, exact: bool, is_blow_up: Callable[[float], bool]
+        self, head: WatchedHead, step: Measurement, *, exact: bool, suspects: Callable[[float, float], bool]
     ) -> None:
-        """Measure D(S), or its bounds; D(S) as well if the bounds allow a blow-up."""
+        """Measure D(S), or its bounds; D(S) as well if the bounds are suspicious."""
         S: Tensor | None = None
         with self.timed("increment"):
             S = self._form(head, step)
@@ -84,8 +84,11 @@ class StepMeter:
             with self.timed("bracket"):
                 step.bounds, step.ceiling = DiameterBounds.of(S), head.ceiling()
                 self._measure_stored(head, step, exact=False)
-                upper = step.stored.stored_diameter_upper if step.stored else step.bounds.diameter_upper
-                exact = is_blow_up(upper)
+                exact = (
+                    suspects(step.stored.stored_diameter_lower, step.stored.stored_diameter_upper)
+                    if step.stored
+                    else suspects(step.bounds.diameter_lower, step.bounds.diameter_upper)
+                )
         if exact:
             with self.timed("diameter"):
                 step.bounds, step.ceiling = ExactDiameter.of(S), head.ceiling()

@@ -1,16 +1,10 @@
 """The rules for blow-ups: records in, alerts out, nothing else. Replaying a log gives the alerts of the run again.
 
 Two rules compare with theory: an increment must hold no nan and no infinity, and D(S) must not exceed what its
-optimizer can make. Two rules compare with the run's own history. D(S) and the perturbation of the panel (the fixed set
-of validation positions) grow with the learning rate, so the history is of their ratios to it. A step is a blow-up if
-its ratio is far above all but two of the last ones: a run that has bursts by itself, as AdamW has when rare tokens
-return, may repeat them. A blow-up is not added to the history, unless it has lasted so long that it is the new normal.
-A learning rate that jumps is not divided out: the ratio is then taken to the rate that the last two steps led to
-expect, and the limit is lower.
-
-Tried and dropped: a factor and a number of robust standard deviations over the median. The logarithm of AdamW's ratio
-has a tail that its spread does not show: with 5 deviations and a factor of 1.65 there were three false alarms in 5,000
-clean steps, and a limit without false alarms missed steps that had tripled.
+optimizer can make. The others compare with the run's own history, of D(S) and of the perturbation of the panel (the
+fixed set of validation positions), each over the learning rate. `noise` learns what is usual and how rare a value is;
+`rates` says which learning rates could be foreseen. One that could not is not divided out. The one dial is how many
+false alarms there may be in 10,000 steps, of all series and rules together.
 """
 
 from __future__ import annotations
@@ -18,13 +12,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from heapq import nlargest
-from statistics import median
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import msgspec
 
+from .noise import LAG, MOST, Event, Noise
+from .rates import Rates
 from .record import Alert, StepRecord
 
 Kind = Literal["nonfinite", "ceiling", "diameter", "perturbation"]
@@ -32,62 +26,36 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 """The rules, by what they look at: rows that are not finite, D(S) against its ceiling, D(S) and the perturbation of the
 panel against their history."""
 
+CEILING_FACTOR = 1.01
+"""D(S) may exceed its ceiling by this factor, for rounding."""
+RATE_FACTOR = 1.5
+"""Where nobody foresaw the learning rate, a value is a blow-up from this factor over the usual on."""
+CALM = 5
+"""Normal values in a row that end a blow-up. While it lasts, only a value twice as large is reported again."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, kw_only=True, init=False)
 class Rules:
-    """What counts as a blow-up."""
-
-    window: int = 200
-    """How many of the last measured values are the history."""
-    diameter_quiet: int = 20
-    perturbation_quiet: int = 5
-    """How many values the history needs before its rule can give an alert."""
-    diameter_factor: float = 1.75
-    perturbation_factor: float = 2.0
-    """The limit, as a multiple of the third largest value of the history."""
-    jump: float = 1.1
-    """A learning rate has jumped if it exceeds, by this factor, what the last two steps led to expect. Infinite for a
-    schedule with restarts, which jumps on purpose."""
-    jump_factor: float = 1.65
-    """The limit where the learning rate has jumped, as a multiple of the median of the history."""
-    ceiling_factor: float = 1.01
-    """The limit, as a multiple of the ceiling."""
-    calm: int = 5
-    """Normal values in a row that end a blow-up. While it lasts, only a value twice as large is reported again."""
-    settled: int = 50
-    """Values after which a blow-up that lasts is the new normal."""
-
-
-class History:
-    """The last values of a quantity that grows with the learning rate, stored as the logarithms of their ratios to it.
+    """What counts as a blow-up.
 
     Args:
-        window: how many values are stored.
-        quiet: how many values there must be before there is a limit.
-        factor: the limit over the third largest value.
-        jump_factor: the limit over the median, where the learning rate has jumped.
+        false_alarms_per_10k: how many false alarms there may be in 10,000 steps of a run. Fewer mean that a blow-up has
+            to be larger to be told.
     """
 
-    def __init__(self, window: int, quiet: int, factor: float, jump_factor: float) -> None:
-        self.quiet, self.room, self.jump_room = quiet, math.log(factor), math.log(jump_factor)
-        self.logs: deque[float] = deque(maxlen=window)
+    false_alarms_per_10k: float = 1.0
 
-    def add(self, value: float, lr: float) -> None:
-        """Add a value, unless its ratio has no finite logarithm."""
-        if value > 0 and lr > 0 and math.isfinite(value / lr):
-            self.logs.append(math.log(value) - math.log(lr))
-
-    def expected(self, lr: float) -> float | None:
-        """The usual value at a learning rate, by the median; None without a history."""
-        return _exp(median(self.logs)) * lr if self.logs else None
-
-    def limit(self, lr: float, *, jumped: bool = False) -> float | None:
-        """The largest value that is no blow-up; None while there is too little history."""
-        if len(self.logs) < self.quiet:
-            return None
-        if jumped:
-            return _exp(median(self.logs) + self.jump_room) * lr
-        return _exp(nlargest(3, self.logs)[-1] + self.room) * lr
+    def __init__(self, *, false_alarms_per_10k: float = 1.0, **old: Any) -> None:
+        if old:
+            raise TypeError(
+                f"Rules has one setting, false_alarms_per_10k, and no {', '.join(sorted(old))}: limits, windows and"
+                " schedules are learned from the run, so leave it out"
+            )
+        if not 0 < false_alarms_per_10k <= 100:
+            raise ValueError(
+                f"false_alarms_per_10k is a number above 0, at most 100, got {false_alarms_per_10k}: 1 is usual"
+            )
+        object.__setattr__(self, "false_alarms_per_10k", float(false_alarms_per_10k))
 
 
 @dataclass(slots=True)
@@ -98,8 +66,25 @@ class BlowUp:
     """Value of its last alert."""
     calm: int = 0
     """Normal values since its last value above the limit."""
-    values: int = 0
-    """Values above the limit."""
+
+
+@dataclass
+class Series:
+    """A quantity that grows with the learning rate: what is known of its history."""
+
+    kind: Literal["diameter", "perturbation"]
+    name: str
+    noise: Noise
+    share: float
+    """Of the false alarms that are allowed."""
+    steps: deque[int] = field(default_factory=lambda: deque(maxlen=4))
+    """Of its last values."""
+
+    @property
+    def gap(self) -> int:
+        """Steps between two values."""
+        steps = [*self.steps]
+        return min((after - before for before, after in zip(steps, steps[1:], strict=False)), default=1)
 
 
 class Judge:
@@ -110,59 +95,95 @@ class Judge:
     """
 
     def __init__(self, rules: Rules | None = None) -> None:
-        self.rules = rules = rules or Rules()
-        self.diameter, self.perturbation = (
-            History(rules.window, quiet, factor, rules.jump_factor)
-            for quiet, factor in (
-                (rules.diameter_quiet, rules.diameter_factor),
-                (rules.perturbation_quiet, rules.perturbation_factor),
-            )
-        )
-        self._rates: deque[tuple[int, float]] = deque(maxlen=2)
+        self.rules = rules or Rules()
+        self.rates = Rates()
+        self.diameter = Series("diameter", "D(S)", Noise(quiet=20, floor=math.log(1.4)), 0.9)
+        self.perturbation = Series("perturbation", "The panel's Hilbert RMS", Noise(quiet=8, floor=math.log(2)), 0.1)
+        self._gap = 0.0  # usual logarithm of the upper bound of D(S) over the lower
         self._lasting: dict[str, BlowUp] = {}
 
-    def limit(self, step: int, lr: float) -> float | None:
-        """The largest D(S) of that step that is no blow-up; None while there is too little history."""
-        usual = self._usual_rate(step, lr)
-        return self.diameter.limit(usual, jumped=usual < lr) if lr > 0 else None
+    def limit(self, step: int, lr: float, *, scheduled: bool | None = None) -> float | None:
+        """The largest D(S) of that step that is no blow-up; None while there is too little history.
+
+        Args:
+            step: its number.
+            lr: its learning rate.
+            scheduled: whether the run's scheduler set it, if that is known.
+        """
+        noise = self.diameter.noise
+        usual = noise.usual(exact=True)
+        if usual is None or not noise.ready or not 0 < lr < math.inf:
+            return None
+        foreseen = self.rates.foreseen(step, lr, scheduled=scheduled)
+        if foreseen < lr:
+            return _exp(usual) * RATE_FACTOR * foreseen
+        return _exp(min(noise.limits(self._probability(self.diameter))).value + noise.offset) * lr
+
+    def suspects(self, step: int, lr: float, lower: float, upper: float, *, scheduled: bool | None = None) -> bool:
+        """Whether the exact D(S) of a step has to be known, as its bounds are higher than usual ones may be."""
+        limit = self.limit(step, lr, scheduled=scheduled)
+        if limit is None:
+            return False
+        offset = self.diameter.noise.offset
+        return lower > limit / math.exp(offset) or upper > limit * math.exp(max(0.0, self._gap - offset))
 
     def state(self) -> dict[str, Any]:
         """Return the history in plain types, for a checkpoint."""
         return {
-            "diameter": list(self.diameter.logs),
-            "perturbation": list(self.perturbation.logs),
-            "rates": [list(rate) for rate in self._rates],
-            "lasting": {
-                kind: [blow_up.reported, blow_up.calm, blow_up.values] for kind, blow_up in self._lasting.items()
+            "series": {
+                series.kind: {"noise": series.noise.state(), "steps": list(series.steps)} for series in self._series
             },
+            "rates": self.rates.state(),
+            "gap": self._gap,
+            "lasting": {kind: [blow_up.reported, blow_up.calm] for kind, blow_up in self._lasting.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over the history that `state` returned."""
-        diameter, perturbation = ([float(x) for x in state[name]] for name in ("diameter", "perturbation"))
-        rates = [(int(step), float(lr)) for step, lr in state["rates"]]
-        lasting = {kind: BlowUp(*values) for kind, values in state["lasting"].items()}
-        self.diameter.logs.extend(diameter)
-        self.perturbation.logs.extend(perturbation)
-        self._rates.extend(rates)
-        self._lasting.update(lasting)
+        """Take over the history that `state` returned. One of an earlier version is left out: it has other contents."""
+        if "series" not in state:
+            return
+        fresh = Judge(self.rules)
+        for series in fresh._series:
+            saved = state["series"][series.kind]
+            series.noise.restore(saved["noise"])
+            series.steps.extend(int(step) for step in saved["steps"])
+        fresh.rates.restore(state["rates"])
+        fresh._gap = float(state["gap"])
+        fresh._lasting = {kind: BlowUp(*values) for kind, values in state["lasting"].items()}
+        self.__dict__.update(fresh.__dict__)
+
+    def resumed(self) -> None:
+        """Forget the learning rates: those of a resumed run may be others on purpose."""
+        self.rates.forget()
 
     def judge(self, record: StepRecord) -> list[Alert]:
         """Return the alerts of a record, and add it to the history."""
-        lr, value = record.learning_rate, judged_diameter(record)
         if record.skipped:
             return []
         alerts = list(self._nonfinite(record))
+        lr = record.learning_rate
         if lr is None:
             return alerts
-        alerts += [*self._ceiling(record), *self._blow_ups(record, lr, value)]
-        if value is not None and self._is_usual("diameter"):
-            self.diameter.add(value, lr)
-        if record.perturbation_rms is not None and self._is_usual("perturbation"):
-            self.perturbation.add(record.perturbation_rms, lr)
-        if not self._rates or record.step > self._rates[-1][0]:
-            self._rates.append((record.step, lr))
+        alerts += self._ceiling(record)
+        foreseen = self.rates.foreseen(record.step, lr, scheduled=record.scheduled)
+        value, exact = judged_diameter(record)
+        for series, one, is_exact in (
+            (self.diameter, value, exact),
+            (self.perturbation, record.perturbation_rms, False),
+        ):
+            if one is not None and one > 0 and foreseen > 0 and math.isfinite(one / lr):
+                alerts += self._against_history(series, record, one, foreseen, is_exact)
+        self._learn_gap(record)
+        self.rates.add(record.step, lr, foreseen=foreseen)
         return alerts
+
+    @property
+    def _series(self) -> tuple[Series, Series]:
+        return self.diameter, self.perturbation
+
+    def _probability(self, series: Series) -> float:
+        """How likely a false alarm about one value of a series may be."""
+        return min(self.rules.false_alarms_per_10k / 1e4 * series.share * series.gap, MOST)
 
     def _nonfinite(self, record: StepRecord) -> Iterator[Alert]:
         if record.nonfinite_rows is None:
@@ -183,8 +204,7 @@ class Judge:
         value = _intended_diameter(record)  # a theorem is about no rounding
         if value is None or not record.ceiling:
             return
-        limit = record.ceiling * self.rules.ceiling_factor
-        if self._begins("ceiling", value, value > limit):
+        if self._begins("ceiling", value, value > record.ceiling * CEILING_FACTOR):
             yield _alert(
                 record,
                 "ceiling",
@@ -195,54 +215,64 @@ class Judge:
                 " its gradients in place or the optimizer's state",
             )
 
-    def _blow_ups(self, record: StepRecord, lr: float, value: float | None) -> Iterator[Alert]:
-        usual = self._usual_rate(record.step, lr)
-        rms = record.perturbation_rms
-        if value is not None and (alert := self._against("diameter", self.diameter, record, value, usual)):
-            yield alert
-        if rms is not None and (alert := self._against("perturbation", self.perturbation, record, rms, usual)):
-            yield alert
+    def _against_history(
+        self, series: Series, record: StepRecord, value: float, foreseen: float, exact: bool
+    ) -> Iterator[Alert]:
+        """Compare a value with its history, and add it."""
+        lr, noise = record.learning_rate, series.noise
+        assert lr is not None
+        x, usual = math.log(value) - math.log(foreseen), noise.usual(exact=exact)
+        if not series.steps or record.step > series.steps[-1]:
+            series.steps.append(record.step)
+        if foreseen < lr:
+            accident = noise.ready and usual is not None and x - usual > math.log(RATE_FACTOR)
+            if self._begins(series.kind, value, accident):
+                assert usual is not None
+                yield self._history_alert(series, record, value, _exp(usual) * foreseen, "rate", None)
+            return
+        event = noise.event(x, self._probability(series), exact=exact)
+        if self._begins(series.kind, value, event is not None):
+            assert event is not None
+            expected = _exp(event.usual + (noise.offset if exact else 0.0)) * lr
+            yield self._history_alert(series, record, value, expected, event.pattern, event)
+        noise.add(x, exact=exact, pattern="" if event is None else event.pattern)
 
-    def _against(self, kind: Kind, history: History, record: StepRecord, value: float, lr: float) -> Alert | None:
-        jumped = record.learning_rate is not None and lr < record.learning_rate
-        limit, expected = history.limit(lr, jumped=jumped), history.expected(lr)
-        if limit is None or expected is None or not math.isfinite(value):
-            return None
-        if not self._begins(kind, value, value > limit > 0):
-            return None
-        diameter = kind == "diameter"
-        name = "D(S)" if diameter else "The panel's Hilbert RMS"
+    def _history_alert(
+        self, series: Series, record: StepRecord, value: float, expected: float, pattern: str, event: Event | None
+    ) -> Alert:
         pair, text = record.pair, record.pair_text
-        if not diameter:
+        if series.kind == "perturbation":
             pair, text = record.perturbation_pair, record.perturbation_pair_text
         elif record.stored_pair not in (None, record.pair):
             pair, text = record.stored_pair, None
-        factor = value / expected
-        return _alert(
-            record,
-            kind,
-            value,
-            expected,
-            f"{name} = {value:.3g}, {factor:.3g} times the {expected:.3g} of the last {len(history.logs)} measured,"
-            f" between {_tokens(pair, text)}: {self._advice(record, lr)}",
-            pair,
-            text,
-        )
+        rarity = None if event is None else min(series.gap / max(event.chance, 1e-12), 1e12)
+        what = f"{series.name} = {value:.3g}, {value / expected:.3g} times "
+        usual = {
+            "trend": f"the {expected:.3g} of {LAG} measured steps ago at this learning rate",
+            "level": f"the usual {expected:.3g}, and high for some steps",
+        }.get(pattern, f"the usual {expected:.3g}")
+        chance = "" if rarity is None else f", {_once_in(rarity)}"
+        advice = self._advice(record, pattern)
+        message = f"{what}{usual}{chance}, between {_tokens(pair, text)}: {advice}"
+        return _alert(record, series.kind, value, expected, message, pair, text, pattern=pattern, rarity=rarity)
 
-    def _advice(self, record: StepRecord, usual: float) -> str:
-        if record.learning_rate and record.learning_rate > usual:
-            return f"the learning rate jumped from {self._rates[-1][1]:.3g} to {record.learning_rate:.3g}, look at it"
+    def _advice(self, record: StepRecord, pattern: str) -> str:
+        if pattern == "rate":
+            before = self.rates.before
+            return f"the learning rate went from {before:.3g} to {record.learning_rate:.3g}, look at it"
+        if pattern == "trend":
+            return "the steps grow while the learning rate does not, lower it, or go back and look at loss and data"
+        if pattern == "level":
+            return "look at what changed in the run or its data some steps ago"
         if record.pair and record.gradient_row_token in record.pair:
             return "the head's gradient is largest at one of them, look at how they occur in the batch of this step"
         return "look at the batch of this step, and at how long these tokens had not occurred"
 
-    def _usual_rate(self, step: int, lr: float) -> float:
-        """The learning rate; if it has jumped, the one that the last two steps led to expect."""
-        if len(self._rates) < 2:
-            return lr
-        (before, first), (last, second) = self._rates
-        ahead = second + abs(second - first) * (step - last) / (last - before)  # a schedule may turn
-        return ahead if second > 0 and lr > self.rules.jump * ahead else lr
+    def _learn_gap(self, record: StepRecord) -> None:
+        lower, upper = record.diameter_lower, record.diameter_upper
+        if record.diameter is None and lower and upper and math.isfinite(upper) and upper >= lower > 0:
+            gap = math.log(upper / lower)
+            self._gap = gap if not self._gap else self._gap + 0.05 * (gap - self._gap)
 
     def _begins(self, kind: Kind, value: float, is_blow_up: bool) -> bool:
         """Whether a blow-up of this kind begins here, or has doubled; one that lasts is reported once."""
@@ -250,19 +280,14 @@ class Judge:
         if not is_blow_up:
             if lasting is not None:
                 lasting.calm += 1
-                if lasting.calm >= self.rules.calm:
+                if lasting.calm >= CALM:
                     del self._lasting[kind]
             return False
         new = lasting is None or value > 2 * lasting.reported
         lasting = self._lasting.setdefault(kind, BlowUp(value))
         lasting.reported = value if new else lasting.reported
-        lasting.calm, lasting.values = 0, lasting.values + 1
+        lasting.calm = 0
         return new
-
-    def _is_usual(self, kind: Kind) -> bool:
-        """Whether the value just judged belongs to the history: it is no blow-up, or one that has lasted long."""
-        lasting = self._lasting.get(kind)
-        return lasting is None or lasting.calm > 0 or lasting.values > self.rules.settled
 
 
 def alerts_of(records: Iterable[StepRecord], rules: Rules | None = None) -> Iterator[Alert]:
@@ -279,14 +304,22 @@ def with_texts(alert: Alert, texts: tuple[str, str]) -> Alert:
     return msgspec.structs.replace(alert, pair_text=texts, message=alert.message.replace(ids, names, 1))
 
 
+def with_samples(alert: Alert, samples: tuple[int, ...]) -> Alert:
+    """Return an alert with the samples of its step, in it and in its message."""
+    message = alert.message.removesuffix(_batch(alert.batch, alert.samples)) + _batch(alert.batch, samples)
+    return msgspec.structs.replace(alert, samples=samples, message=message)
+
+
 def _exp(x: float) -> float:
     return math.exp(min(x, 700.0))
 
 
-def judged_diameter(record: StepRecord) -> float | None:
-    """The diameter that a blow-up is looked for in, or its lower bound: that of the step that was stored."""
-    stored = record.stored_diameter_lower if record.stored_diameter is None else record.stored_diameter
-    return _intended_diameter(record) if stored is None else stored
+def judged_diameter(record: StepRecord) -> tuple[float | None, bool]:
+    """The diameter that a blow-up is looked for in, and whether it is exact: that of the step that was stored."""
+    if record.stored_diameter is not None or record.stored_diameter_lower is not None:
+        exact = record.stored_diameter is not None
+        return record.stored_diameter if exact else record.stored_diameter_lower, exact
+    return _intended_diameter(record), record.diameter is not None
 
 
 def _intended_diameter(record: StepRecord) -> float | None:
@@ -302,6 +335,9 @@ def _alert(
     message: str,
     pair: tuple[int, int] | None = None,
     text: tuple[str, str] | None = None,
+    *,
+    pattern: str = "",
+    rarity: float | None = None,
 ) -> Alert:
     return Alert(
         step=record.step,
@@ -311,8 +347,31 @@ def _alert(
         expected=expected,
         pair=pair or record.pair,
         pair_text=text or record.pair_text,
-        message=message,
+        pattern=pattern,
+        rarity=rarity,
+        batch=record.batch,
+        samples=record.samples,
+        message=message + _batch(record.batch, record.samples),
     )
+
+
+def _batch(batch: int | None, samples: tuple[int, ...] | None) -> str:
+    """Say which batch it was, for the end of a message."""
+    if batch is None and not samples:
+        return ""
+    which = "a batch" if batch is None else f"batch {batch} of its epoch"
+    if not samples:
+        return f"; it was {which}"
+    more = f" and {len(samples) - 5} more" if len(samples) > 5 else ""
+    return f"; it was {which}, with samples {', '.join(map(str, samples[:5]))}{more}"
+
+
+def _once_in(rarity: float) -> str:
+    """Say how rare that is, with one or two digits."""
+    if rarity >= 1e9:
+        return "not seen once in a billion steps"
+    digits = 10 ** max(0, math.floor(math.log10(max(rarity, 1.0))))
+    return f"seen once in {round(rarity / digits) * digits:,} steps"
 
 
 def _tokens(pair: tuple[int, int] | None, text: tuple[str, str] | None, number: int = 2) -> str:

@@ -163,10 +163,18 @@ class Alert(Struct, frozen=True, kw_only=True, omit_defaults=True):
     value: float
     """What was measured."""
     expected: float | None = None
-    """What was usual: the median of the history at the step's learning rate. For the kind "ceiling" it is the ceiling,
+    """What was usual in the run's history, at the learning rate that could be foreseen. For the kind "ceiling" it is the ceiling,
     for "nonfinite" 0."""
     pair: Pair | None = None
     pair_text: tuple[str, str] | None = None
     """Tokens that attain the value."""
+    pattern: str = ""
+    """What about the history was broken: one "step", a "level" that lasts, a "trend", or the learning "rate"."""
+    rarity: float | None = None
+    """Steps of this run among which one such is expected by chance."""
+    batch: int | None = None
+    """Index of the step's batch in its epoch."""
+    samples: tuple[int, ...] | None = None
+    """Indices of its samples, where the batch tells them: the first ones."""
     message: str = ""
     """The alert in a sentence or two."""

@@ -1,0 +1,199 @@
+"""How rare is a value so many spreads above its level? Learned from a run's own values: the shape of their tail.
+
+Most values of a run form a body: a normal distribution, or a Student distribution with a heavier tail. Which one, is
+learned by how well each predicted the values so far (Bayes' rule; only values within BODY spreads count, so that a
+single accident teaches nothing). Some runs also have bursts of their own, beyond what their body explains: AdamW has
+them when rare tokens return. What a run has shown several times is allowed to come again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+CLIP = 2.5
+"""Deviations count for the spread up to so many spreads: an accident does not widen it."""
+CLIPPED_VARIANCE = 0.9775599834528068
+"""E[min(z^2, CLIP^2)] of a normal z."""
+BODY = 4.0
+"""A value more than so many spreads above its level is no part of the body."""
+
+SHAPES = (math.inf, 16, 8, 5, 4, 3, 2)
+"""Degrees of freedom of the Student distributions that a body may have; infinite for the normal one."""
+SPREADS = (
+    1.0,
+    1.0555792145962477,
+    1.1166007366659707,
+    1.1976290220865722,
+    1.2567754799252446,
+    1.365369690303907,
+    1.6259630035939796,
+)
+"""Their spreads: s with E[min(t^2, (CLIP s)^2)] = CLIPPED_VARIANCE s^2."""
+PRIOR = (0.6, 0.1, 0.08, 0.07, 0.05, 0.05, 0.05)
+"""How likely each is before anything was seen."""
+
+GRID = tuple(0.1 * i for i in range(81)) + tuple(8.0 * 500.0 ** (i / 120) for i in range(1, 121))
+"""Heights, in spreads, at which tails are tabulated: up to 4,000."""
+
+BURSTS = 64
+"""Bursts that are remembered."""
+APART = 10
+"""Values within which two bursts count as one."""
+FIRST_BURSTS, USUAL_BURST = 5, math.log(3.2)
+"""Until so many bursts were seen, others of up to this size are expected."""
+
+
+def survival(shape: float, t: float) -> float:
+    """P(T > t) of a Student distribution with `shape` degrees of freedom, a whole number or infinity, for t >= 0."""
+    if math.isinf(shape):
+        return 0.5 * math.erfc(t / math.sqrt(2))
+    n = int(shape)
+    angle = math.atan2(t, math.sqrt(n))
+    if t * t > 1e4 * n:  # the sums below would cancel
+        log_density = math.lgamma((n + 1) / 2) - math.lgamma(n / 2) - 0.5 * math.log(n * math.pi)
+        return math.exp(log_density + (n + 1) / 2 * math.log(n) - n * math.log(t)) / n
+    square, sine = math.cos(angle) ** 2, math.sin(angle)
+    if n % 2:
+        terms = accumulate(range(1, (n - 1) // 2), lambda term, k: term * square * 2 * k / (2 * k + 1), initial=1.0)
+        total = sum(terms) * math.cos(angle) * sine if n > 1 else 0.0
+        return 0.5 - (angle + total) / math.pi
+    terms = accumulate(range(1, n // 2), lambda term, k: term * square * (2 * k - 1) / (2 * k), initial=1.0)
+    return 0.5 - 0.5 * sine * sum(terms)
+
+
+@functools.cache
+def _tables() -> tuple[tuple[float, ...], ...]:
+    """P(z > height) for each height of the grid and each shape: (heights, shapes)."""
+    return tuple(tuple(survival(n, s * height) for n, s in zip(SHAPES, SPREADS, strict=True)) for height in GRID)
+
+
+def _constant(shape: float, spread: float) -> float:
+    """Logarithm of the density at zero, of the part of the distribution within BODY spreads."""
+    inside = math.log(spread) - math.log1p(-2 * survival(shape, BODY * spread))
+    if math.isinf(shape):
+        return inside - 0.5 * math.log(2 * math.pi)
+    return inside + math.lgamma((shape + 1) / 2) - math.lgamma(shape / 2) - 0.5 * math.log(shape * math.pi)
+
+
+STUDENTS = tuple((s * s / n, (n + 1) / 2, _constant(n, s)) for n, s in zip(SHAPES[1:], SPREADS[1:], strict=True))
+"""Log density of the Student bodies at z: third - second * log(1 + first * z^2)."""
+NORMAL = _constant(math.inf, 1.0)
+
+
+class Tail:
+    """The tail of a series of deviations z, each in spreads of the series."""
+
+    def __init__(self) -> None:
+        self.scores = [math.log(weight) for weight in PRIOR]
+        """Logarithms of how likely each shape is, up to a constant."""
+        self.bursts: list[tuple[int, float]] = []
+        """Deviations beyond the body: number of the value, and height."""
+        self._last_burst = -math.inf
+
+    def add(self, z: float) -> None:
+        """Learn from a value of the body."""
+        if abs(z) >= BODY:
+            return
+        square = z * z
+        scores = self.scores
+        scores[0] += NORMAL - 0.5 * square
+        for i, (scale, power, constant) in enumerate(STUDENTS, 1):
+            scores[i] += constant - power * math.log1p(scale * square)
+        best = max(scores)
+        self.scores = [max(score - best, -30.0) for score in scores]
+
+    def add_burst(self, number: int, z: float) -> None:
+        """Learn from a value beyond the body. Values near each other are one burst, of the largest one's height."""
+        if number - self._last_burst > APART:
+            self.bursts = [*self.bursts, (number, z)][-BURSTS:]
+        elif self.bursts and z > self.bursts[-1][1]:
+            self.bursts[-1] = (self.bursts[-1][0], z)
+        self._last_burst = number
+
+    def height(self, probability: float, burst_probability: float, number: int, spread: float) -> float:
+        """Return the height that a value exceeds with a given probability, in spreads.
+
+        Args:
+            probability: of a value of the body.
+            burst_probability: of a burst, for each value.
+            number: values so far.
+            spread: of the values, to know the size of a burst.
+        """
+        return max(self._body_height(probability), self._burst_height(burst_probability, number, spread))
+
+    def chance(self, z: float, number: int) -> float:
+        """Return how likely a value is so high: by its body, or by the bursts so far."""
+        place = min(bisect_left(GRID, z), len(GRID) - 1)
+        body = self._body_chance(_tables()[place])
+        rate, heights = self._burst_rate(number)
+        if rate <= 0 or len(heights) < 2:
+            return body
+        m = len(heights)
+        if z <= heights[0]:
+            return max(body, rate * (sum(height >= z for height in heights) + 1) / (m + 1))
+        beyond = (z - heights[0]) / (heights[0] - BODY)
+        return max(body, rate / (m + 1) * (1 + beyond) ** -m)
+
+    def state(self) -> dict[str, Any]:
+        """Return what was learned, in plain types."""
+        last = self._last_burst if math.isfinite(self._last_burst) else None
+        return {"scores": list(self.scores), "bursts": [list(burst) for burst in self.bursts], "last_burst": last}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned."""
+        self.scores = [float(score) for score in state["scores"]]
+        self.bursts = [(int(number), float(z)) for number, z in state["bursts"]]
+        self._last_burst = -math.inf if state["last_burst"] is None else state["last_burst"]
+
+    def _weights(self) -> list[float]:
+        weights = [math.exp(score) for score in self.scores]
+        total = sum(weights)
+        return [weight / total for weight in weights]
+
+    def _body_chance(self, row: Sequence[float]) -> float:
+        return sum(weight * chance for weight, chance in zip(self._weights(), row, strict=True))
+
+    def _body_height(self, probability: float) -> float:
+        weights, tables = self._weights(), _tables()
+
+        def excess(place: int) -> float:
+            return sum(map(float.__mul__, weights, tables[place]))
+
+        low, high = 0, len(GRID) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if excess(middle) > probability else (low, middle)
+        above, below = excess(low), max(excess(high), 1e-300)
+        share = math.log(above / probability) / math.log(above / below) if above > below else 1.0
+        return GRID[low] + min(max(share, 0.0), 1.0) * (GRID[high] - GRID[low])
+
+    def _burst_rate(self, number: int) -> tuple[float, list[float]]:
+        """How often there is a burst that the body does not explain, and the heights of bursts, the largest first."""
+        m = len(self.bursts)
+        if not m or number <= 0:
+            return 0.0, []
+        span = number if m < BURSTS else max(number - self.bursts[0][0], 1)
+        rate = m / span - self._body_chance(_tables()[int(10 * BODY)])
+        heights = sorted((height for _, height in self.bursts), reverse=True)
+        heights[0] = min(heights[0], 1.5 * (heights[1] if m > 1 else BODY))  # one accident excuses no other
+        return rate, heights
+
+    def _burst_height(self, probability: float, number: int, spread: float) -> float:
+        """Return what bursts exceed with this probability for each value; after uniform bursts this is exact."""
+        rate, heights = self._burst_rate(number)
+        if rate <= 0:
+            return 0.0
+        m = len(heights)
+        is_burst = max(height for _, height in self.bursts) > 1.5 * BODY
+        expected = USUAL_BURST / spread if is_burst and m < FIRST_BURSTS else 0.0
+        if m < 2:
+            return expected
+        rank = probability / rate * (m + 1)
+        if rank >= 1:
+            return heights[min(int(rank), m) - 1]
+        return max(expected, heights[0] + (heights[0] - BODY) * math.log(1 / rank) / m)
