@@ -162,6 +162,8 @@ class Probe:
             self._end()
         self._end = None
         self._meter.forget()
+        self._rates = []
+        self._schedule.forget()
 
     def __enter__(self) -> Probe:
         return self.attach()

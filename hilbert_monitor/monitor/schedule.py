@@ -62,6 +62,10 @@ class Schedule:
         all_tell = len(known) == len(rates) and all(self._believes(scheduler) for scheduler, _ in known)
         return number, False if rates and all_tell else None
 
+    def forget(self) -> None:
+        """Let go of the schedulers, and of what was learnt about them."""
+        self._matches.clear()
+
     def _note_match(self, scheduler: Any, rate: float) -> None:
         _, first, believed = self._matches.get(id(scheduler), (scheduler, rate, False))
         self._matches[id(scheduler)] = scheduler, first, believed or not _are_equal(first, rate)

@@ -305,7 +305,7 @@ class MonitorSession:
             decay=options.decay,
             vocab_size=options.vocab_size,
             logit_scale=options.logit_scale,
-            schedulers=lambda: loop.schedulers,
+            schedulers=self._schedulers,
             judge=Judge(options.rules),
             efficiency=options.efficiency,
             world=loop.ranks.world,
@@ -316,6 +316,10 @@ class MonitorSession:
             with self.guard("outputs"):
                 self._open(loop, self.probe)
         self.probe.attach()
+
+    def _schedulers(self) -> Sequence[Any]:
+        """Those of the run, as they are now."""
+        return () if self._loop is None else self._loop.schedulers
 
     def _resume(self, loop: TrainingLoop, probe: Probe) -> None:
         """Go on counting and judging where the run was saved."""

@@ -1,5 +1,6 @@
 """Where a step comes from: the scheduler or other code that set its learning rate, its batch and its samples."""
 
+import pickle
 from collections import namedtuple
 
 import lightning
@@ -232,6 +233,7 @@ def test_lightning_says_batch_schedule_and_the_samples_of_an_alert(tmp_path):
     assert {alert.step for alert in alerts} == {30}
     assert sink.records[30].samples == tuple(index for _, samples in batches[30] for index in samples)
     assert all(record.samples is None for step, record in sink.records.items() if step != 30)
+    assert pickle.loads(pickle.dumps(monitor)).session.state_dict()["step"] == 34  # it holds on to no scheduler
 
 
 def test_a_resumed_run_goes_on_with_batch_schedule_and_the_whole_history_of_the_rules(tmp_path, monkeypatch):
