@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -83,8 +84,7 @@ class Series:
     @property
     def gap(self) -> int:
         """Steps between two values."""
-        steps = [*self.steps]
-        return min((after - before for before, after in zip(steps, steps[1:], strict=False)), default=1)
+        return min((after - before for before, after in pairwise(self.steps)), default=1)
 
 
 class Judge:

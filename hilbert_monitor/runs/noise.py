@@ -217,7 +217,7 @@ class Noise:
     # Learning
 
     def _begin(self, value: float) -> None:
-        """Keep the first values; when there are enough, begin from their median, which a burst among them moves little."""
+        """Keep the first values; when there are enough, begin from their median, which a burst moves little."""
         self._first.append(value)
         self.number += 1
         if self.number < self.quiet:

@@ -163,8 +163,8 @@ class Alert(Struct, frozen=True, kw_only=True, omit_defaults=True):
     value: float
     """What was measured."""
     expected: float | None = None
-    """What was usual in the run's history, at the learning rate that could be foreseen. For the kind "ceiling" it is the ceiling,
-    for "nonfinite" 0."""
+    """What was usual in the run's history, at the learning rate that could be foreseen. For the kind "ceiling" it is
+    the ceiling, for "nonfinite" 0."""
     pair: Pair | None = None
     pair_text: tuple[str, str] | None = None
     """Tokens that attain the value."""

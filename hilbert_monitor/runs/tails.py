@@ -133,11 +133,9 @@ class Tail:
         rate, heights = self._burst_rate(number)
         if rate <= 0 or len(heights) < 2:
             return body
-        m = len(heights)
-        if z <= heights[0]:
-            return max(body, rate * (sum(height >= z for height in heights) + 1) / (m + 1))
-        beyond = (z - heights[0]) / (heights[0] - BODY)
-        return max(body, rate / (m + 1) * (1 + beyond) ** -m)
+        rank = (sum(height >= z for height in heights) + 1) / (len(heights) + 1)
+        beyond = max(0.0, z - heights[0]) / max(self._spacing(heights), 1e-9)
+        return max(body, rate * rank * math.exp(-beyond))
 
     def state(self) -> dict[str, Any]:
         """Return what was learned, in plain types."""
@@ -156,13 +154,14 @@ class Tail:
         return [weight / total for weight in weights]
 
     def _body_chance(self, row: Sequence[float]) -> float:
-        return sum(weight * chance for weight, chance in zip(self._weights(), row, strict=True))
+        return math.fsum(weight * chance for weight, chance in zip(self._weights(), row, strict=True))
 
     def _body_height(self, probability: float) -> float:
         weights, tables = self._weights(), _tables()
 
         def excess(place: int) -> float:
-            return sum(map(float.__mul__, weights, tables[place]))
+            total: float = sum(map(float.__mul__, weights, tables[place]))
+            return total
 
         low, high = 0, len(GRID) - 1
         while high - low > 1:
@@ -184,7 +183,7 @@ class Tail:
         return rate, heights
 
     def _burst_height(self, probability: float, number: int, spread: float) -> float:
-        """Return what bursts exceed with this probability for each value; after uniform bursts this is exact."""
+        """Return what bursts exceed with this probability for each value, by how far apart the highest three are."""
         rate, heights = self._burst_rate(number)
         if rate <= 0:
             return 0.0
@@ -196,4 +195,11 @@ class Tail:
         rank = probability / rate * (m + 1)
         if rank >= 1:
             return heights[min(int(rank), m) - 1]
-        return max(expected, heights[0] + (heights[0] - BODY) * math.log(1 / rank) / m)
+        return max(expected, heights[0] + self._spacing(heights) * math.log(1 / rank))
+
+    @staticmethod
+    def _spacing(heights: Sequence[float]) -> float:
+        """How much higher a burst is that comes e times more rarely."""
+        if len(heights) < 3:
+            return (heights[0] - BODY) / 2
+        return max((heights[0] - heights[2]) / 1.5, (heights[0] - BODY) / len(heights))  # exponential, uniform
