@@ -16,6 +16,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -25,6 +26,7 @@ from hilbert_monitor.runs.alerts import alerts_of
 from hilbert_monitor.runs.log import RunReader, find_runs
 from tests.support.sinks import Recorder
 from tests.support.training import Module, Text
+from tests.support.warm import METHOD
 
 JUMP = 33
 """The step at which the learning rate is ten times what it was; not one that is due."""
@@ -133,7 +135,7 @@ def test_stop_and_checkpoint_take_both_of_two_ranks(tmp_path):
     fit(
         Jumps(),
         monitor(on_blowup=["stop", "checkpoint"], run_name="two", run_dir=str(tmp_path / "runs")),
-        strategy="ddp_spawn",
+        strategy=DDPStrategy(start_method=METHOD),
         devices=2,
     )
     run = RunReader(tmp_path / "runs" / "two")
@@ -161,7 +163,7 @@ def test_a_checkpoint_that_cannot_be_written_makes_nobody_wait(tmp_path):
         Jumps(),
         FullDisk(),
         HilbertMonitor(panel_size=50, on_blowup=["checkpoint"], run_name="full", run_dir=str(tmp_path / "runs")),
-        strategy="ddp_spawn",
+        strategy=DDPStrategy(start_method=METHOD),
         devices=2,
         default_root_dir=tmp_path,
     )

@@ -14,6 +14,7 @@ import lightning
 import msgspec
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -27,6 +28,7 @@ from hilbert_monitor.runs.log import RunReader
 from hilbert_monitor.runs.record import Alert, StepRecord
 from tests.support.sinks import Recorder
 from tests.support.training import UPDATES, Module, Text, fit
+from tests.support.warm import METHOD
 
 
 class Panic(BaseException):
@@ -205,7 +207,7 @@ def test_panics_on_one_of_two_ranks_end_neither(tmp_path):
         run_dir=str(tmp_path / "runs"),
         run_name="two",
     )
-    fit(Module("torch"), monitor, strategy="ddp_spawn", devices=2)
+    fit(Module("torch"), monitor, strategy=DDPStrategy(start_method=METHOD), devices=2)
     run = RunReader(tmp_path / "runs" / "two")
     steps = list(run.steps())
     assert run.info.world_size == 2
