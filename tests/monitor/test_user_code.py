@@ -14,7 +14,6 @@ import lightning
 import msgspec
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -28,7 +27,7 @@ from hilbert_monitor.runs.log import RunReader
 from hilbert_monitor.runs.record import Alert, StepRecord
 from tests.support.sinks import Recorder
 from tests.support.training import UPDATES, Module, Text, fit
-from tests.support.warm import METHOD
+from tests.support.warm import warm_ranks_fixture  # noqa: F401
 
 
 class Panic(BaseException):
@@ -199,6 +198,7 @@ def hidden_on_rank_one(module, batch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.usefixtures("warm_ranks")
 def test_panics_on_one_of_two_ranks_end_neither(tmp_path):
     monitor = quick(
         perturbation_every=4,
@@ -207,7 +207,7 @@ def test_panics_on_one_of_two_ranks_end_neither(tmp_path):
         run_dir=str(tmp_path / "runs"),
         run_name="two",
     )
-    fit(Module("torch"), monitor, strategy=DDPStrategy(start_method=METHOD), devices=2)
+    fit(Module("torch"), monitor, strategy="ddp_spawn", devices=2)
     run = RunReader(tmp_path / "runs" / "two")
     steps = list(run.steps())
     assert run.info.world_size == 2

@@ -12,14 +12,36 @@ import signal
 import sys
 import tempfile
 
+import pytest
+import torch
+
 PRELOADED = [
     *("pytest", "hypothesis", "scipy", "transformers", "jsonargparse", "torch._dynamo", "lightning"),
     *("hilbert_monitor.monitor.callback", "hilbert_monitor.pretrain.module", "hilbert_monitor.cli"),
 ]
 METHOD = "forkserver"
-"""How processes start: for multiprocessing, torch and Lightning's strategies."""
+"""How they start, as multiprocessing calls it."""
 
 multiprocessing.set_forkserver_preload(PRELOADED)
+
+
+@pytest.fixture(name="warm_ranks")
+def warm_ranks_fixture(monkeypatch):
+    """Processes that the doctor or Lightning's ddp_spawn would spawn start warm.
+
+    Lightning's own start by a fork server would not do: there the ranks share the memory of their weights.
+    """
+    start = torch.multiprocessing.start_processes
+
+    def start_warm(*args, start_method, **kwargs):
+        assert start_method == "spawn"
+        return start(*args, start_method=METHOD, **kwargs)
+
+    def context(method):
+        return multiprocessing.get_context(METHOD if method == "spawn" else method)
+
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", start_warm)
+    monkeypatch.setattr(torch.multiprocessing, "get_context", context)
 
 
 class Program:
