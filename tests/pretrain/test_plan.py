@@ -267,9 +267,9 @@ def test_bytes_of_forming_an_increment_are_those_counted(head):
 def test_an_exact_search_costs_about_what_is_said_to_be_typical(head):
     S = make_increment(head, 24_576, 128, panel=1).S
     with Traffic() as traffic:
-        row_diameter(S)
+        flops = counted(lambda: row_diameter(S))
     typical = (monitor_cost.SEARCH_FLOPS[head], monitor_cost.SEARCH_READS[head], monitor_cost.SEARCH_CALLS[head])
-    found = (counted(lambda: row_diameter(S)) / S.numel(), traffic.moved / S.nbytes, traffic.calls)
+    found = (flops / S.numel(), traffic.moved / S.nbytes, traffic.calls)
     assert all(a / 3 < b < 3 * a for a, b in zip(found, typical, strict=True)), found
 
 
