@@ -1,6 +1,10 @@
-"""The arrow of the imports, each case in a fresh interpreter."""
+"""The arrow of the imports, in fresh interpreters.
+
+Rooms of training are loaded one after the other in one of them: each may load what stands before it.
+"""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -13,15 +17,12 @@ import hilbert_monitor
 PACKAGE = Path(__file__).parents[1] / "hilbert_monitor"
 
 
-def loaded(code):
-    """Names of the modules that a fresh interpreter holds after `code`."""
-    command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
-    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
-
-
-def test_importing_the_package_loads_no_torch_until_a_torch_name_is_used():
-    assert "torch" not in loaded("import hilbert_monitor; dir(hilbert_monitor); hilbert_monitor.__version__")
-    assert "torch" in loaded("import hilbert_monitor; hilbert_monitor.row_diameter")
+@functools.cache
+def loaded(*stages):
+    """Names of the modules that a fresh interpreter holds after each of some pieces of code."""
+    code = "\n".join(["import sys", *(f"{stage}\nprint(*sys.modules)" for stage in stages)])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return [set(line.split()) for line in done.stdout.splitlines()]
 
 
 def test_unknown_name_is_an_attribute_error():
@@ -30,12 +31,13 @@ def test_unknown_name_is_an_attribute_error():
 
 
 def test_help_of_the_command_line_loads_no_torch():
-    assert "torch" not in loaded("import hilbert_monitor.cli")
+    (modules,) = loaded("import hilbert_monitor.cli")
+    assert "torch" not in modules
 
 
 def test_every_public_name_is_there():
-    code = "import hilbert_monitor as h\nfor name in h.__all__: getattr(h, name)"
-    assert "hilbert_monitor.geometry" in loaded(code)
+    assert [name for name in hilbert_monitor.__all__ if not hasattr(hilbert_monitor, name)] == []
+    assert "HilbertMonitor" in hilbert_monitor.__all__
 
 
 ROOMS = {
@@ -66,10 +68,42 @@ def room_of(module):
     return next((room for n in (2, 1) if (room := ".".join(parts[:n])) in ROOMS), None)
 
 
+def imports_of(room):
+    """Code that loads every module of a room."""
+    return "\n".join(f"import {name}" for name in modules_of(room))
+
+
+def training():
+    """What is loaded after each room of training in turn, and after what comes before them and between them."""
+    without_callback = [line for line in imports_of("monitor").splitlines() if not line.endswith(".callback")]
+    stages = {
+        "package": "import hilbert_monitor; dir(hilbert_monitor); hilbert_monitor.__version__",
+        "torch name": "hilbert_monitor.row_diameter",
+        "geometry": imports_of("geometry"),
+        "optim": imports_of("optim"),
+        "monitor without its callback": "\n".join(without_callback),
+        "callback": "hilbert_monitor.HilbertMonitor",
+        "monitor": imports_of("monitor"),
+        "pretrain": imports_of("pretrain"),
+    }
+    return dict(zip(stages, loaded(*stages.values()), strict=True))
+
+
+def modules_after(room):
+    """What is loaded with a room: by itself, or after the rooms of training before it."""
+    return training()[room] if room in training() else loaded(imports_of(room))[0]
+
+
+def test_importing_the_package_loads_no_torch_until_a_torch_name_is_used():
+    assert "torch" not in training()["package"]
+    assert "torch" in training()["torch name"]
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_module_of_a_room_loads_what_comes_after_it_in_the_way_of_the_data(room):
-    code = "\n".join(f"import {name}" for name in modules_of(room))
-    rooms = {room_of(name) for name in loaded(code) if name.startswith("hilbert_monitor.")}
+    modules = modules_after(room)
+    assert {*modules_of(room)} <= modules
+    rooms = {room_of(name) for name in modules if name.startswith("hilbert_monitor.")}
     inner = {name for name in ROOMS if name.startswith(f"{room}.")}
     assert rooms <= {room, *ROOMS[room], *inner}
 
@@ -84,13 +118,12 @@ def test_no_module_of_a_room_loads_what_comes_after_it_in_the_way_of_the_data(ro
     ],
 )
 def test_no_module_of_a_room_loads_a_package_that_it_does_not_need(room, barred):
-    assert not barred & loaded("\n".join(f"import {name}" for name in modules_of(room)))
+    assert not barred & modules_after(room)
 
 
 def test_the_monitor_needs_lightning_for_its_callback_alone():
-    names = [name for name in modules_of("monitor") if not name.endswith(".callback")]
-    assert "lightning" not in loaded("\n".join(f"import {name}" for name in names))
-    assert "lightning" in loaded("import hilbert_monitor; hilbert_monitor.HilbertMonitor")
+    assert "lightning" not in training()["monitor without its callback"]
+    assert "lightning" in training()["callback"]
 
 
 def test_geometry_imports_torch_and_the_standard_library_only():

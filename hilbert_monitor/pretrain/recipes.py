@@ -82,6 +82,11 @@ class Recipe:
         )
 
     @property
+    def autocast(self) -> bool:
+        """Whether products are computed in bf16 from fp32 weights."""
+        return self.precision == "bf16-mixed"
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
         return self.devices * self.nodes

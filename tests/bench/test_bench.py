@@ -5,7 +5,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hilbert_monitor.bench import optimizers
+from hilbert_monitor.bench import optimizers, suite
 from hilbert_monitor.bench.diameter import exponent
 from hilbert_monitor.bench.increments import load_increment, make_increment
 from hilbert_monitor.bench.measure import BenchResult, peak_bytes
@@ -39,11 +39,15 @@ def test_geometry_prints_every_subject_with_its_opponent_and_writes_json(tmp_pat
     assert "exponent" in text
 
 
-def test_plain_bench_measures_the_geometry_and_the_monitor(tmp_path):
-    result, text = run("bench", "--quick", "--json", tmp_path / "out.json")
-    assert result.exit_code == 0, text
-    subjects = {r["subject"] for r in json.loads((tmp_path / "out.json").read_text())["results"]}
-    assert subjects == {"diameter", "bracket", "perturbation", "growth", "monitored training step"}
+def test_plain_bench_has_the_jobs_of_the_geometry_and_of_the_monitor(monkeypatch):
+    jobs = []
+    monkeypatch.setattr(suite, "run", lambda some, console: jobs.append([label for label, _ in some]) or [])
+    for subcommand in ([], ["geometry"], ["monitor"]):
+        result, text = run("bench", *subcommand, "--quick")
+        assert result.exit_code == 0, text
+    plain, geometry, monitor = jobs
+    assert plain == geometry + monitor
+    assert len(set(plain)) == 7
 
 
 def test_the_monitor_is_measured_under_both_heads(tmp_path):

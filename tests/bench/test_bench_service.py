@@ -66,6 +66,18 @@ def test_nothing_is_left_on_the_disk(measured):
 
 
 def test_without_a_browser_or_tensorboard_a_line_says_so(monkeypatch):
+    class Idle:
+        port = 0
+
+        def until(self, ready):
+            return 0.0
+
+        def stop(self):
+            return 0.0
+
+    bench = service.ServiceBench
+    monkeypatch.setattr(bench, "_serve", lambda self: Idle())
+    monkeypatch.setattr(bench, "jobs", lambda self: [("paint", self._paint), ("TensorBoard", self._opponents)])
     monkeypatch.setattr(service_opponents, "installed", lambda: False)
     monkeypatch.setitem(sys.modules, "playwright.sync_api", None)
     result, text = run("bench", "service", "--quick")

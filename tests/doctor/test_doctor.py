@@ -23,6 +23,7 @@ from hilbert_monitor.doctor.device import CheckSizes, choose
 from hilbert_monitor.doctor.finding import CLAIMS, Check, Finding, Outcome, examine
 from hilbert_monitor.doctor.other_work import OtherWork
 from tests.support.references import all_pairs_diameter, deltas, length
+from tests.support.warm import warm_ranks_fixture  # noqa: F401
 
 CPU = torch.device("cpu")
 SMALL = CheckSizes(cloud=(700, 16, 64), updates=4, head=(300, 16), turns=1, patience=60)
@@ -333,6 +334,7 @@ def test_processes_that_hang_are_a_failure_within_the_time(only, monkeypatch):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_raises_is_named_and_one_that_hangs_then_is_not_waited_for(only, monkeypatch):
     monkeypatch.setattr(ddp, "train", raises)
     outcome = only(ddp, dataclasses.replace(SMALL, patience=300))
@@ -340,6 +342,7 @@ def test_a_rank_that_raises_is_named_and_one_that_hangs_then_is_not_waited_for(o
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_ranks_that_drift_apart_are_found(only, monkeypatch):
     monkeypatch.setattr(ddp, "train", drifts)
     outcome = only(ddp)

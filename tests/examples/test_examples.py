@@ -1,22 +1,20 @@
 """Every example runs, as a reader would start it: in a process of its own, from any folder."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hilbert_monitor.runs.log import RunReader
+from tests.support.warm import Program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def output_of(example, *arguments):
     """What an example prints, errors included; it has to end well."""
-    command = [sys.executable, str(EXAMPLES / example), *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    program = Program(EXAMPLES / example, *arguments)
+    assert program.wait() == 0, program.output
+    return program.output
 
 
 def test_there_is_a_test_for_every_example():

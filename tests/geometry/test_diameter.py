@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from hilbert_monitor.geometry import center_rows, row_diameter, row_diameter_bra
 from tests.support import clouds
 from tests.support.precision import MatmulPrecision
 from tests.support.references import all_pairs_diameter, blocked_diameter, length, regular_simplex
+from tests.support.warm import Program
 
 seeds = st.integers(0, 2**31)
 shapes = st.tuples(st.integers(2, 60), st.integers(1, 20))
@@ -59,14 +58,14 @@ def test_exact_in_every_dtype(kind, dtype):
     assert_exact(kind(1500, 48, 7).to(dtype))
 
 
-def test_exact_on_50_000_points_of_a_sphere_within_its_memory():
-    S = clouds.sphere(50_000, 24, 3)
+def test_exact_on_20_000_points_of_a_sphere_within_its_memory():
+    S = clouds.sphere(20_000, 24, 3)
     expected = blocked_diameter(S)
-    peak = peak_bytes(lambda: assert_exact(S, expected, max_bytes=48 * 2**20))
-    assert peak <= 48 * 2**20 + S.numel() * 8 / 100  # the check itself looks at a few rows
+    peak = peak_bytes(lambda: assert_exact(S, expected, max_bytes=20 * 2**20))
+    assert peak <= 20 * 2**20 + S.numel() * 8 / 100  # the check itself looks at a few rows
 
 
-@pytest.mark.parametrize("V", [1500, 16_000])
+@pytest.mark.parametrize("V", [1500, 10_000])
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])
 def test_increments_of_optimizers_need_few_pairs(head, V):
     d = assert_exact(make_increment(head, V, 64, panel=1).S)
@@ -270,7 +269,7 @@ def test_reduced_precision_around_the_call_does_not_leak_in():
 
 @pytest.mark.parametrize("function", [row_diameter, row_diameter_bracket])
 @pytest.mark.parametrize("kind", [clouds.sphere, clouds.heavy_tailed, clouds.row_normalised])
-@pytest.mark.parametrize("mebibytes", [3, 8, 64])
+@pytest.mark.parametrize("mebibytes", [3, 64])
 def test_scratch_memory_stays_within_its_bound(function, kind, mebibytes):
     S = kind(12_000, 96, 0)
     assert peak_bytes(lambda: function(S, max_bytes=mebibytes * 2**20)) <= mebibytes * 2**20
@@ -296,5 +295,6 @@ def test_a_matmul_setting_that_is_inherited_stays_inherited():
         torch.backends.fp32_precision = "ieee"
         print(torch.backends.cuda.matmul.fp32_precision)
     """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["tf32", "ieee"]
+    program = Program("-c", code)
+    assert program.wait() == 0, program.output
+    assert program.output.split() == ["tf32", "ieee"]

@@ -72,7 +72,7 @@ def test_the_oracle_agrees_with_a_cone_solver(V: int, d: int) -> None:
     assert diameter_oracle(G).value == pytest.approx(independent_tension(G), rel=2e-6)
 
 
-@pytest.mark.parametrize(("V", "d", "rank"), [(2, 3, None), (9, 2, None), (30, 8, 2), (60, 40, None), (150, 16, None)])
+@pytest.mark.parametrize(("V", "d", "rank"), [(2, 3, None), (9, 2, None), (30, 8, 2), (60, 40, None), (100, 16, None)])
 def test_the_proof_of_the_oracle_holds(V: int, d: int, rank: int | None) -> None:
     G, eta = gradient(V, d, rank=rank), 0.3
     solution = diameter_oracle(G, eta)
@@ -124,14 +124,14 @@ def test_jungs_ratio_falls_from_one_to_the_root_of_a_half() -> None:
 small = st.tuples(st.integers(2, 9), st.integers(1, 4), st.integers(0, 10**6))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(small, st.floats(1e-20, 1e20), st.floats(0.01, 100))
 def test_the_value_scales_with_the_gradient_and_the_diameter(size: tuple[int, int, int], c: float, eta: float) -> None:
     G = gradient(*size)
     assert diameter_oracle(c * G, eta).value == pytest.approx(c * eta * diameter_oracle(G).value, rel=1e-5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(small, st.floats(-10, 10))
 def test_a_common_shift_of_the_rows_changes_nothing_but_is_told(size: tuple[int, int, int], shift: float) -> None:
     G = gradient(*size)
@@ -141,7 +141,7 @@ def test_a_common_shift_of_the_rows_changes_nothing_but_is_told(size: tuple[int,
     assert not diameter_oracle(G).shifted
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(small)
 def test_the_value_ignores_the_order_of_rows_and_the_choice_of_axes(size: tuple[int, int, int]) -> None:
     G = gradient(*size)
@@ -166,20 +166,21 @@ def test_a_diameter_of_zero_allows_no_step_and_still_has_a_balanced_flow() -> No
     checker.proved_above(G, checker.edges(solution.i, solution.j, solution.flow))
 
 
-@pytest.mark.parametrize(("V", "d"), [(2, 1), (3, 2), (20, 1), (30, 4), (60, 20), (90, 6)])
-@pytest.mark.parametrize("budget", [0.0, 1.0])
-def test_the_bracket_holds_the_exact_value_and_both_certificates_check(V: int, d: int, budget: float) -> None:
+@pytest.mark.parametrize(("V", "d"), [(2, 1), (3, 2), (20, 1), (30, 4), (40, 20), (50, 6)])
+def test_the_bracket_holds_the_exact_value_and_both_certificates_check(V: int, d: int) -> None:
     G = gradient(V, d).float()
-    exact, bracket = diameter_oracle(G), tension_bracket(G, budget_seconds=budget)
-    assert bracket.lower <= exact.upper
-    assert bracket.upper >= exact.lower
-    assert checker.proved_below(G, bracket.potential) >= bracket.lower
-    assert row_diameter(bracket.potential).value <= 1 + 1e-6
-    if bracket.flow is None:
-        jung = np.linalg.norm(checker.centred(G), axis=1).sum() * math.sqrt(min(d, V - 1) / (2 * (min(d, V - 1) + 1)))
-        assert jung <= bracket.upper
-    else:
-        assert checker.proved_above(G, checker.spread(G, bracket.flow)) <= bracket.upper
+    exact, k = diameter_oracle(G), min(d, V - 1)
+    for budget in (0.0, 1.0):
+        bracket = tension_bracket(G, budget_seconds=budget)
+        assert bracket.lower <= exact.upper
+        assert bracket.upper >= exact.lower
+        assert checker.proved_below(G, bracket.potential) >= bracket.lower
+        assert row_diameter(bracket.potential).value <= 1 + 1e-6
+        if bracket.flow is None:
+            jung = np.linalg.norm(checker.centred(G), axis=1).sum() * math.sqrt(k / (2 * (k + 1)))
+            assert jung <= bracket.upper
+        else:
+            assert checker.proved_above(G, checker.spread(G, bracket.flow)) <= bracket.upper
 
 
 def test_a_bracket_of_few_rows_closes_with_time() -> None:
@@ -207,7 +208,7 @@ def test_a_bracket_of_a_real_shape_beats_projected_rownorm_and_jung() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(
-    st.integers(2, 40), st.integers(1, 6), st.integers(0, 10**6), st.sampled_from([0.0, 1e4]), st.floats(1e-30, 1e30)
+    st.integers(2, 25), st.integers(1, 6), st.integers(0, 10**6), st.sampled_from([0.0, 1e4]), st.floats(1e-30, 1e30)
 )
 def test_a_bracket_is_sound_at_any_scale_and_shift(V: int, d: int, seed: int, shift: float, scale: float) -> None:
     G = ((gradient(V, d, seed) + shift) * scale).float()
@@ -232,7 +233,7 @@ def squared_tension(G: Tensor) -> Fraction:
 near = st.tuples(st.integers(0, 10**6), st.integers(-60, 0), st.sampled_from([0.0, 1.0, -3e7, 1e-300, 1e300]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from([(2, 1), (2, 5), (3, 1), (12, 1)]), near, st.sampled_from([torch.float64, torch.float32]))
 def test_rows_that_lie_close_have_bounds_that_hold_in_exact_arithmetic(
     shape: tuple[int, int], near: tuple[int, int, float], dtype: torch.dtype

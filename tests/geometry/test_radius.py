@@ -79,7 +79,7 @@ def assert_brackets(r, radius, gap=0.01):
     assert r.upper <= (1 + gap) * r.lower
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(seed=seeds, shape=few, kind=kinds, dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
 def test_the_radius_of_few_rows_is_bracketed(seed, shape, kind, dtype):
     S = kind(*shape, seed).to(dtype)
@@ -107,7 +107,7 @@ def test_the_bounds_are_close_on_every_kind_of_cloud(kind, seed, V, d):
 
 
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])
-@pytest.mark.parametrize("V", [1500, 16_000])
+@pytest.mark.parametrize("V", [1500, 10_000])
 def test_the_bounds_are_within_a_percent_on_increments_of_optimizers(head, V):
     S = make_increment(head, V, 64, panel=1).S
     for diameter in (None, row_diameter(S)):
@@ -148,7 +148,7 @@ def test_on_a_line_the_radius_is_half_the_diameter(seed, V):
     assert_brackets(assert_certified(S), float(S.double().max() - S.double().min()) / 2, gap=1e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=seeds, V=st.integers(2, 80), d=st.integers(1, 20), kind=kinds)
 def test_a_known_diameter_bounds_the_radius_from_both_sides(seed, V, d, kind):
     S = kind(V, d, seed)
@@ -161,7 +161,7 @@ def test_a_known_diameter_bounds_the_radius_from_both_sides(seed, V, d, kind):
 # Shift, scale, order, copies.
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=seeds, V=st.integers(2, 60), d=st.integers(1, 20))
 def test_shift_permutation_rotation_and_copies_of_rows_change_nothing(seed, V, d):
     S = clouds.gaussian(V, d, seed).double()
@@ -175,7 +175,7 @@ def test_shift_permutation_rotation_and_copies_of_rows_change_nothing(seed, V, d
         assert other.upper <= 1.01 * r.lower
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=seeds, V=st.integers(2, 60), d=st.integers(1, 20), exponent=st.integers(-30, 30))
 def test_a_power_of_two_scales_the_bracket_exactly(seed, V, d, exponent):
     S = clouds.gaussian(V, d, seed)
@@ -317,7 +317,7 @@ def test_reduced_precision_around_the_call_does_not_leak_in():
 
 
 @pytest.mark.parametrize("kind", [clouds.sphere, clouds.heavy_tailed, clouds.row_normalised])
-@pytest.mark.parametrize("mebibytes", [3, 8, 64])
+@pytest.mark.parametrize("mebibytes", [3, 64])
 def test_scratch_memory_stays_within_its_bound(kind, mebibytes):
     S = kind(12_000, 96, 0)
     assert peak_bytes(lambda: covering_radius(S, max_bytes=mebibytes * 2**20)) <= mebibytes * 2**20

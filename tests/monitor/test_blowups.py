@@ -4,13 +4,10 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import lightning
 import pytest
@@ -25,6 +22,7 @@ from hilbert_monitor.runs.alerts import alerts_of
 from hilbert_monitor.runs.log import RunReader, find_runs
 from tests.support.sinks import Recorder
 from tests.support.training import Module, Text
+from tests.support.warm import Program, warm_ranks_fixture  # noqa: F401
 
 JUMP = 33
 """The step at which the learning rate is ten times what it was; not one that is due."""
@@ -128,6 +126,7 @@ def test_stop_ends_training_with_the_step_that_blew_up_and_checkpoint_saves_it()
     assert saved["global_step"] == JUMP
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_stop_and_checkpoint_take_both_of_two_ranks(tmp_path):
     """Rank zero measures; the other learns of it in the same step, or one of them would wait for ever."""
     fit(
@@ -156,6 +155,7 @@ class FullDisk(lightning.Callback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (100 if trainer.global_step == JUMP - 1 else most, most))
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_checkpoint_that_cannot_be_written_makes_nobody_wait(tmp_path):
     trainer = fit(
         Jumps(),
@@ -259,30 +259,16 @@ fit(Module("rownorm"), HilbertMonitor(panel_size=50, perturbation_every=7), save
 """
 
 
-def train_in_a_process(*args):
-    root = Path(__file__).parents[2]
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        text=True,
-    )
-
-
 def test_a_killed_run_that_is_resumed_goes_on_in_the_same_log():
-    process = train_in_a_process()
-    for line in process.stdout:
-        if int(line) == 23:
-            process.send_signal(signal.SIGKILL)
-            break
-    process.wait()
+    program, deadline = Program("-c", SCRIPT), time.monotonic() + 120
+    while "23" not in program.output.split() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    program.kill()
     (run,) = find_runs("runs")
     assert run.state(time.time()).status == "killed"
     assert max(r.step for r in run.steps()) in (21, 22, 23, 24)  # the one that was being written may be lost
-    resumed = train_in_a_process("saved/last.ckpt")
-    resumed.communicate()
-    assert resumed.returncode == 0
+    resumed = Program("-c", SCRIPT, "saved/last.ckpt")
+    assert resumed.wait() == 0, resumed.output
     (run,) = find_runs("runs")
     assert [info.first_step for info in run.attempts] == [0, 20]
     assert [r.step for r in run.steps()] == list(range(1, 61))

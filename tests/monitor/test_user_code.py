@@ -27,6 +27,7 @@ from hilbert_monitor.runs.log import RunReader
 from hilbert_monitor.runs.record import Alert, StepRecord
 from tests.support.sinks import Recorder
 from tests.support.training import UPDATES, Module, Text, fit
+from tests.support.warm import warm_ranks_fixture  # noqa: F401
 
 
 class Panic(BaseException):
@@ -197,6 +198,7 @@ def hidden_on_rank_one(module, batch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.usefixtures("warm_ranks")
 def test_panics_on_one_of_two_ranks_end_neither(tmp_path):
     monitor = quick(
         perturbation_every=4,

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from hilbert_monitor import pretraining_optimizer, warmup_cosine
 from hilbert_monitor.geometry import row_diameter
 from tests.support.decoders import Plain
+from tests.support.warm import warm_ranks_fixture  # noqa: F401
 
 BATCHES, ACCUMULATE, CLIP = 24, 2, 0.5
 UPDATES = BATCHES // ACCUMULATE
@@ -138,6 +139,7 @@ class Shared(Module):
         return super().training_step(tokens.chunk(self.trainer.world_size)[self.global_rank], index)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_ddp_over_two_processes_ends_where_one_process_does(tmp_path):
     options = {"enable_checkpointing": False, "strategy": "ddp_spawn", "devices": 2}
     weights = fit(Shared("rownorm"), tmp_path, **options)

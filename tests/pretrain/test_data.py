@@ -223,7 +223,7 @@ splits = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
     split=splits,
     seed=st.integers(0, 2**40),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_every_block_of_a_complete_batch_comes_once_an_epoch_on_one_rank(tmp_path_factory, sizes, context, split, seed):
     world, micro, accumulation = split
     size = world * micro * accumulation
@@ -429,7 +429,7 @@ def test_a_lightning_run_resumed_anywhere_sees_the_batches_it_would_have_seen(fo
     whole, trainer = fit(loader(folder, steps=steps))
     assert trainer.global_step == 30
     assert [x for _, x in whole.seen] == [firsts(x) for x in take(loader(folder), 90)]
-    for at in (1, 2, 3, 4, 65, 66, 67, 68, 88, 89, 90):  # an epoch has 66: within accumulations and at their ends
+    for at in (1, 3, 65, 66, 67, 90):  # an epoch has 66: within accumulations and at their ends
         before, _ = fit(loader(folder, steps=steps), SaveAndStop(at, tmp_path / "c.ckpt"))
         after, trainer = fit(loader(folder, steps=steps), path=tmp_path / "c.ckpt")
         assert len(before.seen) == at

@@ -18,9 +18,10 @@ from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_dia
 from hilbert_monitor.monitor.increment import IncrementSource
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.optim import pretraining_optimizer
-from hilbert_monitor.pretrain import plan as on_paper
+from hilbert_monitor.pretrain import monitor_cost, training_cost
+from hilbert_monitor.pretrain.device import Device
 from hilbert_monitor.pretrain.model import Decoder, DecoderConfig
-from hilbert_monitor.pretrain.plan import plan
+from hilbert_monitor.pretrain.plan import memory, plan
 from hilbert_monitor.pretrain.plan_tables import show
 from hilbert_monitor.pretrain.recipes import HEADS, PAPER, Recipe, recipe
 
@@ -53,7 +54,7 @@ def plain_attention(config, sequences, products):
 def test_flops_of_forward_and_backward_are_those_counted(config, chunk):
     model = Decoder(config)
     found = counted(lambda: model.loss(*text(config, 3), chunk=chunk).backward())
-    flops = on_paper.decoder_flops(config, 3, chunked=chunk is not None)
+    flops = training_cost.decoder_flops(config, 3, chunked=chunk is not None)
     plain = plain_attention(config, 3, products=6)
     assert found == sum(flops.values()) - flops["attention"] + plain
     T = config.context  # a causal kernel leaves out the pairs above the diagonal, a flash kernel has a seventh product
@@ -67,7 +68,7 @@ def test_flops_of_a_forward_pass_are_those_counted(config, head):
     tokens, _ = text(config, 2)
     found = counted(lambda: model(tokens) if head else model.hidden(tokens))
     plain, T = plain_attention(config, 2, products=2), config.context
-    assert on_paper.forward_flops(config, 2, head=head) == found - plain + plain * (T + 1) // (2 * T)
+    assert training_cost.forward_flops(config, 2, head=head) == found - plain + plain * (T + 1) // (2 * T)
 
 
 @pytest.mark.parametrize("config", SIZES)
@@ -75,12 +76,12 @@ def test_flops_of_newton_schulz_are_those_of_a_step_of_muon(config):
     model = Decoder(config)
     model.loss(*text(config, 1)).backward()
     found = counted(pretraining_optimizer(model).step)
-    assert on_paper.newton_schulz(config, 1) == {"replicated": found, "shared": found, "busiest": found}
+    assert training_cost.newton_schulz(config, 1) == {"replicated": found, "shared": found, "busiest": found}
 
 
 def test_the_busiest_rank_has_its_share_of_every_shape_rounded_up():
-    work = on_paper.newton_schulz(SIZES[0], 5)
-    square, wide = on_paper.newton_schulz_flops(48, 48), on_paper.newton_schulz_flops(192, 48)
+    work = training_cost.newton_schulz(SIZES[0], 5)
+    square, wide = training_cost.newton_schulz_flops(48, 48), training_cost.newton_schulz_flops(192, 48)
     assert work["busiest"] == 3 * square + (2 + 1) * wide  # of 12, 6 and 3 matrices
     assert work["replicated"] == 5 * work["shared"] == 5 * (12 * square + 9 * wide)
 
@@ -96,7 +97,7 @@ def test_bytes_of_parameters_gradients_and_state_are_those_of_a_run(head):
     for p, state in optimizer.state.items():
         found[type(optimizer.owner(p)).__name__] += sum(x.nbytes for x in state.values() if torch.is_tensor(x))
     part = plan(r).memory
-    assert on_paper.optimizer_state(r) == found
+    assert training_cost.optimizer_state(r) == found
     assert part["parameters"] == sum(p.nbytes for p in model.parameters())
     assert part["gradients"] == sum(p.grad.nbytes for p in model.parameters())
     assert part["gradient buckets of DDP"] == part["bf16 copies of weights"] == 0
@@ -131,10 +132,10 @@ def kept(config, batch, *, bf16, chunk):
 @pytest.mark.parametrize("config", SIZES)
 def test_bytes_of_activations_are_those_that_autograd_keeps(config, bf16, chunk):
     found = {batch: kept(config, batch, bf16=bf16, chunk=chunk) for batch in (3, 6)}
-    count = on_paper.parameters(config)
+    count = training_cost.parameters(config)
     copied = 2 * (count["matrices"] + (count["head"] if chunk is None else 0)) if bf16 else 0
     for batch, (activations, weights, logits) in found.items():
-        assert activations == on_paper.activations(config, batch, bf16=bf16, chunked=chunk is not None)
+        assert activations == training_cost.activations(config, batch, bf16=bf16, chunked=chunk is not None)
         assert weights == copied  # a chunked loss makes its copy of the head in the backward pass
         assert logits == (0 if chunk else 4 * batch * config.context * config.vocab_size)
     assert found[6][0] == 2 * found[3][0]
@@ -161,7 +162,7 @@ def test_a_loss_holds_three_tables_of_logits_at_its_peak(bf16, chunk):
     r = Recipe(
         vocab_size=3001, width=16, blocks=1, head_dim=8, context=40, micro_batch=2, global_batch=2, loss_chunk=chunk
     )
-    assert on_paper.memory(r)["logits of a loss chunk"] == peak
+    assert memory(r)["logits of a loss chunk"] == peak
 
 
 @pytest.mark.parametrize(
@@ -187,13 +188,13 @@ def test_the_papers_sizes(size, head, parameters, updates, replicated):
 @pytest.mark.parametrize(("size", "share"), [("190M", 0.027), ("380M", 0.042), ("640M", 0.058)])
 def test_the_plain_loop_on_every_rank_would_cost_more(size, share):
     r = recipe(size)
-    count, d = on_paper.parameters(r.model), r.width
+    count, d = training_cost.parameters(r.model), r.width
     plain = 8 * r.blocks * 5 * (4 * 6 + 3 * 18) * d**3
     rough = (
         6 * (count["matrices"] + count["head"]) * r.tokens_per_update
     )  # without attention, and the head's forward twice
     assert plain / rough == pytest.approx(share, abs=0.001)
-    assert on_paper.newton_schulz(r.model, 8)["replicated"] == pytest.approx(plain * 300 / 390)
+    assert training_cost.newton_schulz(r.model, 8)["replicated"] == pytest.approx(plain * 300 / 390)
     assert plain / 8 / rough < 0.008
 
 
@@ -212,7 +213,7 @@ def test_ranks_run_the_rows_that_their_positions_stand_in(world, size, kind):
         panels = [Panel.of_batches(batches, size, rank=rank, world=world) for rank in range(world)]
     else:
         panels = [Panel.of_batches(batches, size).share(rank, world) for rank in range(world)]
-    assert on_paper._panel_shares(r) == [(p.size, sum(map(len, p.batches))) for p in panels]
+    assert monitor_cost.panel_shares(r) == [(p.size, sum(map(len, p.batches))) for p in panels]
 
 
 class Traffic(TorchDispatchMode):
@@ -237,7 +238,7 @@ class Traffic(TorchDispatchMode):
 def test_flops_bytes_and_calls_of_a_bracket_are_those_counted(width):
     S = torch.randn(20_000, width)
     r = Recipe(vocab_size=20_000, width=width)
-    flops, moved, calls = on_paper._bracketing(r)
+    flops, moved, calls = monitor_cost.bracket_work(r)
     with Traffic() as found:
         row_diameter_bracket(S)
     assert found.calls == pytest.approx(calls, rel=0.05)
@@ -255,29 +256,29 @@ def test_bytes_of_forming_an_increment_are_those_counted(head):
     model.loss(*text(r.model, 1)).backward()
     optimizer.step()
     end()
-    memory = torch.empty_like(model.lm_head.weight, requires_grad=False)
+    increment = torch.empty_like(model.lm_head.weight, requires_grad=False)
     with Traffic() as found:
-        source.form(memory)
+        source.form(increment)
     factors = 9 * 4 * r.vocab_size if head == "rownorm" else 0  # norms and what is made of them, a number a row
-    assert found.moved == pytest.approx(on_paper._forming(r)[1] + factors, abs=64)  # some numbers besides
+    assert found.moved == pytest.approx(monitor_cost.forming_work(r)[1] + factors, abs=64)  # some numbers besides
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_an_exact_search_costs_about_what_is_said_to_be_typical(head):
     S = make_increment(head, 24_576, 128, panel=1).S
     with Traffic() as traffic:
-        row_diameter(S)
-    typical = (on_paper.SEARCH_FLOPS[head], on_paper.SEARCH_READS[head], on_paper.SEARCH_CALLS[head])
-    found = (counted(lambda: row_diameter(S)) / S.numel(), traffic.moved / S.nbytes, traffic.calls)
+        flops = counted(lambda: row_diameter(S))
+    typical = (monitor_cost.SEARCH_FLOPS[head], monitor_cost.SEARCH_READS[head], monitor_cost.SEARCH_CALLS[head])
+    found = (flops / S.numel(), traffic.moved / S.nbytes, traffic.calls)
     assert all(a / 3 < b < 3 * a for a, b in zip(found, typical, strict=True)), found
 
 
 def test_the_product_with_a_panel_is_counted_in_full():
     r = Recipe(vocab_size=4000, width=64, context=32, panel_size=96, global_batch=1, micro_batch=1, blocks=1)
     found = counted(lambda: hilbert_perturbation(torch.randn(4000, 64), torch.randn(96, 64)))
-    forward = on_paper.forward_flops(r.model, 3, head=False)
+    forward = training_cost.forward_flops(r.model, 3, head=False)
     often = r.perturbation_every
-    assert on_paper.monitor_costs(r, on_paper.Device())["panel"].flops * often == pytest.approx(found + forward)
+    assert monitor_cost.monitor_costs(r, Device())["panel"].flops * often == pytest.approx(found + forward)
 
 
 def test_a_monitor_that_measures_less_costs_less():
@@ -286,7 +287,7 @@ def test_a_monitor_that_measures_less_costs_less():
     )
     assert every.monitor_share["flops"] > seldom.monitor_share["flops"] > never.monitor_share["flops"]
     assert every.monitor["bracket"].flops == 0  # the search takes its place
-    assert never.monitor["exact search, typical"] == never.monitor["panel"] == on_paper.MonitorCost()
+    assert never.monitor["exact search, typical"] == never.monitor["panel"] == monitor_cost.MonitorCost()
 
 
 def test_twice_the_nodes_take_half_the_time_but_for_the_monitor():

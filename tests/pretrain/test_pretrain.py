@@ -1,11 +1,8 @@
 """The paper's recipe, from its numbers to real runs: killed, resumed, and over two processes."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +14,7 @@ from hilbert_monitor.pretrain import recipes
 from hilbert_monitor.pretrain.module import Places, train
 from hilbert_monitor.pretrain.shards import write_shard
 from hilbert_monitor.runs.log import RunReader, find_runs
+from tests.support.warm import Program
 
 TINY = {
     "vocab_size": 128,
@@ -160,19 +158,12 @@ def test_under_bf16_autocast_parameters_and_state_stay_fp32(data, tmp_path, head
 def command(data, folder, *more):
     sets = [f"--set={name}={value}" for name, value in TINY.items()]
     places = [f"--data={data}", f"--runs={folder / 'runs'}", f"--checkpoints={folder / 'checkpoints'}", "--name=run"]
-    start = [sys.executable, "-m", "hilbert_monitor", "pretrain", "--size=demo", "--accelerator=cpu", "--quiet"]
+    start = ["-m", "hilbert_monitor", "pretrain", "--size=demo", "--accelerator=cpu", "--quiet"]
     return [*start, *places, *sets, *more]
 
 
-def begin(arguments):
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    return subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True)
-
-
-def finish(process):
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+def finish(program):
+    assert program.wait() == 0, program.output
 
 
 def weights(folder):
@@ -181,17 +172,16 @@ def weights(folder):
 
 def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(data, tmp_path):
     more = ["--set=updates=150", "--set=checkpoint_every=7", "--set=head=adamw"]
-    whole = begin(command(data, tmp_path / "whole", *more))
-    killed = begin(command(data, tmp_path / "killed", *more))
+    whole = Program(*command(data, tmp_path / "whole", *more))
+    killed = Program(*command(data, tmp_path / "killed", *more))
     log = RunReader(tmp_path / "killed" / "runs" / "run")
     deadline = time.monotonic() + 60
     while sum(1 for _ in log.steps()) < 60 and time.monotonic() < deadline:
         time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed.kill()
     seen = max(r.step for r in log.steps())
     assert 60 <= seen < 150
-    finish(begin(command(data, tmp_path / "killed", *more)))
+    finish(Program(*command(data, tmp_path / "killed", *more)))
     finish(whole)
     a, b = weights(tmp_path / "whole"), weights(tmp_path / "killed")
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -205,9 +195,11 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_
 
 def test_two_processes_follow_one_to_rounding(data, tmp_path):
     more = ["--set=updates=12", "--set=checkpoint_every=12", "--set=perturbation_every=4"]
-    one = begin(command(data, tmp_path / "one", *more, "--set=micro_batch=8"))
+    one = Program(*command(data, tmp_path / "one", *more, "--set=micro_batch=8"))
+    two = command(data, tmp_path / "two", *more, "--devices=2")
+    done = subprocess.run([sys.executable, *two], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
     finish(one)
-    finish(begin(command(data, tmp_path / "two", *more, "--devices=2")))
     a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.support import warm
+
 
 def in_ranks(function, folder, *args, world=2, patience=300):
     """Call `function(rank, world, *args)` in `world` processes; return their results in the order of the ranks.
@@ -18,7 +20,9 @@ def in_ranks(function, folder, *args, world=2, patience=300):
         patience: seconds after which the processes are killed.
     """
     folder.mkdir(exist_ok=True, parents=True)
-    ranks = mp.spawn(_rank, (function, world, str(folder), args), nprocs=world, join=False)
+    ranks = mp.start_processes(
+        _rank, (function, world, str(folder), args), nprocs=world, join=False, start_method=warm.METHOD
+    )
     deadline = time.monotonic() + patience
     while not ranks.join(max(0.1, deadline - time.monotonic())):
         if time.monotonic() > deadline:

@@ -14,7 +14,7 @@ from hilbert_monitor.service.following.index import Index
 from hilbert_monitor.service.web.app import create_app
 from tests.support.services import FORMULA, IMAGE, write_zoo
 
-EXAMPLES = 60
+EXAMPLES = 30
 PATHS = sorted(create_app(Index(Path("nowhere"))).openapi()["paths"].keys() - {"/api/events"})
 IDS = ["AdamW-0", "failed", "empty", "broken", IMAGE, FORMULA.replace("/", "")]
 

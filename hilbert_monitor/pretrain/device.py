@@ -1,0 +1,31 @@
+"""A device that a plan is made for, by its data sheet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device's data sheet, and the fraction of it that a run is assumed to reach; hours follow from these."""
+
+    name: str = "H200"
+    bf16: float = 989e12
+    """Dense bf16 FLOP/s."""
+    fp32: float = 67e12
+    """FLOP/s without TF32, which Newton-Schulz and the monitor do not use."""
+    bandwidth: float = 4.8e12
+    """Bytes of memory per second."""
+    utilisation: float = 0.4
+    """Fraction of all three that a run reaches."""
+    call: float = 10e-6
+    """Least seconds of a call of torch."""
+
+    def decoder_speed(self, *, bf16: bool) -> float:
+        """Return the FLOP/s that the decoder is assumed to reach."""
+        return self.utilisation * (self.bf16 if bf16 else self.fp32)
+
+    def seconds(self, flops: float, traffic: float, calls: float) -> float:
+        """Return the seconds of fp32 work: the longest of computing, moving bytes and calling torch."""
+        u = self.utilisation
+        return max(flops / (u * self.fp32), traffic / (u * self.bandwidth), calls * self.call)
