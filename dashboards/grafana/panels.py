@@ -26,7 +26,7 @@ STATES = dict(zip(STATUSES, ("green", "orange", "red", "dark-red", "purple", "bl
 BLOW_UPS = dict(zip(KINDS, ("dark-red", "red", "orange", "purple"), strict=True))
 """Colours of the kinds of blow-ups."""
 
-KNOWN: dict[str, Metric | Family] = {m.exported: m for m in CATALOGUE if not m.counted} | {
+KNOWN: dict[str, Metric | Family] = {f"hilbert_{m.name}": m for m in CATALOGUE if not m.counted} | {
     f.exported: f for f in FAMILIES
 }
 

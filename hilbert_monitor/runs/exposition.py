@@ -191,7 +191,8 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
     yield "step_diameter_distribution", (), _cumulative(run.buckets), run.total
     for metric in CATALOGUE:
         if metric.name in run.latest:
-            yield f"{metric.name}_total" if metric.counted else metric.name, (), run.latest[metric.name]
+            name = metric.exported.removeprefix("hilbert_")
+            yield f"{name}_total" if metric.counted else name, (), run.latest[metric.name]
     for status in STATUSES:
         yield "run_status", (status,), float(run.status == status)
     yield "run_start_timestamp_seconds", (), run.info.started

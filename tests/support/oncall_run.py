@@ -56,7 +56,7 @@ def train(name, folder, certificate, key):
         run_dir=folder,
         run_name=name,
         on_blowup=[],
-        prometheus=Prometheus(port=0, tls=tls, stalled_after=10.0),
+        prometheus=Prometheus(port=0, tls=tls, stalled_after=90.0),
     )
     trainer = lightning.Trainer(
         accelerator="cpu",
