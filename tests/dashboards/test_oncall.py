@@ -29,12 +29,20 @@ DASHBOARDS = ROOT / "dashboards"
 SYSTEMS = ("prometheus", "victoriametrics")
 TRAINED = ("clean", "accident", "stopped", "killed")
 LOGGED = ("plain", "long", "slow", "stuck", "early")
+TOKEN = "a-token-of-some-length"
 on_both = pytest.mark.parametrize("system", SYSTEMS)
 
 
 def get(url):
     with urllib.request.urlopen(url, timeout=5) as answer:
         return json.load(answer)
+
+
+def read(url):
+    """The text of a page of the service, or of a run."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        return answer.read().decode()
 
 
 def free_port():
@@ -112,7 +120,7 @@ class Cluster:
             *(f"-{way}.url=http://127.0.0.1:{victoria}" for way in ("datasource", "remoteWrite", "remoteRead")),
             "-remoteWrite.flushInterval=500ms",
             f"-notifier.url=http://127.0.0.1:{self.alertmanager}",
-            f"-external.label=hilbert_url=http://127.0.0.1:{self.service}",
+            f"-external.label=hilbert_url={self.address}",
             "-external.label=system=victoriametrics",
             "-evaluationInterval=1s",
             f"-httpListenAddr=127.0.0.1:{vmalert}",
@@ -129,14 +137,14 @@ class Cluster:
 
     def _settings(self):
         """Our settings with other addresses and shorter waits: the file of the rules, and that of Prometheus."""
-        (self.folder / "token").write_text("a-token")
+        (self.folder / "token").write_text(TOKEN)
         short = {"for: 30s": "for: 1s", "for: 1m": "for: 3s", "for: 3m": "for: 12s"}
         addresses = {
             "service:8000": f"127.0.0.1:{self.service}",
             "alertmanager:9093": f"127.0.0.1:{self.alertmanager}",
             "webhook:5001": self.page.address,
             "/run/secrets/hilbert_monitor_token": str(self.folder / "token"),
-            "${HILBERT_URL}": f"http://127.0.0.1:{self.service}\n    system: prometheus",
+            "${HILBERT_URL}": f"{self.address}\n    system: prometheus",
             "rules/*.yml": str(self.folder / "hilbert.yml"),
             ": 15s": ": 1s",
             "group_wait: 5s": "group_wait: 2s",
@@ -153,9 +161,9 @@ class Cluster:
         """Start the service, which forgets targets that have ended sooner than usual, and wait until it answers."""
         code = "from hilbert_monitor.service.web import prometheus; prometheus.LINGERING = 3.0"
         code += "; from hilbert_monitor.cli import app; app()"
-        arguments = ["serve", self.runs, f"--port={self.service}", "--token=a-token"]
+        arguments = ["serve", self.runs, f"--port={self.service}", f"--token={TOKEN}"]
         self.serving = self.run("service", sys.executable, "-c", code, *arguments)
-        until(lambda: get(f"http://127.0.0.1:{self.service}/healthz"), 30, "the service")
+        until(lambda: get(f"{self.address}/healthz"), 30, "the service")
 
     def run(self, name, *command, **options):
         """Start a program; it is ended with the cluster."""
@@ -182,6 +190,15 @@ class Cluster:
         """The samples of an expression now."""
         query = urllib.request.quote(expression)
         return get(f"http://127.0.0.1:{self.ports[system]}/api/v1/query?nocache=1&query={query}")["data"]["result"]
+
+    @property
+    def address(self):
+        """Where the service is."""
+        return f"http://127.0.0.1:{self.service}"
+
+    def place(self, run):
+        """Where a run serves its metrics."""
+        return self.query("prometheus", f'hilbert_step{{run="{run}",job="hilbert-runs"}}')[0]["metric"]["instance"]
 
     def wait_told(self, alert, run, patience=60):
         """Wait until both systems have told of an alert."""
@@ -233,6 +250,7 @@ def story(tmp_path_factory):
         for name, number in (("stopped", signal.SIGTERM), ("killed", signal.SIGKILL)):
             cluster.wait_for(f'hilbert_step{{run="{name}",job="hilbert-runs"}} > 20', f"steps of {name}")
             cluster.workers = Path(f"/proc/{pids[name]}/task/{pids[name]}/children").read_text().split()
+            cluster.metrics = [read(f"http://{cluster.place(name)}/metrics"), read(f"{cluster.address}/metrics")]
             cluster.doubled = {system: cluster.query(system, DOUBLED) for system in SYSTEMS}
             os.kill(int(pids[name]), number)
         killed = time.monotonic()
@@ -291,9 +309,7 @@ def test_the_page_says_what_happened_and_where_to_look(story, system):
     assert "accident" in said["summary"]
     assert re.search(r"head AdamW, step 11[12]: D\(S\) = [\d.]+, expected [\d.]+\.", said["description"])
     for link, text in (("dashboard", "hilbert-monitor"), ("runbook_url", "Mitigation")):
-        request = urllib.request.Request(said[link], headers={"Authorization": "Bearer a-token"})
-        with urllib.request.urlopen(request, timeout=5) as answer:
-            assert text in answer.read().decode()
+        assert text in read(said[link])
     assert re.search(r"/runs/accident\?step=11[12]$", said["dashboard"])
 
 
@@ -341,3 +357,10 @@ def test_a_run_that_stalls_once_the_service_is_back_is_told(story, system):
 @on_both
 def test_no_run_is_counted_twice(story, system):
     assert story.doubled[system] == []
+
+
+def test_promtool_has_nothing_to_say_of_the_metrics_of_a_run_and_of_the_service(story):
+    for text in story.metrics:
+        assert "hilbert_step_diameter_distribution_bucket" in text
+        done = subprocess.run([needs("promtool"), "check", "metrics"], input=text, capture_output=True, text=True)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
