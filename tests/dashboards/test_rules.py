@@ -88,6 +88,11 @@ def test_promtool_finds_no_fault_in_the_rules():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_vmalert_loads_the_rules():
+    done = subprocess.run([needs("vmalert"), "-dryRun", f"-rule={RULES}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
 def test_promtool_passes(path):
     done = promtool("test", "rules", path)
