@@ -51,8 +51,8 @@ def _ends(first: int, last: int, parts: int) -> Iterator[float]:
 
 
 BUCKETS = (*_ends(-6, -5, 4), *_ends(-5, 0, 12), *_ends(0, 2, 4), 100.0, math.inf)
-"""Upper ends of the histogram's buckets: twelve to a decade from 1e-5 to 1, where the steps of runs are, each 1.21 times
-the one before; four to a decade beside that, from 1e-6 to 100."""
+"""Upper ends of the histogram's buckets: twelve to a decade from 1e-5 to 1, where the steps of runs are, each 1.21
+times the one before; four to a decade beside that, from 1e-6 to 100."""
 
 
 @dataclass(kw_only=True)
