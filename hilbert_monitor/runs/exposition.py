@@ -44,7 +44,6 @@ __all__ = [
 ]
 
 
-
 def _ends(first: int, last: int, parts: int) -> Iterator[float]:
     """Ends of buckets from one power of ten to another, the last left out, so many to a decade."""
     yield from (float(f"{10 ** (part / parts):.3e}") for part in range(first * parts, last * parts))
