@@ -37,9 +37,9 @@ class Receiver(BaseHTTPRequestHandler):
 
 
 def line(alert: dict[str, dict[str, str]]) -> str:
-    """An alert as one line of JSON, in which no text can break the line."""
+    """An alert as one line of JSON, in which no text can break the line. Labels of the names of others stay labels."""
     labels, notes = alert["labels"], alert.get("annotations", {})
-    return json.dumps({"status": alert["status"], **labels, **notes}, ensure_ascii=False)
+    return json.dumps({**labels, **notes, "status": alert["status"], "labels": labels}, ensure_ascii=False)
 
 
 if __name__ == "__main__":

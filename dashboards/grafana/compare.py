@@ -16,6 +16,7 @@ from panels import (
     is_logarithmic,
     lines,
     link_to,
+    link_to_service,
     override,
     query,
     row,
@@ -66,7 +67,10 @@ def compare() -> Json:
             runs(scope),
         ],
         templating={"list": variables(several=True)},
-        links=[link_to("hilbert-run", "One run", "Geometry, cost and health of one run")],
+        links=[
+            link_to("hilbert-run", "One run", "Geometry, cost and health of one run"),
+            link_to_service("hilbert-monitor", "/"),
+        ],
     )
 
 
@@ -174,8 +178,8 @@ def runs(scope: Scope) -> Json:
     }
     return table(
         "Runs",
-        f"{help_of('run_info')} The state is what the run last said, and how long ago that was: a run that was killed"
-        " stays 'running' and is silent.",
+        f"{help_of('run_info')} The state is what the run or the service last said, and how long ago the run was seen:"
+        " without the service, a run that was killed stays 'running' and is silent.",
         [
             instant(scope.last("run_info", by="run, head, name, model, seed")),
             instant(f"1000 * {scope.state()}"),

@@ -26,7 +26,29 @@ STATES = dict(zip(STATUSES, ("green", "orange", "red", "dark-red", "purple", "bl
 BLOW_UPS = dict(zip(KINDS, ("dark-red", "red", "orange", "purple"), strict=True))
 """Colours of the kinds of blow-ups."""
 
-KNOWN: dict[str, Metric | Family] = {m.exported: m for m in CATALOGUE if not m.counted} | {
+RUNBOOKS = {
+    "step_diameter": "StepDiameterBlowUp",
+    "step_diameter_lower": "StepDiameterBlowUp",
+    "step_diameter_distribution": "StepDiameterBlowUp",
+    "step_diameter_saturation": "StepDiameterAboveCeiling",
+    "learning_rate": "StepDiameterBlowUp",
+    "perturbation_rms": "HilbertPerturbationBlowUp",
+    "blowups_total": "StepDiameterBlowUp",
+    "blowup_step": "StepDiameterBlowUp",
+    "nonfinite_rows": "IncrementNotFinite",
+    "nonfinite_increments_total": "IncrementNotFinite",
+    "run_status": "RunKilled",
+    "run_start_timestamp_seconds": "RunKilled",
+    "heartbeat_timestamp_seconds": "RunStalled",
+    "monitor_share": "MonitorOverheadHigh",
+    "monitor_seconds_total": "MonitorOverheadHigh",
+    "monitor_failures_total": "MonitorFailing",
+}
+"""The alert that is about what a panel shows first, by the name of its metric."""
+SERVICE = "${service}"
+"""The address of `hilbert-monitor serve`, a variable of both dashboards."""
+
+KNOWN: dict[str, Metric | Family] = {f"hilbert_{m.name}": m for m in CATALOGUE if not m.counted} | {
     f.exported: f for f in FAMILIES
 }
 
@@ -290,10 +312,27 @@ def variables(*, several: bool) -> list[Json]:
     source = {"type": "datasource", "name": "datasource", "label": "Data source", "query": "prometheus", "refresh": 1}
     return [
         {**source, "current": {}, "hide": 0, "includeAll": False, "multi": False, "options": [], "regex": ""},
+        address_of_service(),
         variable("job", ""),
         variable("head", '{job=~"$job"}'),
         variable("run", '{job=~"$job",head=~"$head"}', several=several, sort=2),
     ]
+
+
+def address_of_service() -> Json:
+    """The variable with the address of `hilbert-monitor serve`, that links lead to: a text that one can change."""
+    value = "http://localhost:8000"  # as in docker/compose.yml
+    choice = {"text": value, "value": value}
+    return {
+        "type": "textbox",
+        "name": "service",
+        "label": "hilbert-monitor",
+        "description": "Address of hilbert-monitor serve, for links",
+        "query": value,
+        "current": choice,
+        "options": [{**choice, "selected": True}],
+        "hide": 0,
+    }
 
 
 def blow_ups(scope: Scope) -> Json:
@@ -312,14 +351,36 @@ def blow_ups(scope: Scope) -> Json:
 
 def link_to(uid: str, title: str, about: str) -> Json:
     """A link to the other dashboard with the same time, data source and jobs."""
-    url = f"/d/{uid}?${{datasource:queryparam}}&${{job:queryparam}}"
+    url = f"/d/{uid}?${{datasource:queryparam}}&${{job:queryparam}}&${{service:queryparam}}"
     return {"type": "link", "title": title, "tooltip": about, "icon": "dashboard", "url": url, "keepTime": True}
 
 
+def link_to_service(title: str, path: str) -> Json:
+    """A link to a page of the service."""
+    about = "In hilbert-monitor serve: by update, with tokens and alerts"
+    return {"type": "link", "title": title, "tooltip": about, "icon": "external link", **_elsewhere(path)}
+
+
 def data_link(run: str) -> list[Json]:
-    """A link from a series or a cell to the dashboard of its run."""
-    settings = "${__url_time_range}&${datasource:queryparam}&${job:queryparam}"
-    return [{"title": "This run", "url": f"/d/hilbert-run?{settings}&var-run=${{{run}:percentencode}}"}]
+    """Links from a series or a cell to the dashboard of its run, and to the run's page in the service."""
+    settings = "${__url_time_range}&${datasource:queryparam}&${job:queryparam}&${service:queryparam}"
+    return [
+        {"title": "This run", "url": f"/d/hilbert-run?{settings}&var-run=${{{run}:percentencode}}"},
+        {"title": "In hilbert-monitor", **_elsewhere(f"/runs/${{{run}:percentencode}}")},
+    ]
+
+
+def runbook(panel: Json) -> list[Json]:
+    """The link of a panel to the runbook of the alert that is about what it shows."""
+    asked = panel["targets"][0]["expr"] if panel.get("targets") else ""
+    named = [(asked.find(f"hilbert_{name}{{"), alert) for name, alert in RUNBOOKS.items()]
+    named += [(asked.find(f"hilbert_{name}_bucket{{"), alert) for name, alert in RUNBOOKS.items()]
+    first = min((one for one in named if one[0] >= 0), default=None)
+    return [{"title": f"Runbook {first[1]}", **_elsewhere(f"/runbooks/{first[1]}")}] if first else []
+
+
+def _elsewhere(path: str) -> Json:
+    return {"url": f"{SERVICE}{path}", "targetBlank": True}
 
 
 def dashboard(uid: str, title: str, description: str, scope: Scope, panels: list[Json], **more: Any) -> Json:
@@ -330,6 +391,8 @@ def dashboard(uid: str, title: str, description: str, scope: Scope, panels: list
         if x + place["w"] > 24:
             x, y, height = 0, y + height, 0
         one["id"], one["gridPos"] = number, {**place, "x": x, "y": y}
+        if links := runbook(one):
+            one["links"] = links
         x, height = x + place["w"], max(height, place["h"])
     return {
         "uid": uid,

@@ -15,6 +15,7 @@ from panels import (
     is_logarithmic,
     lines,
     link_to,
+    link_to_service,
     override,
     panel,
     query,
@@ -47,7 +48,10 @@ def run() -> Json:
             *health(scope),
         ],
         templating={"list": variables(several=False)},
-        links=[link_to("hilbert-compare", "Compare runs", "The paper's panels, for several runs")],
+        links=[
+            link_to("hilbert-compare", "Compare runs", "The paper's panels, for several runs"),
+            link_to_service("This run in hilbert-monitor", "/runs/${run:percentencode}"),
+        ],
     )
 
 

@@ -43,8 +43,15 @@ __all__ = [
     "make_wsgi_app",
 ]
 
-BUCKETS = (*(float(f"{10 ** (power / 4):.2e}") for power in range(-24, 9)), math.inf)
-"""Upper ends of the histogram's buckets: four to a decade, from 1e-6 to 100."""
+
+def _ends(first: int, last: int, parts: int) -> Iterator[float]:
+    """Ends of buckets from one power of ten to another, the last left out, so many to a decade."""
+    yield from (float(f"{10 ** (part / parts):.3e}") for part in range(first * parts, last * parts))
+
+
+BUCKETS = (*_ends(-6, -5, 4), *_ends(-5, 0, 12), *_ends(0, 2, 4), 100.0, math.inf)
+"""Upper ends of the histogram's buckets: twelve to a decade from 1e-5 to 1, where the steps of runs are, each 1.21
+times the one before; four to a decade beside that, from 1e-6 to 100."""
 
 
 @dataclass(kw_only=True)
@@ -183,7 +190,8 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
     yield "step_diameter_distribution", (), _cumulative(run.buckets), run.total
     for metric in CATALOGUE:
         if metric.name in run.latest:
-            yield f"{metric.name}_total" if metric.counted else metric.name, (), run.latest[metric.name]
+            name = metric.exported.removeprefix("hilbert_")
+            yield f"{name}_total" if metric.counted else name, (), run.latest[metric.name]
     for status in STATUSES:
         yield "run_status", (status,), float(run.status == status)
     yield "run_start_timestamp_seconds", (), run.info.started

@@ -34,7 +34,7 @@ class Metric:
     """One number of a step."""
 
     name: str
-    """Its last part everywhere: hilbert/NAME in a logger, hilbert_NAME in Prometheus."""
+    """Its last part everywhere: hilbert/NAME in a logger, hilbert_NAME in Prometheus unless that is `exposed`."""
     field: str
     """Its name in a StepRecord, in the columns of the service and in CSV files."""
     panel: str | None
@@ -52,6 +52,8 @@ class Metric:
     axis: Literal["log", "linear"] = "linear"
     is_scientific: bool = False
     """Whether its numbers are written as powers of ten on a linear axis too."""
+    exposed: str = ""
+    """Its last part in Prometheus, where names must not hold the name of a type, such as gauge; empty for `name`."""
     counted: bool = False
     """Whether Prometheus has it among the counters, as one that only grows."""
 
@@ -67,7 +69,7 @@ class Metric:
     @property
     def exported(self) -> str:
         """Name in Prometheus."""
-        return f"hilbert_{self.name}"
+        return f"hilbert_{self.exposed or self.name}"
 
     def value(self, record: StepRecord) -> float | None:
         """Its number at a step; None if it was not measured."""
@@ -241,6 +243,7 @@ CATALOGUE = (
     ),
     Metric(
         name="gauge_waste",
+        exposed="shift_waste",
         field="gauge_waste",
         panel="shares",
         label="gauge waste",

@@ -233,6 +233,26 @@ def test_a_service_may_do_little(name):
 
 
 @each_service
+def test_a_service_has_a_limit_of_memory(name):
+    assert re.fullmatch(r"\d+[mg]", SERVICES[name]["deploy"]["resources"]["limits"]["memory"])
+
+
+def test_the_service_keeps_its_cache_where_it_may_write():
+    deployment, *_ = yaml.safe_load_all((KUBERNETES / "service.yml").read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    folder = SERVICES["service"]["environment"]["HILBERT_MONITOR_CACHE"]
+    assert {"name": "HILBERT_MONITOR_CACHE", "value": folder} in container["env"]
+    assert ("cache", folder, "rw") in mounts(SERVICES["service"])
+    assert {"name": "cache", "mountPath": folder} in container["volumeMounts"]
+    assert "emptyDir" in next(volume for volume in pod["volumes"] if volume["name"] == "cache")
+    assert "memory" in container["resources"]["limits"]
+    final = dict(instructions(DOCKER / "Dockerfile")[-1])
+    assert f"--mode=1777 {folder}" in final["RUN"]  # RUNS_USER may be anybody
+    assert f"HILBERT_MONITOR_CACHE={folder}" in final["ENV"]
+
+
+@each_service
 def test_a_service_is_checked_where_it_listens(name):
     service = SERVICES[name]
     if "healthcheck" in service:
@@ -430,7 +450,7 @@ def test_prometheus_gets_in_with_the_token_and_reads_a_live_run(tmp_path):
     assert re.search(r'^prometheus_sd_refresh_failures_total\{mechanism="http"\} 0$', own, re.MULTILINE)
 
 
-def test_alertmanager_tells_the_webhook_of_a_failed_run_and_not_that_it_is_stalled(tmp_path):
+def test_alertmanager_tells_the_webhook_of_a_cause_and_not_of_what_follows_from_it(tmp_path):
     program, port, hook = needs("prometheus-alertmanager"), free_port(), free_port()
     text = (
         ALERTMANAGER.read_text()
@@ -443,7 +463,12 @@ def test_alertmanager_tells_the_webhook_of_a_failed_run_and_not_that_it_is_stall
     alerts = [
         {"alertname": "RunFailed", "run": "a", "severity": "critical"},
         {"alertname": "RunStalled", "run": "a", "severity": "critical"},
-        {"alertname": "MonitorFailing", "run": "a", "severity": "warning"},
+        {"alertname": "MonitorFailing", "run": "a", "severity": "warning", "status": "killed"},
+        {"alertname": "RunUnreachable", "run": "c", "severity": "critical"},
+        {"alertname": "RunStalled", "run": "c", "severity": "critical"},
+        {"alertname": "RunKilled", "run": "d", "severity": "critical"},
+        {"alertname": "RunUnreachable", "run": "d", "severity": "critical"},
+        {"alertname": "RunStalled", "run": "d", "severity": "critical"},
         {"alertname": "StepDiameterBlowUp", "run": "a", "severity": "warning", "kind": "x"},
         {"alertname": "StepDiameterBlowUp", "run": "a", "severity": "critical"},
         {"alertname": "RunStalled", "run": "b", "severity": "critical"},
@@ -454,7 +479,7 @@ def test_alertmanager_tells_the_webhook_of_a_failed_run_and_not_that_it_is_stall
         assert ask(f"http://127.0.0.1:{hook}/", data=b"{}")[0] == 400
         wait_for(lambda: ask(f"http://127.0.0.1:{port}/-/ready")[0] == 200, "Alertmanager")
         assert ask(f"http://127.0.0.1:{port}/api/v2/alerts", data=body)[0] == 200
-        told = [json.loads(webhook.stdout.readline()) for _ in range(4)]
+        told = [json.loads(webhook.stdout.readline()) for _ in range(6)]
         time.sleep(2)
         webhook.kill()
         assert webhook.stdout.read() == ""
@@ -462,10 +487,13 @@ def test_alertmanager_tells_the_webhook_of_a_failed_run_and_not_that_it_is_stall
     assert said == [
         ("MonitorFailing", "a", "warning"),
         ("RunFailed", "a", "critical"),
+        ("RunKilled", "d", "critical"),
         ("RunStalled", "b", "critical"),
+        ("RunUnreachable", "c", "critical"),
         ("StepDiameterBlowUp", "a", "critical"),
     ]
     assert {(one["status"], one["summary"]) for one in told} == {("firing", "two\nlines")}
+    assert [one["labels"]["status"] for one in told if "status" in one["labels"]] == ["killed"]
 
 
 # Kubernetes
@@ -499,5 +527,6 @@ def test_kubernetes_has_the_jobs_that_prometheus_has_elsewhere():
     jobs = {job["job_name"] for job in yaml.safe_load(PROMETHEUS.read_text())["scrape_configs"]}
     (pods,) = yaml.safe_load_all((KUBERNETES / "podmonitor.yml").read_text())
     *_, services = yaml.safe_load_all((KUBERNETES / "service.yml").read_text())
+    assert pods["spec"]["namespaceSelector"] == {"any": True}  # training pods are mostly in another namespace
     ends = pods["spec"]["podMetricsEndpoints"] + services["spec"]["endpoints"]
     assert {end["relabelings"][0]["replacement"] for end in ends} == jobs

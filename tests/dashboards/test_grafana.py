@@ -23,6 +23,7 @@ import yaml
 
 from hilbert_monitor.runs.families import FAMILIES
 from hilbert_monitor.runs.metrics import CATALOGUE, NOT_DRAWN
+from hilbert_monitor.runs.states import STATUSES
 from hilbert_monitor.service.figures.style import COLOURS
 from tests.support.grafana_rules import RULES, panels, query_variables, targets
 from tests.support.programs import needs
@@ -109,6 +110,28 @@ def test_links_lead_to_dashboards_and_variables_that_exist():
             assert set(re.findall(r"\$\{(\w+):queryparam\}", rest)) <= known[uid] & here
     compare = [link for p in panels(BOARDS["compare"]) for link in p["fieldConfig"]["defaults"].get("links", [])]
     assert any("/d/hilbert-run?" in link["url"] and "var-run=" in link["url"] for link in compare)
+
+
+@both
+def test_links_lead_to_the_service_and_to_runbooks_that_exist(board):
+    (service,) = [variable for variable in board["templating"]["list"] if variable["name"] == "service"]
+    assert service["query"] == "http://localhost:8000"
+    assert any(link["url"].startswith("${service}/") for link in board["links"])
+    books = {path.stem for path in (ROOT / "dashboards" / "runbooks").glob("*.md")}
+    shown = {
+        link["url"].removeprefix("${service}/runbooks/"): panel["title"]
+        for panel in panels(board)
+        for link in panel.get("links", ())
+    }
+    assert {*shown} <= books
+    assert {"StepDiameterBlowUp", "HilbertPerturbationBlowUp"} <= {*shown}
+    if board["uid"] == "hilbert-run":
+        assert books - {*shown} == {"RunFailed", "RunUnreachable", "MonitorServiceDown"}  # about no panel
+
+
+def test_every_state_of_a_run_has_its_colour():
+    (panel,) = [p for p in panels(BOARDS["run"]) if p["title"] == "State over time"]
+    assert [look["matcher"]["options"] for look in panel["fieldConfig"]["overrides"]] == [*STATUSES]
 
 
 @both

@@ -1,13 +1,15 @@
 """From a training step to a page of somebody on call, with the real programs.
 
-Runs train in processes of their own and serve their metrics; the service tells Prometheus where they are; Prometheus
-has the rules that we ship; Alertmanager posts to a webhook here.
+Runs train in processes of their own; the service tells Prometheus and VictoriaMetrics where they are, and exports what
+has only a log. Both systems have the settings and rules that we ship, with shorter waits, and tell one Alertmanager,
+which posts to a webhook here.
 """
 
 import contextlib
 import http.server
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,15 +21,28 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.logged_runs import LONG, write_long
 from tests.support.programs import needs
 
 ROOT = Path(__file__).parents[2]
-RULES = ROOT / "dashboards" / "prometheus" / "rules"
+DASHBOARDS = ROOT / "dashboards"
+SYSTEMS = ("prometheus", "victoriametrics")
+TRAINED = ("clean", "accident", "stopped", "killed")
+LOGGED = ("plain", "long", "slow", "stuck", "early")
+TOKEN = "a-token-of-some-length"
+on_both = pytest.mark.parametrize("system", SYSTEMS)
 
 
 def get(url):
     with urllib.request.urlopen(url, timeout=5) as answer:
         return json.load(answer)
+
+
+def read(url):
+    """The text of a page of the service, or of a run."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        return answer.read().decode()
 
 
 def free_port():
@@ -41,28 +56,12 @@ def until(condition, patience, what):
         with contextlib.suppress(OSError):
             if found := condition():
                 return found
-        time.sleep(0.25)
+        time.sleep(0.1)
     raise AssertionError(f"waited {patience} s for {what}")
 
 
-@contextlib.contextmanager
-def running(command, log, **options):
-    """A program, ended by its id at the end of the block."""
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **options)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 class Page:
-    """A webhook that keeps what Alertmanager posts: (alert, run, status) and all of it."""
+    """A webhook that keeps what Alertmanager posts."""
 
     def __init__(self):
         self.posted = posted = []
@@ -78,159 +77,290 @@ class Page:
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server.server_port}/"
+        self.address = f"127.0.0.1:{self.server.server_port}"
 
-    def told(self):
-        return {(alert["labels"]["alertname"], alert["labels"]["run"]) for alert in self.posted}
+    def told(self, system):
+        """Each alert that a system told of, with its run."""
+        labels = [alert["labels"] for alert in self.posted]
+        return {(one["alertname"], one.get("run", "")) for one in labels if one["system"] == system}
 
 
 class Cluster:
-    """The service, Prometheus and Alertmanager over one folder of runs."""
+    """The service, Prometheus, VictoriaMetrics with vmalert, and Alertmanager over one folder of runs."""
 
     def __init__(self, folder, stack):
-        self.runs, self.folder, self.stack = folder / "runs", folder, stack
-        self.page = Page()
+        self.runs, self.folder, self.stack, self.page = folder / "runs", folder, stack, Page()
         stack.callback(self.page.server.shutdown)
-        ports = self.service, self.prometheus, self.alertmanager = [free_port() for _ in range(3)]
-        prometheus, alertmanager = needs("prometheus"), needs("prometheus-alertmanager")
-        self._configure()
-        self._run("service", [sys.executable, "-m", "hilbert_monitor", "serve", str(self.runs), f"--port={ports[0]}"])
-        self._run(
+        self.service, self.alertmanager, prometheus, victoria, vmalert = (free_port() for _ in range(5))
+        self.ports = {"prometheus": prometheus, "victoriametrics": victoria}
+        rules, settings = self._settings()
+        self.serve()
+        self.run(
             "prometheus",
-            [
-                prometheus,
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'tsdb'}",
-                f"--web.listen-address=127.0.0.1:{self.prometheus}",
-            ],
+            needs("prometheus"),
+            f"--config.file={settings}",
+            f"--storage.tsdb.path={folder / 'tsdb'}",
+            f"--web.listen-address=127.0.0.1:{prometheus}",
         )
-        self._run(
+        self.run(
+            "victoriametrics",
+            needs("victoria-metrics"),
+            f"-promscrape.config={settings}",
+            "-promscrape.config.strictParse=false",
+            "-promscrape.httpSDCheckInterval=1s",
+            "-search.latencyOffset=1s",
+            f"-storageDataPath={folder / 'victoria'}",
+            f"-httpListenAddr=127.0.0.1:{victoria}",
+        )
+        until(lambda: self.query("victoriametrics", "1"), 30, "VictoriaMetrics")
+        self.run(
+            "vmalert",
+            needs("vmalert"),
+            f"-rule={rules}",
+            *(f"-{way}.url=http://127.0.0.1:{victoria}" for way in ("datasource", "remoteWrite", "remoteRead")),
+            "-remoteWrite.flushInterval=500ms",
+            f"-notifier.url=http://127.0.0.1:{self.alertmanager}",
+            f"-external.label=hilbert_url={self.address}",
+            "-external.label=system=victoriametrics",
+            "-evaluationInterval=1s",
+            f"-httpListenAddr=127.0.0.1:{vmalert}",
+        )
+        self.run(
             "alertmanager",
-            [
-                alertmanager,
-                f"--config.file={folder / 'alertmanager.yml'}",
-                f"--storage.path={folder / 'alertmanager'}",
-                f"--web.listen-address=127.0.0.1:{self.alertmanager}",
-                "--cluster.listen-address=",
-            ],
+            needs("prometheus-alertmanager"),
+            f"--config.file={folder / 'alertmanager.yml'}",
+            f"--storage.path={folder / 'alertmanager'}",
+            f"--web.listen-address=127.0.0.1:{self.alertmanager}",
+            "--cluster.listen-address=",
         )
-        until(lambda: get(f"http://127.0.0.1:{self.service}/healthz"), 30, "the service")
-        until(lambda: self.query("1"), 30, "Prometheus")
+        until(lambda: self.query("prometheus", "1"), 30, "Prometheus")
 
-    def train(self, name, fault=""):
-        """A run in a process of its own."""
-        command = [sys.executable, "-m", "tests.support.oncall_run", name, str(self.runs), fault]
-        return self._run(name, command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    def _settings(self):
+        """Our settings with other addresses and shorter waits: the file of the rules, and that of Prometheus."""
+        (self.folder / "token").write_text(TOKEN)
+        short = {"for: 30s": "for: 1s", "for: 1m": "for: 3s", "for: 3m": "for: 12s"}
+        addresses = {
+            "service:8000": f"127.0.0.1:{self.service}",
+            "alertmanager:9093": f"127.0.0.1:{self.alertmanager}",
+            "webhook:5001": self.page.address,
+            "/run/secrets/hilbert_monitor_token": str(self.folder / "token"),
+            "${HILBERT_URL}": f"{self.address}\n    system: prometheus",
+            "rules/*.yml": str(self.folder / "hilbert.yml"),
+            ": 15s": ": 1s",
+            "group_wait: 5s": "group_wait: 2s",
+            "group_interval: 1m": "group_interval: 1s",
+        }
+        for name in ("prometheus/rules/hilbert.yml", "prometheus/prometheus.yml", "alertmanager/alertmanager.yml"):
+            text = (DASHBOARDS / name).read_text()
+            for old, new in (short if "rules" in name else addresses).items():
+                text = text.replace(old, new)
+            (self.folder / Path(name).name).write_text(text)
+        return self.folder / "hilbert.yml", self.folder / "prometheus.yml"
 
-    def query(self, expression):
+    def serve(self):
+        """Start the service, which forgets targets that have ended sooner than usual, and wait until it answers."""
+        code = "from hilbert_monitor.service.web import prometheus; prometheus.LINGERING = 3.0"
+        code += "; from hilbert_monitor.cli import app; app()"
+        arguments = ["serve", self.runs, f"--port={self.service}", f"--token={TOKEN}"]
+        self.serving = self.run("service", sys.executable, "-c", code, *arguments)
+        until(lambda: get(f"{self.address}/healthz"), 30, "the service")
+
+    def run(self, name, *command, **options):
+        """Start a program; it is ended with the cluster."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [*map(str, command)], stderr=log, start_new_session=True, **{"stdout": log, **options}
+            )
+        self.stack.callback(end, process)
+        return process
+
+    def module(self, name, module, *arguments):
+        """Start one of our modules, with an output that can be read."""
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", f"tests.support.{module}", *arguments]
+        return self.run(name, *command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+
+    def log(self, name):
+        """Start a run that has only a log, and wait until it is written."""
+        process = self.module(name, "logged_runs", self.runs, name)
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    def query(self, system, expression):
         """The samples of an expression now."""
-        url = f"http://127.0.0.1:{self.prometheus}/api/v1/query?query={urllib.request.quote(expression)}"
-        return get(url)["data"]["result"]
+        query = urllib.request.quote(expression)
+        return get(f"http://127.0.0.1:{self.ports[system]}/api/v1/query?nocache=1&query={query}")["data"]["result"]
 
-    def _run(self, name, command, **options):
-        return self.stack.enter_context(running(command, self.folder / f"{name}.log", **options))
+    @property
+    def address(self):
+        """Where the service is."""
+        return f"http://127.0.0.1:{self.service}"
 
-    def _configure(self):
-        service = f"127.0.0.1:{self.service}"
-        prometheus = {
-            "global": {
-                "scrape_interval": "1s",
-                "scrape_timeout": "1s",
-                "evaluation_interval": "1s",
-                "external_labels": {"hilbert_url": f"http://{service}"},
-            },
-            "rule_files": [str(RULES / "*.yml")],
-            "alerting": {"alertmanagers": [{"static_configs": [{"targets": [f"127.0.0.1:{self.alertmanager}"]}]}]},
-            "scrape_configs": [
-                {
-                    "job_name": "hilbert-runs",
-                    "http_sd_configs": [{"url": f"http://{service}/api/prometheus/targets", "refresh_interval": "1s"}],
-                },
-                {"job_name": "hilbert-service", "static_configs": [{"targets": [service]}]},
-            ],
-        }
-        hook = {"url": self.page.url, "send_resolved": False}
-        alertmanager = {
-            "route": {
-                "receiver": "page",
-                "group_by": ["alertname", "run"],
-                "group_wait": "0s",
-                "group_interval": "1s",
-            },
-            "receivers": [{"name": "page", "webhook_configs": [hook]}],
-        }
-        (self.folder / "prometheus.yml").write_text(json.dumps(prometheus))
-        (self.folder / "alertmanager.yml").write_text(json.dumps(alertmanager))
+    def place(self, run):
+        """Where a run serves its metrics."""
+        return self.query("prometheus", f'hilbert_step{{run="{run}",job="hilbert-runs"}}')[0]["metric"]["instance"]
+
+    def wait_told(self, alert, run, patience=60):
+        """Wait until both systems have told of an alert."""
+        for system in SYSTEMS:
+            until(lambda system=system: (alert, run) in self.page.told(system), patience, f"{system}: {alert} {run}")
+
+    def wait_for(self, expression, what, patience=60):
+        """Wait until an expression has a value on both systems."""
+        for system in SYSTEMS:
+            until(lambda system=system: self.query(system, expression), patience, f"{what} on {system}")
+
+
+def end(process):
+    """End a program, and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGCONT)
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def kill(process):
+    process.kill()
+    process.wait()
+    return time.monotonic()
 
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
-    """What was posted of four runs that train side by side: clean, with an accident, failing, and killed."""
+    """Runs of all kinds side by side, the service away for a while, and what was posted of it."""
     folder = tmp_path_factory.mktemp("oncall")
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    subprocess.run([*make, "-keyout", key, "-out", certificate], check=True, capture_output=True)
     with contextlib.ExitStack() as stack:
+        write_long(folder / "runs")
         cluster = Cluster(folder, stack)
-        runs = {name: cluster.train(name, fault) for name, fault in FAULTS.items()}
-        until(
-            lambda: cluster.query('hilbert_step{run="killed"} > 60'), 120, "the run that will be killed to be scraped"
-        )
-        cluster.doubled = cluster.query('count by (run) (hilbert_run_info{run=~"clean|killed"}) > 1')
-        cluster.workers = children(runs["killed"].pid)
-        os.kill(runs["killed"].pid, signal.SIGKILL)
-        runs["killed"].wait()
-        cluster.killed = time.monotonic()
-        for name in ("clean", "accident", "failing"):
-            runs[name].wait(180)
-        until(lambda: ("RunStalled", "killed") in cluster.page.told(), 180, "the killed run to be reported")
-        cluster.stalled_after = time.monotonic() - cluster.killed
-        until(lambda: ("RunFailed", "failing") in cluster.page.told(), 30, "the failed run to be reported")
-        cluster.ended = {name: process.returncode for name, process in runs.items()}
+        training = cluster.module("training", "oncall_run", cluster.runs, certificate, key, *TRAINED)
+        logged = {name: cluster.log(name) for name in LOGGED}
+        killed = kill(logged["early"])
+        cluster.wait_told("RunKilled", "early")
+        cluster.early_after = time.monotonic() - killed
+        cluster.wait_told("RunStalled", "stuck")
+
+        pids = dict(training.stdout.readline().split() for _ in TRAINED)
+        for name, number in (("stopped", signal.SIGTERM), ("killed", signal.SIGKILL)):
+            cluster.wait_for(f'hilbert_step{{run="{name}",job="hilbert-runs"}} > 20', f"steps of {name}")
+            cluster.workers = Path(f"/proc/{pids[name]}/task/{pids[name]}/children").read_text().split()
+            cluster.metrics = [read(f"http://{cluster.place(name)}/metrics"), read(f"{cluster.address}/metrics")]
+            cluster.doubled = {system: cluster.query(system, DOUBLED) for system in SYSTEMS}
+            os.kill(int(pids[name]), number)
+        killed = time.monotonic()
+        cluster.wait_told("RunKilled", "killed")
+        cluster.killed_after = time.monotonic() - killed
+        cluster.ended = dict(line.strip().split(" = ") for line in training.stdout)
+        cluster.wait_told("RunFailed", "accident")
+        cluster.wait_told("StepDiameterBlowUp", "accident")
+        cluster.scraped = {system: cluster.query(system, SEEN) for system in SYSTEMS}
+
+        cluster.before = {system: cluster.page.told(system) for system in SYSTEMS}
+        end(cluster.serving)
+        cluster.wait_told("MonitorServiceDown", "")
+        time.sleep(6)  # longer than `plain` may be silent
+        cluster.serve()
+        cluster.wait_for(f'hilbert_steps_total{{run="long"}} > {LONG}', "the long log")
+        time.sleep(5)
+        cluster.away = {system: cluster.page.told(system) - cluster.before[system] for system in SYSTEMS}
+
+        logged["plain"].send_signal(signal.SIGSTOP)
+        cluster.log("early")  # goes on, and still nobody listens at its port
+        cluster.wait_told("RunStalled", "plain")
+        cluster.wait_told("RunUnreachable", "early")
+        cluster.wait_for('ALERTS{alertname="RunUnreachable",alertstate="firing",run="early"}', "the alert")
+        cluster.firing = {
+            system: cluster.query(system, 'ALERTS{alertstate="firing",run="early"}') for system in SYSTEMS
+        }
         yield cluster
 
 
-FAULTS = {"clean": "", "accident": "rate", "failing": "error", "killed": "wait"}
+DOUBLED = "count by (run) (hilbert_run_info) > 1"
+SEEN = 'group by (run) (last_over_time(hilbert_step{job="hilbert-runs"}[10m]))'
 
 
-def children(pid):
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+def told_of(story, system, run):
+    return {alert for alert, of in story.page.told(system) if of == run}
 
 
-def test_a_clean_run_fires_nothing(story):
-    assert story.ended["clean"] == 0
-    assert [told for told in story.page.told() if told[1] == "clean"] == []
+@on_both
+def test_a_run_with_tls_is_scraped_and_a_run_that_finishes_fires_nothing(story, system):
+    assert story.ended["clean"] == "0"
+    assert "clean" in {one["metric"]["run"] for one in story.scraped[system]}
+    assert told_of(story, system, "clean") == set()
 
 
-def test_an_accident_of_the_learning_rate_fires_the_step_diameter_and_nothing_else(story):
-    assert story.ended["accident"] == 0
-    assert {told for told in story.page.told() if told[1] == "accident"} == {("StepDiameterBlowUp", "accident")}
+@on_both
+def test_an_accident_of_the_rate_and_an_exception_are_told_and_nothing_else(story, system):
+    assert story.ended["accident"] == "1"
+    assert told_of(story, system, "accident") == {"StepDiameterBlowUp", "RunFailed"}
 
 
-def test_the_page_says_what_happened_and_where_to_look(story):
-    [alert] = [a for a in story.page.posted if a["labels"]["run"] == "accident"][:1]
-    said = alert["annotations"]
+@on_both
+def test_the_page_says_what_happened_and_where_to_look(story, system):
+    wanted = {"alertname": "StepDiameterBlowUp", "run": "accident", "system": system}
+    said = next(alert for alert in story.page.posted if wanted.items() <= alert["labels"].items())["annotations"]
     assert "accident" in said["summary"]
-    assert "AdamW" in said["description"]
-    step = said["dashboard"].rpartition("=")[2]
-    assert int(step) in (161, 162)
-    with urllib.request.urlopen(said["dashboard"], timeout=5) as answer:
-        assert b"hilbert-monitor" in answer.read()
-    with urllib.request.urlopen(said["runbook_url"], timeout=5) as answer:
-        assert "Mitigation" in answer.read().decode()
+    assert re.search(r"head AdamW, step 11[12]: D\(S\) = [\d.]+, expected [\d.]+\.", said["description"])
+    for link, text in (("dashboard", "hilbert-monitor"), ("runbook_url", "Mitigation")):
+        assert text in read(said[link])
+    assert re.search(r"/runs/accident\?step=11[12]$", said["dashboard"])
 
 
-def test_a_run_that_fails_is_reported_as_failed_and_not_as_stalled(story):
-    assert story.ended["failing"] != 0
-    assert {told for told in story.page.told() if told[1] == "failing"} == {("RunFailed", "failing")}
+@on_both
+def test_a_requested_stop_pages_nobody(story, system):
+    assert told_of(story, system, "stopped") == set()
+    assert "stopped" in {one["metric"]["run"] for one in story.scraped[system]}
 
 
-def test_a_run_that_is_killed_is_reported_by_the_age_of_its_heartbeat(story):
+@on_both
+def test_a_run_that_is_killed_is_told_once_and_soon(story, system):
     assert story.workers  # it had loader workers, which can hold what they inherited
-    assert {told for told in story.page.told() if told[1] == "killed"} == {("RunStalled", "killed")}
-    assert story.stalled_after > 15
+    assert story.ended["killed"] == "-9"
+    assert told_of(story, system, "killed") == {"RunKilled"}
+    assert story.killed_after < 30
 
 
-def test_no_run_is_counted_twice(story):
-    assert story.doubled == []
+@on_both
+def test_a_run_that_is_killed_before_it_was_scraped_is_told_until_it_goes_on(story, system):
+    assert story.early_after < 30
+    assert {one["metric"]["alertname"] for one in story.firing[system]} == {"RunUnreachable"}
 
 
-def test_series_of_runs_that_ended_go_away(story):
-    until(lambda: story.query('hilbert_step{run="clean",job="hilbert-runs"}') == [], 90, "the series to be stale")
+@on_both
+def test_a_patient_run_is_left_alone_and_another_as_slow_has_stalled(story, system):
+    assert told_of(story, system, "slow") == set()
+    assert told_of(story, system, "stuck") == {"RunStalled"}
+
+
+@on_both
+def test_a_service_that_is_away_is_told_once_and_no_run_is_blamed(story, system):
+    assert story.away[system] == {("MonitorServiceDown", "")}
+
+
+@on_both
+def test_a_log_that_a_service_reads_anew_tells_no_news(story, system):
+    assert told_of(story, system, "long") == set()
+
+
+@on_both
+def test_a_run_that_stalls_once_the_service_is_back_is_told(story, system):
+    assert told_of(story, system, "plain") == {"RunStalled"}
+
+
+@on_both
+def test_no_run_is_counted_twice(story, system):
+    assert story.doubled[system] == []
+
+
+def test_promtool_has_nothing_to_say_of_the_metrics_of_a_run_and_of_the_service(story):
+    for text in story.metrics:
+        assert "hilbert_step_diameter_distribution_bucket" in text
+        done = subprocess.run([needs("promtool"), "check", "metrics"], input=text, capture_output=True, text=True)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
