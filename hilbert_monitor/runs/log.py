@@ -50,6 +50,7 @@ from .record import Alert, RunInfo, StepRecord
 __all__ = [
     "ALERTS",
     "END",
+    "HEARTBEAT",
     "INFO",
     "STEPS",
     "AlertNews",
