@@ -38,6 +38,8 @@ LOOK = 4096
 """Bytes at the beginning of a log, and before the offset, that are compared to recognise it."""
 MAPPED = 0.5
 """Share of the files that a process may have open which may be mapped tables; others are loaded into memory."""
+VARIABLE = "HILBERT_MONITOR_CACHE"
+"""Environment variable with the folder in which caches are."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +49,11 @@ def cache_folder(root: Path, chosen: Path | None = None) -> Path:
 
     Args:
         root: folder of the runs.
-        chosen: folder in which caches are; by default `hilbert-monitor` in the user's cache folder.
+        chosen: folder in which caches are; by default what the environment says, or else `hilbert-monitor` in the
+            user's cache folder.
     """
+    if chosen is None and os.environ.get(VARIABLE):
+        chosen = Path(os.environ[VARIABLE])
     if chosen is None:
         home = os.environ.get("XDG_CACHE_HOME", "")
         chosen = Path(home if os.path.isabs(home) else os.path.expanduser("~/.cache")) / "hilbert-monitor"

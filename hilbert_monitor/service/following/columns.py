@@ -134,8 +134,8 @@ class Columns:
         self._is_shared = True
         return Table(self._steps[: self._rows], columns, self._texts)
 
-    def take(self, news: News, expected: int = 0) -> None:
-        """Add the new records of a log.
+    def take(self, news: News, expected: int = 0) -> int:
+        """Add the new records of a log; return how many were left out because a number in them fits into no column.
 
         Args:
             news: the records.
@@ -145,9 +145,24 @@ class Columns:
         self._expected = expected
         if news.keep is not None:
             self._truncate(int(np.searchsorted(self._steps[: self._rows], news.keep, "right")))
-        if news.records:
-            self._note_texts(news.records)
-            self._add(sorted(news.records, key=lambda record: record.step))
+        if not news.records:
+            return 0
+        self._note_texts(news.records)
+        return self._add_fitting(sorted(news.records, key=lambda record: record.step))
+
+    def _add_fitting(self, records: Sequence[StepRecord]) -> int:
+        """Add records without those whose numbers are too large, which are found by halves; return how many these are.
+
+        A log may hold any number of digits.
+        """
+        try:
+            self._add(records)
+        except OverflowError:
+            if len(records) == 1:
+                return 1
+            middle = len(records) // 2
+            return self._add_fitting(records[:middle]) + self._add_fitting(records[middle:])
+        return 0
 
     def _add(self, records: Sequence[StepRecord]) -> None:
         """Add records, sorted by step. A record of a step that is there already replaces it."""

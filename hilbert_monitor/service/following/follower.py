@@ -13,7 +13,7 @@ from typing import Any
 from hilbert_monitor.runs.json_values import clean
 from hilbert_monitor.runs.log import ALERTS, END, HEARTBEAT, INFO, STEPS, News, RunReader, RunState
 from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.runs.states import LIVE
+from hilbert_monitor.runs.states import ENDED, LIVE
 
 from .cache import Cache, CachedTable
 from .columns import Columns
@@ -27,8 +27,8 @@ YOUNG = 5.0
 """Seconds that a run has after its folder appears until its files must be complete."""
 AWAKE = 60.0
 """Seconds for which a run that was killed, or a folder that is no run yet, is still looked at all the time."""
-REST, LONGEST_REST = 2.0, 60.0
-"""Seconds between two full looks at a run that rests: a tenth of the time that it has been at rest, within these."""
+REST, LONGEST_REST = 2.0, 120.0
+"""Seconds between two full looks at a run that rests: a tenth of the time since it ended, within these."""
 GROWTH = 1.2
 """Factor by which a table grows before it is cached again."""
 SHORT = 1 << 15
@@ -164,19 +164,20 @@ class RunFollower:
 
     def _rest(self, now: float, cost: float = 0.0) -> None:
         """Note whether the run rests from now on, and for how long at most."""
-        run, killed = self.snapshot, False
+        run, killed, since = self.snapshot, False, self._changed
         if run is None:
-            rests = now - self._changed > AWAKE
+            rests = now - since > AWAKE
         else:
             killed = run.status == "killed"
-            rests = run.status not in LIVE and not (killed and now - run.state.ended < AWAKE) and not self.behind
+            since = run.state.ended if run.status in (*ENDED, "killed") else self._rests_since or now
+            unread = self.behind > 0 and not run.problem
+            rests = run.status not in LIVE and not (killed and now - since < AWAKE) and not unread
         if not rests:
             self._rests_since = None
             return
-        if self._rests_since is None:
-            self._rests_since = now
+        self._rests_since = self._rests_since or now
         self._beat = _shortly(self._heartbeat) if killed else None
-        rest = min(max((now - self._rests_since) / 10, REST), LONGEST_REST)
+        rest = min(max(REST, (now - since) / 10), LONGEST_REST)  # a time may be nan
         self._wakes = now + max(rest, 20 * cost)
 
     # Reading
@@ -221,7 +222,7 @@ class RunFollower:
         if self.behind:
             size = self.size
             for part in self._reader.follow(self._offset):
-                self._columns.take(part, self._expected_rows())
+                self._torn += self._columns.take(part, self._expected_rows())
                 self._offset, self._torn, changed = part.offset, self._torn + part.torn, changed + 1
                 if news is not None:
                     news.append(part)
@@ -274,7 +275,7 @@ class RunFollower:
             alerts=self._alerts,
             torn=self._torn + self._alerts_torn,
             heartbeat=self._seen[1][2] / 1e9 if self._seen[1] else 0.0,
-            indexed=1.0 - self.behind / self.size if self.behind else 1.0,
+            indexed=1.0 - self.behind / self.size if self.behind and not problem else 1.0,
             version=old.version + 1 if old else 1,
         )
         if old is not None and not changed and _apart_from_table(old) == _apart_from_table(new):

@@ -34,7 +34,7 @@ SLICE = 0.3
 """Seconds that reading what is not read yet may take between two looks at the live runs."""
 LOOKS = 400
 """Runs at rest that are looked at in a pass, at most: with five passes a second, 10,000 of them take five seconds."""
-LISTED_FOR = 5.0
+LISTED_FOR = 10.0
 """Seconds after which the folder of the runs is listed again although its time of change is the same."""
 SETTLED = 2.0
 """Seconds after which a folder's time of change tells whether it has changed since: clocks of disks are coarse."""

@@ -129,6 +129,9 @@ def test_a_planted_link_is_not_read_through(run, tmp_path):
 
 
 def test_the_default_folder_is_the_users_and_differs_by_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("HILBERT_MONITOR_CACHE", str(tmp_path / "mine"))
+    assert cache_folder(tmp_path / "runs").parent == tmp_path / "mine"
+    monkeypatch.delenv("HILBERT_MONITOR_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     ours = cache_folder(tmp_path / "runs")
     assert ours.parent == tmp_path / "xdg" / "hilbert-monitor"
