@@ -44,8 +44,8 @@ VARIABLE = "HILBERT_MONITOR_CACHE"
 _log = logging.getLogger(__name__)
 
 
-def cache_folder(root: Path, chosen: Path | None = None) -> Path:
-    """The folder for the cache of a folder of runs.
+def cache_folder(root: Path, chosen: Path | None = None) -> Path | None:
+    """The folder for the cache of a folder of runs; None, and a line in the log, if the user has no folder at all.
 
     Args:
         root: folder of the runs.
@@ -55,8 +55,13 @@ def cache_folder(root: Path, chosen: Path | None = None) -> Path:
     if chosen is None and os.environ.get(VARIABLE):
         chosen = Path(os.environ[VARIABLE])
     if chosen is None:
-        home = os.environ.get("XDG_CACHE_HOME", "")
-        chosen = Path(home if os.path.isabs(home) else os.path.expanduser("~/.cache")) / "hilbert-monitor"
+        caches = os.environ.get("XDG_CACHE_HOME", "")
+        if not os.path.isabs(caches):
+            caches = os.path.expanduser("~/.cache")
+        if not os.path.isabs(caches):
+            _log.warning("no cache, as this user has no home: every start reads all logs; --cache names a folder")
+            return None
+        chosen = Path(caches) / "hilbert-monitor"
     return chosen / hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:24]
 
 

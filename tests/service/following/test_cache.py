@@ -141,6 +141,8 @@ def test_the_default_folder_is_the_users_and_differs_by_runs(tmp_path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder(tmp_path / "runs").parent == tmp_path / ".cache" / "hilbert-monitor"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert cache_folder(tmp_path / "runs") is None
 
 
 def test_tables_of_runs_that_are_gone_are_removed(run, tmp_path):
