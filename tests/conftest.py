@@ -6,6 +6,7 @@ Under CI the same examples are drawn on every run; elsewhere new ones, so that t
 import os
 import signal
 import sys
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,9 @@ BF16_KILLS = "PYTEST_XDIST_WORKER" not in os.environ and VARIABLE not in os.envi
 # A shell's background job ignores Ctrl-C and so do its children, among them the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Services that tests start keep their caches here and not in the user's folder.
+os.environ.setdefault("HILBERT_MONITOR_CACHE", tempfile.mkdtemp(prefix="hilbert-monitor-tests-"))
 
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", derandomize=True, deadline=None)

@@ -7,12 +7,14 @@ system's file cache, as they are for runs that were just written.
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +22,8 @@ from hilbert_monitor.service.following.index import Index
 
 from . import service_opponents as opponents
 from .measure import BenchResult, seconds
-from .service_client import TICK, Listener, Service, Usage, fetch_comparison, listen, paint, visit
-from .service_runs import RECORD_BYTES, ContinuedRun, make_runs
+from .service_client import TICK, Listener, Service, Usage, ask, fetch_comparison, listen, paint, visit
+from .service_runs import RECORD_BYTES, SHORT_RUN_BYTES, ContinuedRun, make_runs, make_short_runs
 
 MEMORY = 1 << 30
 """Limit of the service's memory in bytes."""
@@ -45,16 +47,27 @@ class ServiceLoad:
     """Records that are written while the browsers listen."""
     opponent_runs: int = 5
     """Runs that are also given to TensorBoard."""
+    folders: int = 10_000
+    """Short runs of another folder."""
+    short: int = 20
+    """Records of each of these."""
+    million: int = 1_000_000
+    """Records of one long run in a folder of its own."""
+    idle: float = 20.0
+    """Seconds for which the service is left alone."""
 
     @classmethod
     def quick(cls) -> ServiceLoad:
         """Return a load that takes seconds."""
-        return cls(runs=4, records=300, refreshes=3, listeners=8, written=10, opponent_runs=2)
+        few = cls(runs=4, records=300, refreshes=3, listeners=8, written=10, opponent_runs=2)
+        return replace(few, folders=30, million=3000, idle=1.0)
 
     @property
     def bytes(self) -> int:
         """Room on the disk that the load takes at most."""
-        return (self.runs + 3 * self.opponent_runs) * self.records * RECORD_BYTES + (64 << 20)
+        long = (self.runs + 3 * self.opponent_runs) * self.records + self.million
+        short = self.folders * (self.short * RECORD_BYTES + SHORT_RUN_BYTES)
+        return long * RECORD_BYTES + short + (64 << 20)
 
 
 @contextmanager
@@ -102,14 +115,16 @@ class ServiceBench:
             ("a record more", self._refresh),
             ("many browsers", self._browsers),
             ("TensorBoard", self._opponents),
+            (f"{self.load.folders:,} short runs", self._folders),
+            (f"one run of {self.load.million:,} records", self._one_long_run),
         ]
 
     def _make(self) -> Iterator[BenchResult]:
         make_runs(self._root, self.load.runs, self.load.records)
         yield from ()
 
-    def _serve(self) -> Service:
-        service = Service(self._root, self._folder / "service.log")
+    def _serve(self, root: Path | None = None) -> Service:
+        service = Service(root or self._root, self._folder / "service.log", self._folder / "cache")
         self._stack.callback(service.stop)
         return service
 
@@ -190,6 +205,47 @@ class ServiceBench:
         yield _limited("browsers", f"from Ctrl-C to the end, {self.load.listeners} connected", duration, 1)
         yield from self._memory("peak memory of all this after a later start", usage)
 
+    # Many folders, and a very long log
+
+    def _folders(self) -> Iterator[BenchResult]:
+        load, root = self.load, self._folder / "many"
+        make_short_runs(root, load.folders, load.short)
+        service = self._serve(root)
+        duration = service.until(lambda health: health["progress"] == 1 and health["runs"] == load.folders)
+        before = service.usage()
+        case = f"first indexing of {load.folders:,} folders of {load.short} records"
+        note = f"{before.processor:.1f} s of processor time" if before else ""
+        yield _limited("service folders", case, duration, 30, note)
+        whole, page = ask(service.port, "/api/runs"), ask(service.port, "/api/runs?limit=100")
+        note = "answers of the list of runs"
+        yield BenchResult(
+            "service folders", "a page of 100 runs", OURS, len(page), "all of them", len(whole), note, "B"
+        )
+        time.sleep(load.idle / 4)
+        before = service.usage()
+        time.sleep(load.idle)
+        after = service.usage()
+        if before and after:
+            used = max(after.processor - before.processor, TICK)
+            case = f"processor time of {load.idle:.0f} s in which nothing happens"
+            yield _limited("service folders", case, used, 0.02 * load.idle, f"{used / load.idle:.1%} of a core")
+        run = ContinuedRun(root, 0, load.short)
+        (written,) = run.write()
+        while _run(service.port, run.id)["summary"]["status"] != "running":
+            time.sleep(0.01)
+        yield _limited("service folders", "a finished run is continued: until it is seen", time.time() - written, 10)
+        run.close()
+        service.stop()
+        yield from self._memory(f"peak memory with {load.folders:,} folders", after)
+
+    def _one_long_run(self) -> Iterator[BenchResult]:
+        root = self._folder / "long"
+        make_runs(root, 1, self.load.million)
+        service = self._serve(root)
+        service.until(lambda health: health["progress"] == 1 and health["runs"] == 1)
+        yield from self._memory(f"peak memory, one run of {self.load.million:,} records", service.usage())
+        service.stop()
+
     # TensorBoard
 
     def _opponents(self) -> Iterator[BenchResult]:
@@ -266,6 +322,11 @@ async def _stop(service: Service, count: int) -> tuple[float, Usage | None]:
     async with listen(service.port, count):
         usage = service.usage()
         return await asyncio.to_thread(service.stop), usage
+
+
+def _run(port: int, id: str) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(ask(port, f"/api/runs/{id}"))
+    return answer
 
 
 def _limited(subject: str, case: str, amount: float, limit: float, note: str = "") -> BenchResult:

@@ -45,15 +45,20 @@ class Service:
     Args:
         root: folder of the runs.
         log: file for its output.
+        cache: folder of its cache.
     """
 
-    def __init__(self, root: Path, log: Path) -> None:
+    def __init__(self, root: Path, log: Path, cache: Path) -> None:
         self._log, self.port = log, _free_port()
-        command = [sys.executable, "-m", "hilbert_monitor", "serve", str(root), "--port", str(self.port)]
+        command = [sys.executable, "-m", "hilbert_monitor", "serve", root, "--port", self.port, "--cache", cache]
         with log.open("wb") as file:
             self._began = time.perf_counter()
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                [str(part) for part in command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def until(self, ready: Callable[[dict[str, Any]], bool] = lambda health: True) -> float:
@@ -164,6 +169,15 @@ def visit(port: int) -> Visit:
         connection.close()
     answer = json.loads(_plain(content))
     return Visit(files - began, runs - files, compared - runs, size + len(content), answer)
+
+
+def ask(port: int, path: str) -> bytes:
+    """Return the answer at a path, fetched on a new connection."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=120)
+    try:
+        return _plain(fetch(connection, path))
+    finally:
+        connection.close()
 
 
 def fetch_comparison(port: int) -> tuple[float, dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hilbert_monitor.runs.log import STEPS, RunWriter
+from hilbert_monitor.runs.log import INFO, STEPS, RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
 OPTIMIZERS = ("AdamW", "RowNorm")
@@ -30,6 +30,9 @@ PACE = 0.6
 """Seconds from one step to the next."""
 RECORD_BYTES = 800
 """Most bytes on disk for one record: its line, and its columns in the service's cache."""
+
+SHORT_RUN_BYTES = 6 * 4096
+"""Bytes on disk of a run's folder and files, besides its records."""
 
 
 def records_of(head: str, seed: int, count: int, *, began: float) -> Iterator[StepRecord]:
@@ -116,6 +119,20 @@ def make_runs(root: Path, count: int, records: int) -> list[str]:
     return ids
 
 
+def make_short_runs(root: Path, count: int, records: int) -> None:
+    """Write many short, finished runs in moments: copies of two that RunWriter writes, under ids of their own."""
+    ids = make_runs(root, 2, records)
+    patterns = [{path.name: path.read_bytes() for path in (root / id).iterdir()} for id in ids]
+    for place in range(2, count):
+        id, files = ids[place % 2], patterns[place % 2]
+        folder = root / f"{id}-{place}"
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        info = files[INFO].replace(f'"id":"{id}"'.encode(), f'"id":"{folder.name}"'.encode())
+        (folder / INFO).write_bytes(info)
+
+
 def _info(head: str, seed: int, records: int) -> RunInfo:
     return RunInfo(
         name=f"{head.lower()}-seed{seed}",
@@ -150,7 +167,8 @@ class ContinuedRun:
         """The last step that was written."""
         self._process.start()
         theirs.close()
-        self._log: Path = root / self._pipe.recv() / STEPS
+        self.id: str = self._pipe.recv()
+        self._log: Path = root / self.id / STEPS
 
     @property
     def size(self) -> int:

@@ -7,17 +7,35 @@ from typing import Annotated
 
 import typer
 
+SHORTEST_TOKEN = 16
+"""Characters of a token that a user gives, at least: whoever guesses it sees the runs."""
+
 
 def serve(
+    context: typer.Context,
     runs: Annotated[Path, typer.Argument(help="Folder of the runs. It need not exist yet.")] = Path("runs"),
     host: Annotated[
         str, typer.Option(help="Address to listen at. An address that other machines reach gets a token.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 for any free one.", min=0, max=65535)] = 8000,
     token: Annotated[
-        str | None, typer.Option(help="Password that visitors must give.", envvar="HILBERT_MONITOR_TOKEN")
+        str | None,
+        typer.Option(
+            help=f"Password that visitors must give, of at least {SHORTEST_TOKEN} characters. Given by the environment"
+            " it is not printed.",
+            envvar="HILBERT_MONITOR_TOKEN",
+        ),
     ] = None,
-    cache: Annotated[bool, typer.Option(help="Keep a cache beside the runs, which makes later starts quick.")] = True,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for a cache, which makes later starts quick; by default in the user's cache folder. Nothing is"
+            " written beside the runs.",
+            envvar="HILBERT_MONITOR_CACHE",
+            file_okay=False,
+        ),
+    ] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep no cache.")] = False,
     reexport: Annotated[
         bool,
         typer.Option(
@@ -36,11 +54,25 @@ def serve(
     """
     from hilbert_monitor.service.web import server
 
-    if token is not None and not token.strip():
-        raise typer.BadParameter("a token has at least one character: drop it, or give one", param_hint="--token")
+    if token is not None and len(token.strip()) < SHORTEST_TOKEN:
+        raise typer.BadParameter(
+            f"a token of {len(token.strip())} characters can be guessed: give at least {SHORTEST_TOKEN}, as"
+            " 'openssl rand -hex 24' makes them, or none, and one is made up where it is needed",
+            param_hint="--token",
+        )
     if runs.exists() and not runs.is_dir():
         raise typer.BadParameter(f"{runs} is not a folder: give the one that runs are logged to")
+    source = context.get_parameter_source("token")
     try:
-        server.serve(runs, host=host, port=port, token=token, cache=cache, reexport=reexport, open_browser=browser)
+        server.serve(
+            runs,
+            host=host,
+            port=port,
+            token=token,
+            show_token=source is None or source.name != "ENVIRONMENT",
+            cache=False if no_cache else cache or True,
+            reexport=reexport,
+            open_browser=browser,
+        )
     except server.AddressError as error:
         raise typer.BadParameter(str(error)) from None

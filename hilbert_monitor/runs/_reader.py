@@ -64,6 +64,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     """The last step that counts."""
     time: float
     """When that step was made; without one, when the attempt began."""
+    ended: float = 0.0
+    """When it said that it ended, or last had a heartbeat before it was killed; 0 while it is there."""
     error: str = ""
     """Class of the exception, if it failed."""
     message: str = ""
@@ -138,8 +140,7 @@ class RunReader:
     @property
     def end(self) -> End | None:
         """How the newest attempt ended; None if it has not said so."""
-        newest = self.info.attempt
-        return next((end for end in reversed(self._small(END, as_end)) if end.attempt == newest), None)
+        return self._end_of(self.info)
 
     @property
     def torn(self) -> int:
@@ -186,28 +187,33 @@ class RunReader:
                 offset=end,
             )
 
-    def state(self, now: float | None = None) -> RunState:
-        """The state of the run at `now`, in seconds since the epoch. No other code decides it."""
-        now = time.time() if now is None else now
+    def state(self, now: float | None = None, info: RunInfo | None = None) -> RunState:
+        """The state of the run at `now`, in seconds since the epoch. No other code decides it.
+
+        Args:
+            now: by default, the present.
+            info: that of the newest attempt, if the caller has read it already.
+        """
+        now, info = time.time() if now is None else now, self.info if info is None else info
         last, step = self._last()
-        here: dict[str, Any] = {"step": step, "time": last[-1].time if last else self.info.started}
-        end = self.end
+        here: dict[str, Any] = {"step": step, "time": last[-1].time if last else info.started}
+        end = self._end_of(info)
         if end is not None:
-            return RunState(status=end.status, error=end.error, message=end.message, **here)
-        if not self.lives(now):
-            return RunState(status="killed", **here)
-        asked = self.info.stalled_after
+            return RunState(status=end.status, error=end.error, message=end.message, ended=end.time, **here)
+        if not self.lives(now, info):
+            return RunState(status="killed", ended=max(self._changed(HEARTBEAT), 0.0), **here)
+        asked = info.stalled_after
         patience = max(self.stalled_after if asked is None else asked, self.stalled_steps * _pace(last))
         return RunState(status="stalled" if self._age(STEPS, now) > patience else "running", **here)
 
-    def lives(self, now: float) -> bool:
+    def lives(self, now: float, info: RunInfo | None = None) -> bool:
         """Whether a process writes the run now.
 
         A lock shows that at once, but only on its own host: others may not see it. Where there are no locks the process
         is looked up by its number. On whichever host, a process without a heartbeat is gone.
         """
-        info = self.info
-        if self._age(HEARTBEAT, now) > self.silence_of_a_lost:
+        info = self.info if info is None else info
+        if self._age(HEARTBEAT, now) > max(self.lost_after, 4 * info.heartbeat):
             return False
         if info.host != socket.gethostname():
             return True
@@ -219,11 +225,18 @@ class RunReader:
         """Seconds without a heartbeat after which the run's process counts as gone."""
         return max(self.lost_after, 4 * self.info.heartbeat)
 
+    def _end_of(self, info: RunInfo) -> End | None:
+        return next((end for end in reversed(self._small(END, as_end)) if end.attempt == info.attempt), None)
+
     def _age(self, name: str, now: float) -> float:
+        return now - self._changed(name)
+
+    def _changed(self, name: str) -> float:
+        """When a file last changed, in seconds since the epoch; minus infinity if there is none."""
         try:
-            return now - (self.folder / name).stat().st_mtime
+            return (self.folder / name).stat().st_mtime
         except OSError:
-            return math.inf
+            return -math.inf
 
     def _small(self, name: str, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
         with contextlib.suppress(OSError):

@@ -55,6 +55,7 @@ from .stops import requested_stop
 __all__ = [
     "ALERTS",
     "END",
+    "HEARTBEAT",
     "INFO",
     "STEPS",
     "AlertNews",

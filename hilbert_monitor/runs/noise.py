@@ -42,6 +42,8 @@ LAG = 200
 SMALLEST_SPREAD = 1e-3
 SHARES: dict[Pattern, float] = {"step": 0.8, "level": 0.13, "trend": 0.07}
 """How the allowed false alarms are shared. Floors make levels and trends rarer than their share."""
+BURST_SHARE = 0.6
+"""Bursts have a share of their own: where a run has them, they are what false alarms are made of."""
 TREND_FLOOR = math.log(1.75)
 SETTLED, FALLEN = 50, 20
 """Events in a row, or values far below the slow level in a row, after which they are the new normal."""
@@ -296,7 +298,7 @@ class Noise:
             return
         alone = 1.0 if self._best == SLOW else 0.5  # of two levels that are compared with
         height = self._tail.height(
-            probability * SHARES["step"] * alone, probability, self.number, self._spread(self._best)
+            probability * SHARES["step"] * alone, probability * BURST_SHARE, self.number, self._spread(self._best)
         )
         average = _deviations(probability * SHARES["level"] / len(AVERAGES))
         trend = _deviations(probability * SHARES["trend"]) * self._trend_spread()

@@ -37,14 +37,14 @@ SPREADS = (
 PRIOR = (0.6, 0.1, 0.08, 0.07, 0.05, 0.05, 0.05)
 """How likely each is before anything was seen."""
 
-GRID = tuple(0.1 * i for i in range(81)) + tuple(8.0 * 500.0 ** (i / 120) for i in range(1, 121))
+GRID: tuple[float, ...] = tuple(0.1 * i for i in range(81)) + tuple(8.0 * 500.0 ** (i / 120) for i in range(1, 121))
 """Heights, in spreads, at which tails are tabulated: up to 4,000."""
 
 BURSTS = 64
 """Bursts that are remembered."""
 APART = 10
 """Values within which two bursts count as one."""
-FIRST_BURSTS, USUAL_BURST = 5, math.log(3.2)
+FIRST_BURSTS, USUAL_BURST = 5, math.log(4)
 """Until so many bursts were seen, others of up to this size are expected."""
 
 
@@ -160,8 +160,7 @@ class Tail:
         weights, tables = self._weights(), _tables()
 
         def excess(place: int) -> float:
-            total: float = sum(map(float.__mul__, weights, tables[place]))
-            return total
+            return sum(map(float.__mul__, weights, tables[place]))
 
         low, high = 0, len(GRID) - 1
         while high - low > 1:
@@ -200,6 +199,9 @@ class Tail:
     @staticmethod
     def _spacing(heights: Sequence[float]) -> float:
         """How much higher a burst is that comes e times more rarely."""
-        if len(heights) < 3:
-            return (heights[0] - BODY) / 2
-        return max((heights[0] - heights[2]) / 1.5, (heights[0] - BODY) / len(heights))  # exponential, uniform
+        m, largest = len(heights), heights[0] - BODY
+        if m < 3:
+            return largest / 2
+        mean = sum(heights) / m - BODY
+        even = largest / m  # bursts of all sizes up to a largest: the next record is near the last
+        return even if mean > 0.45 * largest else max(even, (heights[0] - heights[2]) / 1.5)

@@ -17,7 +17,8 @@ from hilbert_monitor.cli import app
 from hilbert_monitor.runs.log import RunReader
 from hilbert_monitor.service.following.index import Index
 
-SUBJECTS = {"service start", "service memory", "first paint", "refresh", "browsers", "scalars of TensorBoard"}
+STARTS = {"service start", "service memory", "service folders"}
+SUBJECTS = STARTS | {"first paint", "refresh", "browsers", "scalars of TensorBoard"}
 
 
 def run(*args):
@@ -45,8 +46,9 @@ def test_every_figure_is_there_beside_its_limit_or_opponent(measured):
         assert r["opponent_amount"] > 0
         assert r["case"] in text
     limits = {r["opponent_amount"] for r in results if r["opponent"] == "limit"}
-    assert limits == {60, 10, 2, 1, 0.1, 1 << 30}
-    assert {r["opponent"] for r in results} == {"limit", "1 browser", "EventAccumulator", "data server"}
+    assert limits == {60, 30, 10, 2, 1, 0.1, 0.02, 1 << 30}
+    opponents = {"limit", "1 browser", "EventAccumulator", "data server", "all of them"}
+    assert {r["opponent"] for r in results} == opponents
 
 
 def test_figures_are_of_a_plausible_size(measured):
@@ -136,7 +138,7 @@ def test_a_run_continues_in_its_own_process(tmp_path):
 
 def test_a_service_that_cannot_start_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
-    process = service_client.Service(tmp_path / "file", tmp_path / "log")
+    process = service_client.Service(tmp_path / "file", tmp_path / "log", tmp_path / "cache")
     with pytest.raises(RuntimeError, match="the service ended; the last that it said"):
         process.until()
     process.stop()

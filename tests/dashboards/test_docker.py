@@ -28,7 +28,7 @@ from tests.support.services import record, write_run
 
 DASHBOARDS = ROOT / "dashboards"
 DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.train"]
-SECRETS = {"HILBERT_MONITOR_TOKEN": "a-token", "GRAFANA_ADMIN_PASSWORD": "a-password"}
+SECRETS = {"HILBERT_MONITOR_TOKEN": "a-token-of-some-length", "GRAFANA_ADMIN_PASSWORD": "a-password"}
 COMPOSE = compose(**SECRETS)
 SERVICES = COMPOSE["services"]
 PROMETHEUS = DASHBOARDS / "prometheus" / "prometheus.yml"

@@ -2,7 +2,8 @@
 
 Only runs of the same model are compared. These runs are counted, that is, enter the means:
 
-- In a report, the finished runs; if no run is finished, all of them. In a live comparison, all that did not break off.
+- In a report, the finished runs; if no run is finished, all of them. In a live comparison, all that did not break off:
+  a run that was asked to stop counts like one that is still training, a failed or killed one does not.
 - If several runs have the same optimizer, seed and panel, the one that started last.
 
 A run's final value of a metric is the last one in its log. If it is nan or infinite it is left out of the mean, and a

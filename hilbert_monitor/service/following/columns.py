@@ -118,8 +118,14 @@ class Columns:
         table = table or Table()
         self._rows = len(table)
         self._steps, self._columns, self._texts = table.steps, dict(table.columns), dict(table.texts)
+        self._expected = 0
         self._is_shared = False
         """Whether a Table that was handed out holds this dictionary of texts."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are so far."""
+        return self._rows
 
     @property
     def table(self) -> Table:
@@ -128,13 +134,35 @@ class Columns:
         self._is_shared = True
         return Table(self._steps[: self._rows], columns, self._texts)
 
-    def take(self, news: News) -> None:
-        """Add the new records of a log."""
+    def take(self, news: News, expected: int = 0) -> int:
+        """Add the new records of a log; return how many were left out because a number in them fits into no column.
+
+        Args:
+            news: the records.
+            expected: rows that there will be in the end, as far as that is known: room for them is reserved, so that
+                a long log is not copied as it grows. Room that is never filled takes no memory.
+        """
+        self._expected = expected
         if news.keep is not None:
             self._truncate(int(np.searchsorted(self._steps[: self._rows], news.keep, "right")))
-        if news.records:
-            self._note_texts(news.records)
-            self._add(sorted(news.records, key=lambda record: record.step))
+        if not news.records:
+            return 0
+        self._note_texts(news.records)
+        return self._add_fitting(sorted(news.records, key=lambda record: record.step))
+
+    def _add_fitting(self, records: Sequence[StepRecord]) -> int:
+        """Add records without those whose numbers are too large, which are found by halves; return how many these are.
+
+        A log may hold any number of digits.
+        """
+        try:
+            self._add(records)
+        except OverflowError:
+            if len(records) == 1:
+                return 1
+            middle = len(records) // 2
+            return self._add_fitting(records[:middle]) + self._add_fitting(records[middle:])
+        return 0
 
     def _add(self, records: Sequence[StepRecord]) -> None:
         """Add records, sorted by step. A record of a step that is there already replaces it."""
@@ -145,10 +173,13 @@ class Columns:
             steps, new = self._merged(first, steps, new)
             self._truncate(first)
         start, self._rows = self._rows, self._rows + len(steps)
-        self._steps = _room(self._steps, start, self._rows)
+        if not start:  # most runs of a large folder are short
+            self._steps, self._columns = steps, new
+            return
+        self._steps = _room(self._steps, start, self._rows, self._expected)
         self._steps[start : self._rows] = steps
         for name in {*self._columns, *new}:
-            values = _room(self._columns.get(name, np.empty(0)), start, self._rows)
+            values = _room(self._columns.get(name, np.empty(0)), start, self._rows, self._expected)
             values[start : self._rows] = new.get(name, MISSING)
             self._columns[name] = values
 
@@ -195,23 +226,30 @@ def _columns(records: Sequence[StepRecord]) -> dict[str, Floats]:
     columns: dict[str, Sequence[Any]] = dict(zip(NUMBERS, zip(*map(_numbers, records), strict=True), strict=True))
     for name in PAIRS:
         pairs = [getattr(record, name) or (None, None) for record in records]
-        for end in (0, 1):
-            columns[f"{name}.{end}"] = [pair[end] for pair in pairs]
-    columns["skipped"] = [1.0 if record.skipped else None for record in records]
+        if any(pair[0] is not None for pair in pairs):
+            columns |= zip((f"{name}.0", f"{name}.1"), zip(*pairs, strict=True), strict=True)
+    if any(record.skipped for record in records):
+        columns["skipped"] = [1.0 if record.skipped else None for record in records]
     parts = sorted({part for record in records for part in record.seconds})
     columns |= {SECONDS + part: [record.seconds.get(part) for record in records] for part in parts}
-    return {name: _floats(values) for name, values in columns.items() if any(value is not None for value in values)}
+    return {name: _floats(values) for name, values in columns.items() if values.count(None) < len(values)}
 
 
 def _floats(values: Sequence[Any]) -> Floats:
-    return np.array([MISSING if value is None else value for value in values], np.float64)
+    if None in values:
+        values = [MISSING if value is None else value for value in values]
+    return np.array(values, np.float64)
 
 
-def _room(values: Any, rows: int, wanted: int) -> Any:
-    """An array with room for `wanted` rows that keeps the first `rows`; MISSING fills a new column."""
+def _room(values: Any, rows: int, wanted: int, expected: int) -> Any:
+    """An array with room for `wanted` rows, or more, that keeps the first `rows`; MISSING fills a new column.
+
+    Pages behind the last row are not touched, and so take no memory.
+    """
     if wanted <= len(values) and values.flags.writeable:
         return values
-    grown = np.full(max(wanted, 2 * rows if rows > 64 else wanted), MISSING if values.dtype == np.float64 else 0)
-    grown = grown.astype(values.dtype, copy=False)
-    grown[: min(rows, len(values))] = values[:rows]
+    grown = np.empty(max(wanted, expected, rows + rows // 2 if rows > 64 else wanted), values.dtype)
+    known = min(rows, len(values))
+    grown[:known] = values[:known]
+    grown[known:wanted] = MISSING if values.dtype == np.float64 else 0
     return grown

@@ -6,24 +6,35 @@ import math
 import os
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hilbert_monitor.runs.json_values import clean
-from hilbert_monitor.runs.log import ALERTS, END, INFO, STEPS, News, RunReader, RunState
+from hilbert_monitor.runs.log import ALERTS, END, HEARTBEAT, INFO, STEPS, News, RunReader, RunState
 from hilbert_monitor.runs.record import Alert, RunInfo
 from hilbert_monitor.runs.states import ENDED, LIVE
 
 from .cache import Cache, CachedTable
 from .columns import Columns
-from .snapshot import UNKNOWN, RunSnapshot
+from .snapshot import UNKNOWN, RunSnapshot, summary
+from .text import clip
 
 FILES = (INFO, STEPS, ALERTS, END)
-ASK_AGAIN: dict[str, float] = {"running": 1.0, "stalled": 1.0, "killed": 10.0}
-"""Seconds after which a run's state is determined again although nothing was written, as it may change by itself."""
+ASK_AGAIN = 1.0
+"""Seconds after which the state of a live run is determined again although nothing was written."""
 YOUNG = 5.0
 """Seconds that a run has after its folder appears until its files must be complete."""
+AWAKE = 60.0
+"""Seconds for which a run that was killed, or a folder that is no run yet, is still looked at all the time."""
+REST, LONGEST_REST = 2.0, 120.0
+"""Seconds between two full looks at a run that rests: a tenth of the time since it ended, within these."""
 GROWTH = 1.2
 """Factor by which a table grows before it is cached again."""
+SHORT = 1 << 15
+"""Bytes of a log that is read again sooner than its table is loaded: it is not cached."""
+LONG = 1 << 20
+"""Unread bytes from which on room for all records of a log is reserved at once."""
 
 Look = tuple[int, int, int] | None
 """Inode, size and time of change of a file, by which a change is noticed; None if there is no file."""
@@ -48,74 +59,142 @@ class RunFollower:
         """What is known of the run; None while the folder is no run."""
         self.size = 0
         """Bytes of the log of its steps."""
+        self.summary: dict[str, Any] = {}
+        """The snapshot's line in a table of runs."""
         self.new_alerts: list[Alert] = []
         """Alerts that the last call of `advance` read."""
         self.gone_since: float | None = None
-        self.looked = -math.inf
-        """When `advance` was last called, in seconds since the epoch."""
         self._reader, self._cache = RunReader(folder), cache
+        self._place = os.fspath(folder)
         self._paths = [os.path.join(folder, name) for name in FILES]  # joined once: they are checked all the time
+        self._heartbeat = os.path.join(folder, HEARTBEAT)
+        self._attempts: tuple[RunInfo, ...] = ()
+        self._asked, self._began = -math.inf, time.time()
+        self._changed = 0.0
+        """When a file was last added to the folder, or removed from it."""
+        self._rests_since: float | None = None
+        self._wakes = 0.0
+        self._beat: Look = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin again at the start of the log."""
         self._columns, self._offset, self._end, self._torn, self._cached_rows = Columns(), 0, 0, 0, 0
         self._alerts: tuple[Alert, ...] = ()
         self._alerts_offset = self._alerts_torn = 0
-        self._attempts: tuple[RunInfo, ...] = ()
         self._seen: tuple[Look, ...] = (None,) * len(FILES)
-        self._asked, self._began = -math.inf, time.time()
-        try:
-            self._look()
-            self._load()
-        except (OSError, Trouble):
-            pass  # `advance` reports it
-
-    @property
-    def ended(self) -> bool:
-        """Whether the run is known to have finished or failed."""
-        return self.snapshot is not None and self.snapshot.status in ENDED
 
     @property
     def behind(self) -> int:
         """Bytes that are not read yet."""
         return max(0, self.size - self._end)
 
+    def open(self) -> None:
+        """Look how long the log is, and load its cached table. `advance` says what is wrong with it."""
+        look = _shortly(self._paths[1])
+        self.size = look[1] if look else 0
+        if self._cache is not None and self.size >= SHORT:
+            with suppress(OSError, Trouble):
+                self._look()
+                self._load()
+
     def advance(self, now: float, deadline: float = math.inf, news: list[News] | None = None) -> bool:
         """Read on in the log; return whether there is a new snapshot.
+
+        Whatever is wrong with a run becomes its `problem`, and is no other run's.
 
         Args:
             now: seconds since the epoch.
             deadline: when to stop, by the monotonic clock.
             news: a list to append what was read to.
         """
-        self.looked, self.new_alerts = now, []
-        changed, problem = 0, ""
+        self.new_alerts, began = [], time.monotonic()
         try:
-            seen = self._look()
-            self.gone_since = None
-            quiet = seen == self._seen and not self.behind
-            if quiet and now - self._asked < self._patience:
-                return False
-            changed = self._read(seen, deadline, news)
-            problem = self._foreign(now)
+            is_new = self._advance(now, deadline, news)
         except Trouble as trouble:
-            problem = str(trouble)
+            is_new = self._publish(str(trouble))
         except (OSError, MemoryError) as error:
-            problem = f"it cannot be read: {getattr(error, 'strerror', None) or error}"
-        return self._publish(now, problem, changed > 0)
+            is_new = self._publish(f"it cannot be read: {getattr(error, 'strerror', None) or error}")
+        except Exception as error:  # anything may be in a log: it must not end the index
+            self._forget()
+            is_new = self._publish(clip(f"it cannot be read: {type(error).__name__}: {error}", 500))
+        self._rest(now, time.monotonic() - began)
+        return is_new
 
-    @property
-    def _patience(self) -> float:
+    def _advance(self, now: float, deadline: float, news: list[News] | None) -> bool:
+        seen = self._look()
+        self.gone_since = None
+        if seen == self._seen and not self.behind and now - self._asked < self._patience(now):
+            return False
+        changed = self._read(seen, deadline, news)
+        if problem := self._foreign(now):
+            return self._publish(problem, changed=changed > 0)
+        if not self._attempts:
+            return False  # no run, or not yet
+        self._asked = now
+        return self._publish("", self._reader.state(now, self._attempts[-1]), changed > 0)
+
+    def _patience(self, now: float) -> float:
         """Seconds for which a run without new lines is left alone."""
         if self.snapshot is None or self.snapshot.problem:
             return 0.0
-        return ASK_AGAIN.get(self.snapshot.status, math.inf)
+        if self.snapshot.status in LIVE:
+            return ASK_AGAIN
+        return max(10.0, (now - self.snapshot.state.ended) / 10) if self.snapshot.status == "killed" else math.inf
+
+    # Runs that rest
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is expected to happen to the run soon, so that a short look now and then will do."""
+        return self._rests_since is not None
+
+    def stirs(self, now: float) -> bool:
+        """Look shortly at a run that rests: whether it is time for `advance`.
+
+        Whatever resumes a run writes to its log at once, and a process that was taken for killed has a heartbeat.
+        """
+        if now >= self._wakes:
+            return True
+        if self.snapshot is not None and self.snapshot.problem:
+            return False
+        if _shortly(self._paths[1]) != self._seen[1]:
+            return True
+        return self._beat is not None and _shortly(self._heartbeat) != self._beat
+
+    def _rest(self, now: float, cost: float = 0.0) -> None:
+        """Note whether the run rests from now on, and for how long at most."""
+        run, killed, since = self.snapshot, False, self._changed
+        if run is None:
+            rests = now - since > AWAKE
+        else:
+            killed = run.status == "killed"
+            since = run.state.ended if run.status in (*ENDED, "killed") else self._rests_since or now
+            unread = self.behind > 0 and not run.problem
+            rests = run.status not in LIVE and not (killed and now - since < AWAKE) and not unread
+        if not rests:
+            self._rests_since = None
+            return
+        self._rests_since = self._rests_since or now
+        self._beat = _shortly(self._heartbeat) if killed else None
+        rest = min(max(REST, (now - since) / 10), LONGEST_REST)  # a time may be nan
+        self._wakes = now + max(rest, 20 * cost)
 
     # Reading
 
     def _look(self) -> tuple[Look, ...]:
         """Inode, size and time of change of each file. Raises Trouble for files that must not be read."""
-        if not self.folder.is_dir():
+        try:
+            status = os.lstat(self._place)
+            if stat.S_ISLNK(status.st_mode):
+                _refuse_link(self.folder, self.root)
+                status = os.stat(self._place)
+            is_gone, self._changed = not stat.S_ISDIR(status.st_mode), status.st_mtime
+        except FileNotFoundError:
+            is_gone = True
+        if is_gone:
             self.gone_since = self.gone_since or time.time()
             raise Trouble("its folder is gone: it was moved or deleted")
-        _refuse_link(self.folder, self.root)
         looks = tuple(self._look_at(path) for path in self._paths)
         self.size = looks[1][1] if looks[1] else 0
         return looks
@@ -130,7 +209,7 @@ class RunFollower:
             return None
         if not stat.S_ISREG(status.st_mode):
             raise Trouble(f"its {os.path.basename(path)} is not a plain file: it is not read")
-        return status.st_ino, status.st_size, status.st_mtime_ns
+        return _look_of(status)
 
     def _read(self, seen: tuple[Look, ...], deadline: float, news: list[News] | None) -> int:
         """Read new lines; return how many times the columns changed."""
@@ -138,12 +217,12 @@ class RunFollower:
         if seen[0] != self._seen[0] or not known:
             self._attempts = tuple(self._reader.attempts)
         if self.size < self._offset or _another(known, self._attempts):
-            self._columns, self._offset, self._end, self._torn, changed = Columns(), 0, 0, 0, 1
-            self._alerts, self._alerts_offset, self._alerts_torn, self._cached_rows = (), 0, 0, 0
+            self._forget()
+            changed = 1
         if self.behind:
             size = self.size
             for part in self._reader.follow(self._offset):
-                self._columns.take(part)
+                self._torn += self._columns.take(part, self._expected_rows())
                 self._offset, self._torn, changed = part.offset, self._torn + part.torn, changed + 1
                 if news is not None:
                     news.append(part)
@@ -155,6 +234,11 @@ class RunFollower:
             self._read_alerts()
         self._seen = seen
         return changed
+
+    def _expected_rows(self) -> int:
+        """Rows that a long log will have, if its lines go on as they began."""
+        rows = self._columns.rows
+        return int(1.05 * rows * self.size / self._offset) if self.size - self._offset > LONG and self._offset else 0
 
     def _read_alerts(self) -> None:
         known = set(self._alerts)
@@ -176,11 +260,9 @@ class RunFollower:
 
     # Publishing
 
-    def _publish(self, now: float, problem: str, changed: bool) -> bool:
+    def _publish(self, problem: str, state: RunState = UNKNOWN, changed: bool = False) -> bool:
         """Make a new snapshot if anything changed; return whether it did."""
-        if not problem and not self._attempts:
-            return False  # no run, or not yet
-        old, state = self.snapshot, UNKNOWN if problem else self._state(now)
+        old = self.snapshot
         if changed:
             self._save(state)
         new = RunSnapshot(
@@ -193,23 +275,21 @@ class RunFollower:
             alerts=self._alerts,
             torn=self._torn + self._alerts_torn,
             heartbeat=self._seen[1][2] / 1e9 if self._seen[1] else 0.0,
-            indexed=1.0 - self.behind / self.size if self.behind else 1.0,
+            indexed=1.0 - self.behind / self.size if self.behind and not problem else 1.0,
             version=old.version + 1 if old else 1,
         )
         if old is not None and not changed and _apart_from_table(old) == _apart_from_table(new):
             return False
-        self.snapshot = new
+        self.summary, self.snapshot = summary(new), new
         return True
-
-    def _state(self, now: float) -> RunState:
-        self._asked = now
-        return self._reader.state(now)
 
     # The table on disk
 
     def _load(self) -> None:
         """Take the cached table, if there is one."""
-        cached = self._cache.load(self.folder.name, self.folder / STEPS) if self._cache is not None else None
+        if self._cache is None or self.size < SHORT:
+            return
+        cached = self._cache.load(self.folder.name, self.folder / STEPS)
         if cached is not None:
             self._columns, self._offset, self._torn = Columns(cached.table), cached.offset, cached.torn
             self._end, self._cached_rows = cached.offset, len(cached.table)
@@ -218,13 +298,25 @@ class RunFollower:
         """Cache a table that has grown, and use the columns on the disk from then on: they need no memory here."""
         rows = len(self._columns.table)
         enough = GROWTH * max(self._cached_rows, 1000) if state.status in LIVE else self._cached_rows
-        if self._cache is None or self.behind or rows <= enough:
+        if self._cache is None or self.behind or rows <= enough or self.size < SHORT:
             return
         self._cached_rows = rows
         if self._cache.save(
             self.folder.name, self.folder / STEPS, CachedTable(self._columns.table, self._offset, self._torn)
         ):
             self._load()
+
+
+def _look_of(status: os.stat_result) -> Look:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _shortly(path: str) -> Look:
+    """A look at a file by one call, which follows no link."""
+    try:
+        return _look_of(os.lstat(path))
+    except OSError:
+        return None
 
 
 def _refuse_link(path: Path, root: Path) -> None:

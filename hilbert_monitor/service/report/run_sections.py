@@ -35,7 +35,7 @@ def runs_section(runs: Sequence[ReportedRun], counted: Collection[str]) -> str:
 
 def _run_row(run: ReportedRun, counted: bool) -> tuple[str, Sequence[str]]:
     s = run.series
-    error = f": {run.state.error} {run.state.message}" if run.state.error else ""
+    error = f": {run.state.error} {run.state.message}" if run.state.error else f": {run.problem}" if run.problem else ""
     state = f'<em class="{s.status}">{s.status}</em><span>{text(error, 400)}</span>' + (
         "" if counted else "<small>in no mean</small>"
     )

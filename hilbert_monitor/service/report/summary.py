@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from hilbert_monitor.service.figures.comparison import (
     SampleStatistics,
     final_value,
 )
-from hilbert_monitor.service.figures.series import CURVES, RunSeries, read_run, read_table
+from hilbert_monitor.service.figures.series import CURVES, RunSeries, read_run, read_table, run_series
 from hilbert_monitor.service.following.columns import Table
 from hilbert_monitor.service.following.published import PAPER, Figure
+from hilbert_monitor.service.following.snapshot import UNKNOWN
 from hilbert_monitor.service.following.text import clip, csv_lines
 
 EFFICIENCY_FIELDS = (
@@ -48,6 +49,8 @@ class ReportedRun:
     alerts: tuple[Alert, ...] = ()
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """Means over the run of those EFFICIENCY_FIELDS that were measured."""
+    problem: str = ""
+    """Why the run cannot be read, in a sentence; else empty."""
 
 
 def load(root: str | os.PathLike[str]) -> list[ReportedRun]:
@@ -65,9 +68,15 @@ def load(root: str | os.PathLike[str]) -> list[ReportedRun]:
 
 
 def _load_run(reader: RunReader) -> ReportedRun:
-    state, table = reader.state(), read_table(reader)
-    series = read_run(reader, state, table)
-    return ReportedRun(series, reader.info, state, tuple(reader.alerts()), dict(_mean_efficiency(table)))
+    """A run, or that it cannot be read: anything may be in a log, and it must not cost the report of the others."""
+    try:
+        state, table = reader.state(), read_table(reader)
+        series = read_run(reader, state, table)
+        return ReportedRun(series, reader.info, state, tuple(reader.alerts()), dict(_mean_efficiency(table)))
+    except Exception as error:
+        info = reader.info
+        series = replace(run_series(info, UNKNOWN, Table()), status="unreadable")
+        return ReportedRun(series, info, UNKNOWN, problem=clip(f"{type(error).__name__}: {error}", 500))
 
 
 def _mean_efficiency(table: Table) -> Iterator[tuple[str, float]]:
@@ -124,7 +133,7 @@ def _difference_json(c: Comparison) -> dict[str, Any]:
 def _run_json(run: ReportedRun, *, counted: bool) -> dict[str, Any]:
     s = run.series
     description = {"id": s.id, "name": s.name, "model": s.model, "optimizer": s.optimizer, "seed": s.seed}
-    state = {"panel_hash": s.panel_hash, "status": s.status, "step": s.step, "error": run.state.error}
+    state = {"panel_hash": s.panel_hash, "status": s.status, "step": s.step, "error": run.problem or run.state.error}
     finals = {metric: _finite(final_value(s, metric)) for metric in METRICS}
     more = {"counted": counted, "alerts": len(run.alerts), "worth": {**run.efficiency}}
     return {**description, **state, **finals, **more}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,7 +31,27 @@ NAMED = (*SEARCHED, "seed", "panel_hash", "error")
 """Fields of a summary that a search looks through, and those that it knows by name."""
 
 
-def runs(index: Runs, *, q: str = "", status: str = "", optimizer: str = "", model: str = "") -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A part of the list of runs."""
+
+    runs: list[dict[str, Any]]
+    count: int
+    """How many runs match, on all pages."""
+    next: str | None
+    """The `after` of the next page; None if this is the last."""
+
+
+def runs(
+    index: Runs,
+    *,
+    q: str = "",
+    status: str = "",
+    optimizer: str = "",
+    model: str = "",
+    limit: int | None = None,
+    after: str = "",
+) -> Page:
     """A line for each run that matches, the newest first.
 
     Args:
@@ -39,14 +60,25 @@ def runs(index: Runs, *, q: str = "", status: str = "", optimizer: str = "", mod
         status: the state of a run; empty for any, as with the others.
         optimizer: that of the LM head.
         model: the name by which runs are grouped for comparison.
+        limit: how many lines, at most.
+        after: id of the last run of the page before. KeyError if there is no such run.
     """
     wanted = {"status": status, "optimizer": optimizer, "model": model}
-    lines = ((run, summary(run)) for run in sorted(index.values(), key=newest, reverse=True))
-    return [
-        plain(line)
-        for run, line in lines
-        if all(not value or line[key] == value for key, value in wanted.items()) and _matches(run, line, q)
-    ]
+    matches: Sequence[RunSnapshot] = sorted(index.values(), key=newest, reverse=True)
+    if q or any(wanted.values()):
+        matches = [run for run in matches if _is_wanted(run, wanted, q)]
+    first = 0
+    if after:
+        last = newest(index[after])
+        first = next((place for place, run in enumerate(matches) if newest(run) < last), len(matches))
+    stop = len(matches) if limit is None else first + limit
+    part = matches[first:stop]
+    return Page([plain(summary(run)) for run in part], len(matches), part[-1].id if stop < len(matches) else None)
+
+
+def _is_wanted(run: RunSnapshot, wanted: Mapping[str, str], q: str) -> bool:
+    line = summary(run)
+    return all(not value or line[key] == value for key, value in wanted.items()) and _matches(run, line, q)
 
 
 def newest(run: RunSnapshot) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ the answers. Routes that compute are plain functions, which FastAPI runs in thre
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -116,9 +116,9 @@ class Responder:
     def __init__(self, index: Index) -> None:
         self.index, self.cache, self.figures = index, ResponseCache(), FigureAnswers()
 
-    def run(self, id: str) -> RunSnapshot:
+    def run(self, id: str, runs: Mapping[str, RunSnapshot] | None = None) -> RunSnapshot:
         """A run by its id; HTTPException if there is none. Ids are looked up in the index alone, never on the disk."""
-        snapshot = self.index.runs.get(id)
+        snapshot = (self.index.runs if runs is None else runs).get(id)
         if snapshot is None:
             name = id if len(id) <= 100 else f"{id[:100]}..."
             raise HTTPException(404, f"There is no run {name!r}: /api/runs lists those that there are.")
@@ -143,9 +143,16 @@ def _csv(name: str, lines: Iterator[str]) -> CSV:
 
 
 def _add_health(app: FastAPI, index: Index) -> None:
-    @app.get("/healthz", tags=["service"], summary="Whether the service works", responses=ok(schema.Health))
+    @app.get(
+        "/healthz",
+        tags=["service"],
+        summary="Whether the service works",
+        responses={**ok(schema.Health), 503: {"model": schema.Problem, "description": "The runs are not followed."}},
+    )
     def health(request: Request) -> Response:
         """Answered without a token."""
+        if index.problem:
+            raise HTTPException(503, index.problem)
         state = {"status": "ok", "version": __version__, "runs": len(index.runs), "progress": index.progress}
         return _json(request, state)
 
@@ -160,14 +167,26 @@ def _add_runs(app: FastAPI, responder: Responder) -> None:
         status: Annotated[ShownStatus | None, Query(description="Only runs in this state.")] = None,
         optimizer: Annotated[str, Query(max_length=100, description="Only runs with this LM head.")] = "",
         model: ModelName = "",
+        limit: Annotated[
+            int | None, Query(ge=1, le=10_000, description="How many runs, at most; without it, all of them.")
+        ] = None,
+        after: Annotated[
+            str, Query(max_length=300, description="Only runs after this one: the `next` of the page before.")
+        ] = "",
     ) -> Response:
         version, known = index.version, index.runs
+        if after:
+            responder.run(after, known)
 
         def make() -> dict[str, Any]:
-            listed = answers.runs(known, q=q, status=status or "", optimizer=optimizer, model=model)
-            return {"root": str(index.root), "progress": index.progress, "version": version, "runs": listed}
+            page = answers.runs(
+                known, q=q, status=status or "", optimizer=optimizer, model=model, limit=limit, after=after
+            )
+            about = {"root": str(index.root), "progress": index.progress, "version": version}
+            return {**about, "count": page.count, "next": page.next, "runs": page.runs}
 
-        return responder.cached(request, (q, status, optimizer, model, version, index.progress), make)
+        key = (q, status, optimizer, model, limit, after, version, index.progress)
+        return responder.cached(request, key, make)
 
     @app.get("/api/runs/{id}", tags=["runs"], summary="A run, without its curves", responses=ok(schema.RunAnswer))
     def run(request: Request, id: Id) -> Response:
@@ -325,7 +344,7 @@ def _add_prometheus(app: FastAPI, export: PrometheusExport) -> None:
         "/metrics", tags=["prometheus"], summary="Metrics of runs that do not serve them", response_class=PlainText
     )
     def metrics(accept: Annotated[str, Header(max_length=1000, description="Text or OpenMetrics.")] = "") -> Response:
-        """The latest values of live runs, and of those that ended in the last ten minutes."""
+        """The latest values of live runs, and of those that ended or were killed in the last ten minutes."""
         body, kind = export.metrics(accept)
         return Response(body, headers={"Content-Type": kind})
 

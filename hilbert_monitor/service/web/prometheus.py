@@ -1,6 +1,8 @@
 """What the service gives Prometheus: the addresses of runs that serve their own metrics, and the metrics of the others.
 
-A run is in one of the two, never in both.
+A run is in one of the two, never in both. A run whose process is gone is no target: it is exported from its log, so
+that its end is seen although nobody ever scraped it. A log that is still being read is not exported: its counters would
+grow as it is read, and rules would take that for steps.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ import numpy as np
 from hilbert_monitor.runs.exposition import BUCKETS, CollectorRegistry, Exposition, Samples, choose_encoder
 from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.runs.record import RunInfo
-from hilbert_monitor.runs.states import LIVE
+from hilbert_monitor.runs.states import LIVE, LOST_AFTER, STALLED_AFTER, STALLED_STEPS
 from hilbert_monitor.service.following.columns import SECONDS, Floats, Table, present
 from hilbert_monitor.service.following.snapshot import RunSnapshot
 
 RECENT = 600.0
-"""Seconds for which a run that has ended is still exported, so that a scrape sees how it ended."""
+"""Seconds for which a run that has ended is still exported, so that scrapes see how it ended."""
 LINGERING = 60.0
 """Seconds for which a run that has ended is still a target: its process waits for a last scrape."""
+REMEMBERED_STEPS = 200
+"""The last steps of a run that the time after which it counts as stalled follows from."""
 
 
 class PrometheusExport:
@@ -38,7 +42,7 @@ class PrometheusExport:
     def __init__(self, runs: Callable[[], Iterable[RunSnapshot]], *, everything: bool = False) -> None:
         self.runs, self.everything = runs, everything
         self._registry = CollectorRegistry()
-        self._registry.register(Exposition(lambda: [samples(run) for run in self._live() if not self._is_target(run)]))
+        self._registry.register(Exposition(lambda: [samples(run) for run in self._exported()]))
 
     def metrics(self, accept: str) -> tuple[bytes, str]:
         """The metrics in the format that was asked for, and its content type."""
@@ -50,21 +54,35 @@ class PrometheusExport:
         return [
             {
                 "targets": [_address(run.info)],
-                "labels": {"__meta_hilbert_run": run.id, "__meta_hilbert_head": run.info.head_optimizer},
+                "labels": {
+                    "__scheme__": "https" if run.info.scheme == "https" else "http",
+                    "__meta_hilbert_run": run.id,
+                    "__meta_hilbert_head": run.info.head_optimizer,
+                },
             }
-            for run in self._live(LINGERING)
+            for run in self.runs()
             if self._is_target(run)
         ]
 
-    def _live(self, recent: float = RECENT) -> Iterator[RunSnapshot]:
-        """The live runs, and those that ended less than `recent` seconds ago."""
+    def _exported(self) -> Iterator[RunSnapshot]:
+        """The runs that are exported from their logs."""
         for run in self.runs():
-            if not run.problem and (run.status in LIVE or time.time() - run.heartbeat < recent):
+            if not run.problem and run.indexed == 1.0 and not self._is_target(run) and _is_recent(run, RECENT):
                 yield run
 
     def _is_target(self, run: RunSnapshot) -> bool:
         """Whether Prometheus scrapes the run itself."""
-        return not self.everything and bool(_address(run.info))
+        if self.everything or run.problem or run.status == "killed" or not _address(run.info):
+            return False
+        return _is_recent(run, LINGERING)
+
+
+def _is_recent(run: RunSnapshot, seconds: float) -> bool:
+    """Whether a run is live, or ended less than so many seconds ago. That it was killed may be noticed late."""
+    if run.status in LIVE:
+        return True
+    late = max(LOST_AFTER, 4 * run.info.heartbeat) if run.status == "killed" else 0.0
+    return abs(time.time() - run.state.ended) < seconds + late
 
 
 def samples(run: RunSnapshot) -> Samples:
@@ -77,6 +95,7 @@ def samples(run: RunSnapshot) -> Samples:
         info=run.info,
         status=run.status,
         heartbeat=run.heartbeat,
+        stalled_after=stalled_after(run),
         step=run.state.step,
         steps=len(table),
         skipped=_count(table, "skipped"),
@@ -88,6 +107,18 @@ def samples(run: RunSnapshot) -> Samples:
         alerts={alert.kind: alert for alert in run.alerts},
         blowups=Counter(alert.kind for alert in run.alerts),
     )
+
+
+def stalled_after(run: RunSnapshot) -> float:
+    """Seconds without a step after which a run counts as stalled: the rule of RunSamples, applied to its log."""
+    least = run.info.stalled_after or STALLED_AFTER
+    first = int(np.searchsorted(run.table.steps, run.info.first_step, "right"))  # of the present attempt
+    times = run.table.column("time")[max(first, len(run.table) - REMEMBERED_STEPS) :]
+    patience = least
+    for pace in np.diff(times):
+        if pace > 0:
+            patience = max(least, STALLED_STEPS * float(pace), 0.9 * patience)
+    return patience
 
 
 def _diameters(table: Table) -> Floats:

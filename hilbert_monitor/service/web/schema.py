@@ -90,6 +90,8 @@ class Runs(_Answer):
     root: str = Field(description="Folder of the runs.", examples=["runs"])
     progress: Progress
     version: Version
+    count: int = Field(description="How many runs match, on all pages.", examples=[6])
+    next: str | None = Field(description="The `after` of the next page; null if there is none, as without a `limit`.")
     runs: list[RunSummary]
 
 
@@ -115,6 +117,8 @@ class Info(_Answer):
     world_size: int
     port: int | None
     address: str
+    scheme: str = Field(description="https if it serves its metrics with TLS.", examples=["http"])
+    stalled_after: Number | None = Field(description="Seconds without a step after which it counts as stalled.")
     heartbeat: Number
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import resource
 import secrets
 import socket
 import threading
@@ -23,7 +24,8 @@ import uvicorn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from hilbert_monitor.service.following.index import CACHE, Index
+from hilbert_monitor.service.following.cache import cache_folder
+from hilbert_monitor.service.following.index import Index
 
 from . import assets
 from .app import create_app
@@ -31,6 +33,8 @@ from .security import LOOPBACK
 
 PATIENCE = 0.2
 """Seconds that open answers have to finish when the server ends."""
+FILES = 1 << 16
+"""Files that the service may have open, if the system allows so many."""
 SLOW = 0.5
 """Seconds of indexing after which a progress bar appears."""
 
@@ -83,10 +87,14 @@ class Place:
         return (*LOOPBACK, _in_link(self.host)) if self.token is None else None
 
     @property
+    def address(self) -> str:
+        """The address without the token."""
+        return f"http://{_reachable(self.host)}:{self.port}/"
+
+    @property
     def url(self) -> str:
         """The address to open, with the token if there is one."""
-        name = _reachable(self.host)
-        return f"http://{name}:{self.port}/" + (f"?token={quote(self.token, safe='')}" if self.token else "")
+        return self.address + (f"?token={quote(self.token, safe='')}" if self.token else "")
 
 
 def serve(
@@ -95,7 +103,8 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     token: str | None = None,
-    cache: bool = True,
+    show_token: bool = True,
+    cache: bool | Path = True,
     reexport: bool = False,
     open_browser: bool = False,
     console: Console | None = None,
@@ -107,15 +116,18 @@ def serve(
         host: address to listen at. For one that others can reach a token is made, if none is given.
         port: port to listen at; 0 for any free one.
         token: the secret that a visitor must send.
-        cache: whether to store the tables of runs beside them, which makes the next start quick.
+        show_token: whether to print the link with the token in it; one that is made up here is always printed.
+        cache: whether to store the tables of runs, which makes the next start quick; or the folder for them, by default
+            the user's cache folder. Nothing is ever written into the folder of the runs.
         reexport: whether /metrics has the runs too that serve their metrics themselves.
         open_browser: whether to open the page.
         console: where to print the address.
     """
     console = console or Console(soft_wrap=True, highlight=False, markup=False)
     place = bind(host, port, token)
-    _announce(place, root, console)
-    index = Index(root, cache=root / CACHE if cache else None)
+    _announce(place, root, console, show_token=show_token or token is None)
+    _allow_open_files()
+    index = _index(root, cache)
     server = Server(index, place.token, place.hosts, reexport=reexport)
     index.start()
     if open_browser:
@@ -129,10 +141,10 @@ def serve(
 
 
 @contextmanager
-def background(root: Path, *, host: str = "127.0.0.1", port: int = 0, cache: bool = True) -> Iterator[Place]:
+def background(root: Path, *, host: str = "127.0.0.1", port: int = 0, cache: bool | Path = True) -> Iterator[Place]:
     """Serve the runs of a folder in threads of their own, until the block ends. Signals are left alone."""
     place = bind(host, port, None)
-    index = Index(root, cache=root / CACHE if cache else None)
+    index = _index(root, cache)
     server = Server(index, place.token, place.hosts)
     thread = threading.Thread(target=server.run, args=([place.socket],), name="hilbert-monitor service", daemon=True)
     index.start()
@@ -170,11 +182,25 @@ def bind(host: str, port: int, token: str | None) -> Place:
     return Place(bound, host, bound.getsockname()[1], token)
 
 
-def _announce(place: Place, root: Path, console: Console) -> None:
-    console.print(f"hilbert-monitor serves '{root}' at {place.url}")
+def _index(root: Path, cache: bool | Path) -> Index:
+    folder = cache_folder(root, cache if isinstance(cache, Path) else None) if cache else None
+    return Index(root, cache=folder)
+
+
+def _allow_open_files() -> None:
+    """Have as many files open as the system allows: each browser is one, and each table from the cache."""
+    with suppress(OSError, ValueError):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, FILES) if most >= 0 else FILES, most))
+
+
+def _announce(place: Place, root: Path, console: Console, *, show_token: bool) -> None:
+    console.print(f"hilbert-monitor serves '{root}' at {place.url if show_token else place.address}")
     if not root.is_dir():
         console.print(f"there is no folder '{root}' yet: its runs appear as soon as it does")
-    if place.token is not None and not _is_loopback(place.socket.getsockname()[0]):
+    if not show_token:
+        console.print("its token is the one in the environment, and is not printed: add ?token=TOKEN to the address")
+    elif place.token is not None and not _is_loopback(place.socket.getsockname()[0]):
         console.print("whoever has this link can see the runs; nobody else can")
     console.print("Ctrl-C ends it")
 

@@ -15,6 +15,7 @@ import pytest
 
 from hilbert_monitor.runs.log import RunReader, RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.service.following import follower
 from hilbert_monitor.service.following import index as indexing
 from hilbert_monitor.service.following.index import Index
 
@@ -39,6 +40,13 @@ def heard(index, after):
         return events
 
     return asyncio.run(take())
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def now(index):
@@ -306,6 +314,158 @@ def test_a_log_that_is_replaced_by_another_is_read_anew(root, steps):
     assert index.runs["run"].table.steps.tolist() == list(range(1, steps + 1))
     assert index.runs["run"].table.last("train_loss") == 77.0
     assert index.runs["run"].problem == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 9223372036854775808, "time": 1.0}',
+        '{"step": 12, "time": 1.0, "tokens": 1%s}' % ("0" * 400),
+        '{"step": 12, "time": "nan", "train_loss": "inf"}',
+    ],
+    ids=["step", "tokens", "time"],
+)
+def test_one_line_costs_at_most_itself(root, line):
+    write(root, "a").close()
+    live = write(root, "z", steps=3)
+    bad = write(root, "bad", steps=3)
+    index = Index(root, every=0.01)
+    index.refresh()
+    index.start()
+    with (bad.folder / "steps.jsonl").open("a") as file:
+        file.write(line + "\n")
+    bad.write(StepRecord(step=13, time=0.0))
+    live.write(StepRecord(step=4, time=0.0))
+    wait_until(lambda: len(index.runs["z"].table) == 4 and index.runs["bad"].table.steps[-1] == 13)
+    assert index.problem == ""
+    index.stop()
+    run = index.runs["bad"]
+    assert (run.status, index.runs["a"].status) == ("running", "finished")
+    assert (run.table.steps.tolist(), run.torn) in [([1, 2, 3, 13], 1), ([1, 2, 3, 12, 13], 0)]
+    bad.close()
+    live.close()
+
+
+def test_a_run_that_breaks_any_part_is_shown_as_unreadable_and_comes_back(root, monkeypatch):
+    write(root, "bad").close()
+    write(root, "good").close()
+    with monkeypatch.context() as patch:
+        patch.setattr(follower, "summary", failing_for("bad", follower.summary))
+        index = Index(root)
+        index.refresh()
+        assert "bad" not in index.runs or index.runs["bad"].problem
+        assert index.runs["good"].status == "finished"
+    index.refresh()
+    assert index.runs["bad"].status == "finished"
+    assert len(index.runs["bad"].table) == 10
+
+
+def failing_for(name, function):
+    def failing(run):
+        if run.id == name and not run.problem:
+            raise KeyError("anything")
+        return function(run)
+
+    return failing
+
+
+def test_a_link_to_itself_or_into_a_closed_folder_hides_no_run():
+    with tempfile.TemporaryDirectory() as folder:  # pytest's are for the user alone who runs it
+        os.chmod(folder, 0o755)
+        root, closed = Path(folder) / "runs", Path(folder) / "closed"
+        for name in "amz":
+            write(root, name).close()
+        (root / "loop").symlink_to("loop")
+        (root / "nowhere").symlink_to("not there")
+        (closed / "inside").mkdir(parents=True)
+        (root / "link").symlink_to(closed / "inside")
+        closed.chmod(0)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)  # root may read everything
+        try:
+            index = Index(root)
+            index.refresh()
+        finally:
+            os.seteuid(user)
+            closed.chmod(0o700)
+        assert {id for id, run in index.runs.items() if not run.problem} == {"a", "m", "z"}
+        assert {id for id, run in index.runs.items() if run.problem} <= {"link"}
+
+
+# Many runs
+
+
+def test_a_resumed_run_is_seen_although_only_a_few_at_rest_are_looked_at(root, monkeypatch):
+    monkeypatch.setattr(indexing, "LOOKS", 2)
+    for number in range(6):
+        write(root, f"run{number}").close()
+    index = Index(root)
+    index.refresh()
+    assert not index._awake
+    writer = RunWriter.open(root, RunInfo(id="run3", name="run3"), first_step=10)
+    writer.write(StepRecord(step=11, time=time.time()))
+    for _ in range(3):
+        index.refresh(rested=False)
+    assert index.runs["run3"].status == "running"
+    writer.write(StepRecord(step=12, time=time.time()))
+    index.refresh(rested=False)  # awake again: the next record is seen at once
+    assert len(index.runs["run3"].table) == 12
+    writer.close()
+
+
+def test_runs_at_rest_cost_one_look_each(root, monkeypatch):
+    for number in range(20):
+        write(root, f"run{number}").close()
+        os.utime(root / f"run{number}" / "end.jsonl")
+    for path in root.glob("*/end.jsonl"):
+        path.write_text(f'{{"attempt":1,"time":{time.time() - 1e5}}}\n')
+    os.utime(root, (1e9, 1e9))
+    index = Index(root)
+    index.refresh()
+    calls = []
+    for name in ("stat", "lstat", "open", "scandir"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name), calls))
+    index.refresh(rested=False)
+    assert len(calls) <= 21  # the root, and a file of each run
+
+
+def counted(function, calls):
+    return lambda *arguments, **options: calls.append(function) or function(*arguments, **options)
+
+
+def test_a_killed_run_at_rest_wakes_by_its_heartbeat(root):
+    writer = write(root, pid=1)
+    old = time.time() - 1000
+    os.utime(writer.folder / "heartbeat", (old, old))
+    index = Index(root)
+    index.refresh()
+    assert index.runs["run"].status == "killed"
+    index.refresh(rested=False)
+    assert not index._awake
+    os.utime(writer.folder / "heartbeat")
+    index.refresh(rested=False)
+    index._followed["run"]._asked = 0.0  # its state is determined again after seconds
+    index.refresh()
+    assert index.runs["run"].status == "running"
+    writer.close()
+
+
+def test_many_changes_replace_the_mapping_once(root):
+    for number in range(5):
+        write(root, f"run{number}").close()
+    index, mappings = Index(root), []
+
+    class Watched(Index):
+        def __setattr__(self, name, value):
+            if name == "runs":
+                mappings.append(value)
+            super().__setattr__(name, value)
+
+    index.__class__ = Watched
+    index.refresh()
+    assert len(index.runs) == 5
+    assert len(mappings) == 1
 
 
 def test_one_broken_run_does_not_hide_the_others(root, monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hilbert_monitor.cli import app
-from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.log import RunReader, RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from hilbert_monitor.service.figures.comparison import compare
 from hilbert_monitor.service.following.published import PAPER
@@ -339,3 +339,32 @@ def test_the_report_never_loads_torch(tmp_path):
     assert not {"torch", "lightning", "pandas"} & loaded
     ours = {name.split(".")[1] for name in loaded if name.startswith("hilbert_monitor.")}
     assert ours == {"runs", "service"}
+
+
+def test_a_run_that_cannot_be_read_is_named_and_costs_no_other(tmp_path, monkeypatch):
+    for name in ("bad", "good"):
+        write_run(tmp_path / "runs", name=name)
+    with (tmp_path / "runs" / "bad" / "steps.jsonl").open("a") as file:
+        file.write('{"step": 9223372036854775808, "time": 1.0}\n')
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report.html")])
+    assert result.exit_code == 0, result.output
+    follow = RunReader.follow
+    monkeypatch.setattr(RunReader, "follow", lambda self: 1 / 0 if self.folder.name == "bad" else follow(self))
+    runs = {run.info.id: run for run in summary.load(tmp_path / "runs")}
+    assert (runs["bad"].series.status, runs["good"].series.status) == ("unreadable", "finished")
+    assert "ZeroDivisionError" in page.page([*runs.values()], compare(run.series for run in runs.values()))
+    assert "ZeroDivisionError" in str(summary.as_json([*runs.values()], []))
+
+
+def test_a_run_that_was_asked_to_stop_is_shown_and_in_no_mean(tmp_path):
+    for seed, name in enumerate(("stopped", "done")):
+        write_run(tmp_path, seed=seed, name=name)
+    end = tmp_path / "stopped" / "end.jsonl"
+    end.write_text(end.read_text().replace("}", ',"stopped":"SIGTERM"}'))
+    runs = summary.load(tmp_path)
+    (comparison,) = compare(run.series for run in runs)
+    assert [run.id for run in comparison.counted] == ["done"]
+    assert '<em class="stopped">stopped</em>' in page.page(runs, [comparison])
+    (live,) = compare((run.series for run in runs), live=True)
+    assert {run.id for run in live.counted} == {"done", "stopped"}
+    assert live.notes == ()

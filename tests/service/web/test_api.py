@@ -53,6 +53,23 @@ def test_runs_are_listed_with_their_states_the_newest_first(zoo):
     assert broken["problem"]
 
 
+@pytest.mark.parametrize("query", [{}, {"status": "finished"}])
+def test_the_list_of_runs_comes_in_pages(zoo, query):
+    whole = get(zoo, "/api/runs", **query)
+    assert whole["next"] is None
+    assert whole["count"] == len(whole["runs"]) > 3
+    runs, after = [], None
+    while after is not None or not runs:
+        page = get(zoo, "/api/runs", limit=3, **({"after": after} if after else {}), **query)
+        assert (len(page["runs"]) == 3) if page["next"] else page["runs"]
+        assert page["count"] == whole["count"]
+        runs, after = runs + page["runs"], page["next"]
+    assert runs == whole["runs"]
+    assert get(zoo, "/api/runs", after=runs[-1]["id"], **query)["runs"] == []
+    assert zoo.get("/api/runs?after=nobody").status_code == 404
+    assert zoo.get("/api/runs?limit=0").status_code == 422
+
+
 @pytest.mark.parametrize(
     ("query", "expected"),
     [

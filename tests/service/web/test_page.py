@@ -530,6 +530,29 @@ def test_shortcuts_go_to_views_filter_and_explain_themselves(zoo, visit):
     wait_for_panels(page)
 
 
+# Odd runs
+
+
+def test_a_time_that_is_no_number_empties_no_table_and_a_stopped_run_is_named(tmp_path, visit):
+    for name in ("good", "nan", "far", "stopped"):
+        write_run(tmp_path, name, [record(s, time={"nan": float("nan"), "far": 1e300}.get(name, 1e9)) for s in (1, 2)])
+    info, end = tmp_path / "nan" / "info.jsonl", tmp_path / "stopped" / "end.jsonl"
+    info.write_text(re.sub(r'"started":[^,]*', '"started":"nan"', info.read_text()))
+    end.write_text(end.read_text().replace("}", ',"stopped":"SIGTERM"}'))
+    with background(tmp_path, cache=False) as place:
+        visitor = visit(place.url, **WIDE)
+        page = visitor.open("/runs")
+        until(page, "document.querySelectorAll('tr[data-run]').length === 4")
+        page.locator(".chip", has_text="stopped").click()
+        until(page, "document.querySelectorAll('tr[data-run]').length === 1")
+        assert listed(page) == ["stopped"]
+        for name in ("nan", "far"):
+            go(page, f"/runs/{name}")
+            wait_for_panels(page, "loss")
+            assert "step 2" in visible_text(page)
+        visitor.leave()
+
+
 # Nothing there, and nobody let in
 
 
@@ -554,11 +577,11 @@ def test_an_empty_folder_says_what_to_do(tmp_path, visit):
 
 def test_a_page_without_the_token_says_where_to_find_it(tmp_path, visit):
     write_run(tmp_path, "a", [record(s) for s in range(1, 9)])
-    with running_service(tmp_path, "--port", 0, "--token", "sesame") as (_, url, _):
+    with running_service(tmp_path, "--port", 0, "--token", "sesame-sesame-sesame") as (_, url, _):
         stranger = visit(url, troubled=True).open("/")
         wait_for_text(stranger, "open the link that 'hilbert-monitor serve' printed")
         friend = visit(url, troubled=True, **WIDE)
-        page = friend.open("/?token=sesame&scale=log")
+        page = friend.open("/?token=sesame-sesame-sesame&scale=log")
         wait_for_panels(page, "loss", "diameter")
         wait_until_live(page)
         assert "sesame" not in page.url

@@ -3,6 +3,8 @@
 import math
 import os
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -13,6 +15,7 @@ from starlette.testclient import TestClient
 from hilbert_monitor.runs.exposition import Exposition, RunSamples
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.service.following import index as indexing
 from hilbert_monitor.service.following.index import Index
 from hilbert_monitor.service.web import prometheus as scraped
 from hilbert_monitor.service.web.app import create_app
@@ -58,19 +61,63 @@ def records():
 
 
 def test_a_log_says_what_the_run_itself_would_have_said(root):
-    writer = begin(root, "run", seed=3)
-    itself = RunSamples(lambda: writer.info)
+    writer = begin(root, "run", seed=3, stalled_after=7.0)
+    itself = RunSamples(lambda: writer.info, stalled_after=7.0)
     for item in (*records(), Alert(step=31, time=0.0, kind="diameter", value=2.0, expected=1.0)):
         itself.write(item)
         (writer.alert if isinstance(item, Alert) else writer.write)(item)
     registry = CollectorRegistry()
     registry.register(Exposition(lambda: [itself.samples()]))
-    moving = ("hilbert_heartbeat", "hilbert_stalled")
     own, exported = (
-        {line for line in text.splitlines() if not line.startswith(moving)}
+        {line for line in text.splitlines() if not line.startswith("hilbert_heartbeat")}
         for text in (generate_latest(registry).decode(), client(root).get("/metrics").text)
     )
     assert own == exported
+    assert 'hilbert_stalled_after_seconds{head="AdamW",run="run"} 20.0' in own
+    writer.close()
+
+
+def test_a_run_of_slow_steps_does_not_count_as_stalled(root):
+    first = begin(root, "run")
+    first.write(StepRecord(step=1, time=0.0))
+    first.close()
+    writer = RunWriter.open(root, RunInfo(id="run", name="run", head_optimizer="AdamW"), first_step=1)
+    for step in range(2, 6):  # the hours between two attempts are no pace
+        writer.write(StepRecord(step=step, time=1e6 + 420.0 * step))
+    assert 'hilbert_stalled_after_seconds{head="AdamW",run="run"} 8400.0' in client(root).get("/metrics").text
+    old = time.time() - 430
+    os.utime(root / "run" / "steps.jsonl", (old, old))
+    assert 'run="run",status="running"} 1.0' in client(root).get("/metrics").text
+    writer.close()
+
+
+def test_the_patience_that_a_run_asks_for_decides_its_state(root):
+    writers = [begin(root, "hasty", stalled_after=10.0), begin(root, "patient", stalled_after=1e4), begin(root, "none")]
+    old = time.time() - 400
+    for writer in writers:
+        os.utime(writer.folder / "steps.jsonl", (old, old))
+    text = client(root).get("/metrics").text
+    for name, status in (("hasty", "stalled"), ("patient", "running"), ("none", "stalled")):
+        assert f'run="{name}",status="{status}"}} 1.0' in text
+    for writer in writers:
+        writer.close()
+
+
+def test_a_log_that_is_still_being_read_is_not_exported(root, monkeypatch):
+    monkeypatch.setattr(indexing, "BEHIND", 4000)
+    writer = begin(root, "run")
+    for record in [*records()] * 40:
+        writer.write(record)
+    index = Index(root)
+    index.refresh(0.0)
+    service = TestClient(create_app(index), base_url="http://localhost")
+    parts = 0
+    while index.runs.get("run") is None or index.runs["run"].indexed < 1:
+        assert names(service.get("/metrics").text) == set()
+        index.refresh(0.002)
+        parts += 1
+    assert parts > 2
+    assert names(service.get("/metrics").text) == {"run"}
     writer.close()
 
 
@@ -78,7 +125,10 @@ def test_a_run_with_a_port_is_a_target_and_is_not_told_of_again(root):
     writers = [begin(root, "own", port=9464, address="0.0.0.0"), begin(root, "none")]
     service = client(root)
     assert service.get("/api/prometheus/targets").json() == [
-        {"targets": [f"{HERE}:9464"], "labels": {"__meta_hilbert_run": "own", "__meta_hilbert_head": "AdamW"}}
+        {
+            "targets": [f"{HERE}:9464"],
+            "labels": {"__scheme__": "http", "__meta_hilbert_run": "own", "__meta_hilbert_head": "AdamW"},
+        }
     ]
     assert names(service.get("/metrics").text) == {"none"}
     everything = client(root, reexport=True)
@@ -86,6 +136,56 @@ def test_a_run_with_a_port_is_a_target_and_is_not_told_of_again(root):
     assert names(everything.get("/metrics").text) == {"own", "none"}
     for writer in writers:
         writer.close()
+
+
+@pytest.mark.parametrize(("scheme", "told"), [("https", "https"), ("http", "http"), ("file", "http")])
+def test_a_target_says_whether_it_speaks_tls(root, scheme, told):
+    writer = begin(root, "run", port=9464, scheme=scheme)
+    (target,) = client(root).get("/api/prometheus/targets").json()
+    assert target["labels"]["__scheme__"] == told
+    writer.close()
+
+
+def test_a_killed_run_is_no_target_and_is_told_of_from_its_log(root):
+    code = (
+        "import sys, os, signal\n"
+        "from hilbert_monitor.runs.log import RunWriter\n"
+        "from hilbert_monitor.runs.record import RunInfo, StepRecord\n"
+        "w = RunWriter.open(sys.argv[1], RunInfo(name='run', head_optimizer='AdamW', port=9464, heartbeat=5.0))\n"
+        "w.write(StepRecord(step=1, time=0.0)); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, root], check=False)
+    old = time.time() - 7200  # it had been stalled for long
+    os.utime(root / "run" / "steps.jsonl", (old, old))
+
+    def seen(ago):
+        moment = time.time() - ago
+        os.utime(root / "run" / "heartbeat", (moment, moment))
+        service = client(root)
+        assert service.get("/api/prometheus/targets").json() == []
+        return 'run="run",status="killed"} 1.0' in service.get("/metrics").text
+
+    assert seen(0)
+    assert seen(600)  # on another host it takes a minute until the process counts as gone
+    assert not seen(700)
+
+
+def test_a_run_with_a_port_is_a_target_while_it_lingers_and_then_told_of_from_its_log(root, monkeypatch):
+    writer = begin(root, "run", port=9464)
+    writer.close(RuntimeError("no"))
+    service, now = client(root), time.time()
+    for later, targets, exported in ((0, 1, set()), (100, 0, {"run"}), (700, 0, set())):
+        monkeypatch.setattr(scraped.time, "time", lambda later=later: now + later)
+        assert len(service.get("/api/prometheus/targets").json()) == targets
+        assert names(service.get("/metrics").text) == exported
+
+
+def test_a_stopped_run_says_so(root):
+    writer = begin(root, "run")
+    writer.close()
+    end = root / "run" / "end.jsonl"
+    end.write_text(end.read_text().replace("}", ',"stopped":"SIGTERM"}'))
+    assert 'run="run",status="stopped"} 1.0' in client(root).get("/metrics").text
 
 
 @pytest.mark.parametrize(
@@ -119,8 +219,8 @@ def test_how_a_run_ended_is_told_for_a_while_and_then_no_more(root):
     writer.write(StepRecord(step=1, time=0.0))
     writer.close(RuntimeError("no"))
     assert 'hilbert_run_status{head="AdamW",run="run",status="failed"} 1.0' in client(root).get("/metrics").text
-    past = time.time() - 3600
-    os.utime(root / "run" / "steps.jsonl", (past, past))
+    end = root / "run" / "end.jsonl"
+    end.write_text(f'{{"attempt":1,"time":{time.time() - 3600}}}\n')
     assert names(client(root).get("/metrics").text) == set()
 
 

@@ -12,16 +12,19 @@ from contextlib import closing
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from hilbert_monitor.cli import app
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import RunInfo
 from hilbert_monitor.service.following.index import Index
+from hilbert_monitor.service.web.app import create_app
 from hilbert_monitor.service.web.server import AddressError, Server, background, bind
 from tests.support.services import record, running_service, write_run
 
 LISTENERS = 20
+SECRET = "open-sesame-open-sesame"
 
 
 def cpu_seconds(pid):
@@ -37,6 +40,13 @@ def ask(url, path, **headers):
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
+
+
+def wait_for_runs(url, count):
+    deadline = time.monotonic() + 10
+    while json.loads(ask(url, "/healthz")[1])["runs"] < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 class Listener:
@@ -128,14 +138,68 @@ def test_an_address_that_others_can_reach_gets_a_token(tmp_path):
 
 
 def test_the_output_never_has_what_visitors_send(tmp_path):
-    with running_service(tmp_path, "--port", 0, "--token", "secret") as (process, url, first):
-        assert "token=secret" in first
+    with running_service(tmp_path, "--port", 0, "--token", SECRET) as (process, url, first):
+        assert f"token={SECRET}" in first
         assert ask(url, "/?token=guess")[0] == 401
-        assert ask(url, "/?token=secret")[0] == 303
+        assert ask(url, f"/?token={SECRET}")[0] == 303
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
     assert "guess" not in rest
-    assert "secret" not in rest
+    assert SECRET not in rest
+
+
+def test_a_token_from_the_environment_is_not_printed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HILBERT_MONITOR_TOKEN", SECRET)
+    with running_service(tmp_path, "--port", 0, "--host", "0.0.0.0") as (process, url, first):
+        assert ask(url, "/api/runs")[0] == 401
+        assert ask(url, "/api/runs", Authorization=f"Bearer {SECRET}")[0] == 200
+        process.send_signal(signal.SIGINT)
+        output = first + process.stdout.read()
+    assert SECRET not in output
+    assert "?token=TOKEN" in output
+
+
+def test_a_token_that_can_be_guessed_is_refused(tmp_path):
+    result = CliRunner().invoke(app, ["serve", str(tmp_path)], env={"HILBERT_MONITOR_TOKEN": "x" * 15})
+    assert result.exit_code == 2
+    assert "15 characters can be guessed" in " ".join(result.output.split())
+
+
+def test_nothing_is_written_beside_the_runs(tmp_path):
+    root, caches = tmp_path / "runs", tmp_path / "caches"
+    write_run(root, "a", [record(step) for step in range(1, 500)])
+    (root / ".hilbert-monitor").mkdir()
+    (tmp_path / "victim").write_text("mine")
+    for name in ("a.json", "a.npy"):  # in the folder that was once the cache
+        (root / ".hilbert-monitor" / name).symlink_to(tmp_path / "victim")
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    with running_service(root, "--port", 0, "--cache", caches) as (_, url, _):
+        wait_for_runs(url, 1)
+        deadline = time.monotonic() + 10
+        while not [*caches.glob("*/a.json")]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_a_service_whose_index_is_dead_or_stuck_says_so(tmp_path, monkeypatch):
+    index = Index(tmp_path, every=0.01)
+    monkeypatch.setattr("hilbert_monitor.service.following.index.STUCK", 0.3)
+    with TestClient(create_app(index), base_url="http://localhost") as client:
+        assert client.get("/healthz").status_code == 200  # not started
+        index.start()
+        time.sleep(0.5)
+        assert client.get("/healthz").json()["status"] == "ok"
+        with index._pass:  # a disk that does not answer
+            time.sleep(0.6)
+            answer = client.get("/healthz")
+        assert answer.status_code == 503
+        assert "does their disk answer" in answer.json()["detail"]
+        with monkeypatch.context() as patch:
+            patch.setattr(index, "_thread", threading.Thread())
+            assert "has ended" in client.get("/healthz").json()["detail"]
+    index.stop()
 
 
 def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path):
@@ -179,10 +243,7 @@ def live(tmp_path):
     writer = RunWriter.open(tmp_path, RunInfo(name="live", head_optimizer="RowNorm"))
     writer.write(record(1))
     with background(tmp_path, cache=False) as place:
-        deadline = time.monotonic() + 10
-        while json.loads(ask(place.url, "/healthz")[1])["runs"] < 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for_runs(place.url, 1)
         yield place.url, writer
     writer.close()
 

@@ -28,8 +28,8 @@ export const COLUMNS = [
   {
     key: "time",
     label: "Age",
-    sort: (run) => -(run.time ?? 0),
-    cell: (run) => (run.time ? ageMark(run.time) : DASH),
+    sort: (run) => -(value(run.time) ?? 0),
+    cell: (run) => ageMark(run.time),
     class: "number",
   },
 ];

@@ -77,6 +77,12 @@ export function seconds(given) {
 /** "3 runs", "1 run". */
 export const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
 
+/** A moment of the API as a date; null for one that no calendar has, as any number may be in a log. */
+function date(time) {
+  const at = new Date((value(time) ?? NaN) * 1000);
+  return time && !Number.isNaN(at.getTime()) ? at : null;
+}
+
 /** How long ago a moment was. */
 export function age(time) {
   const passed = Math.max(0, now() - time);
@@ -88,17 +94,21 @@ export function age(time) {
 }
 
 /** A moment as date and time. */
-export const moment = (time) => (time ? new Date(time * 1000).toLocaleString(
+export const moment = (time) => date(time)?.toLocaleString(
   undefined,
   { dateStyle: "medium", timeStyle: "medium" },
-) : DASH);
+) ?? DASH;
 
 /** An element that says how long ago a moment was, and keeps saying it. */
 export function ageMark(time) {
   const element = document.createElement("time");
-  if (value(time) === null || !time) return element;
+  const at = date(time);
+  if (!at) {
+    element.textContent = DASH;
+    return element;
+  }
   element.dataset.at = time;
-  element.dateTime = new Date(time * 1000).toISOString();
+  element.dateTime = at.toISOString();
   element.title = moment(time);
   element.textContent = age(time);
   return element;

@@ -6,7 +6,7 @@ import { COLUMNS } from "./columns.js";
 import { Difference } from "./difference.js";
 import { fill, h, renew, say, stateMark } from "./dom.js";
 import { noMatch, noRuns } from "./empties.js";
-import { plural, whole } from "./format.js";
+import { plural, value, whole } from "./format.js";
 import { coalesce } from "./live.js";
 import { change, get } from "./state.js";
 import { about, learn, runs } from "./store.js";
@@ -126,7 +126,8 @@ export class Runs {
 
   /** The runs that are shown, in their order. */
   list() {
-    const newest = (a, b) => (b.started ?? 0) - (a.started ?? 0);
+    const began = (run) => value(run.started) || 0; // it may be nan
+    const newest = (a, b) => began(b) - began(a);
     const shown = this.ids?.map((id) => runs.get(id)).filter(Boolean) ?? [...runs.values()].sort(newest);
     const column = COLUMNS.find(({ key }) => key === get("sort"));
     if (!column) return shown;
