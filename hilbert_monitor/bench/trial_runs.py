@@ -90,7 +90,13 @@ class TrialRun:
         self.absence = torch.zeros(sizes.vocab_size, dtype=torch.long)
         """Steps since each token last occurred."""
         self.probe = Probe(
-            self.model, self.optimizer, panel=self.panel, perturbation_every=25, judge=Judge(), strict=True
+            self.model,
+            self.optimizer,
+            panel=self.panel,
+            perturbation_every=25,
+            schedulers=self.schedule,
+            judge=Judge(),
+            strict=True,
         ).attach()
 
     def branch(self) -> TrialRun:

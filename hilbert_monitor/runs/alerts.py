@@ -29,7 +29,7 @@ panel against their history."""
 
 CEILING_FACTOR = 1.01
 """D(S) may exceed its ceiling by this factor, for rounding."""
-RATE_FACTOR = 1.5
+RATE_FACTOR = 1.2
 """Where nobody foresaw the learning rate, a value is a blow-up from this factor over the usual on."""
 CALM = 5
 """Normal values in a row that end a blow-up. While it lasts, only a value twice as large is reported again."""

@@ -105,6 +105,7 @@ class Noise:
         self._past: deque[float] = deque(maxlen=LAG)  # slow levels
         self._drift, self._drift_count = 0.0, 0
         self._first: list[float] = []  # values before there is a level
+        self._first_exact: list[float] = []  # those of them that are no lower bounds
         self._away: list[float] = []  # values in a row that are far from the slow level, on one side
         self._bars, self._bars_for = Bars(0.0, (0.0,) * len(AVERAGES), 0.0), (-1, 0.0)
 
@@ -116,7 +117,8 @@ class Noise:
     def usual(self, *, exact: bool = False) -> float | None:
         """The value that is usual now, None before the first."""
         if not self.ready:
-            return median(self._first) if self._first else None
+            first = self._first or self._first_exact
+            return median(first) if first else None
         return self._levels[SLOW] + (self.offset if exact else 0.0)
 
     def limits(self, probability: float) -> list[Limit]:
@@ -173,7 +175,7 @@ class Noise:
         if not math.isfinite(value):
             return
         if self.number < self.quiet:
-            self._begin(value)
+            self._begin(value, exact=exact)
             return
         residual = value - self._levels[self._best]
         value -= self.offset if exact else 0.0
@@ -218,21 +220,23 @@ class Noise:
 
     # Learning
 
-    def _begin(self, value: float) -> None:
+    def _begin(self, value: float, *, exact: bool) -> None:
         """Keep the first values; when there are enough, begin from their median, which a burst moves little."""
-        self._first.append(value)
+        (self._first_exact if exact else self._first).append(value)
         self.number += 1
         if self.number < self.quiet:
             return
-        middle = median(self._first)
-        spread = max(1.4826 * median(abs(x - middle) for x in self._first), SMALLEST_SPREAD)
+        bounds, exacts = self._first, self._first_exact
+        self._first, self._first_exact = [], []
+        self.offset = max(0.0, median(exacts) - median(bounds)) if bounds and exacts else 0.0
+        first = [*bounds, *(x - self.offset for x in exacts)]
+        middle = median(first)
+        spread = max(1.4826 * median(abs(x - middle) for x in first), SMALLEST_SPREAD)
         self._levels, self._variances = [middle] * len(GAINS), [spread**2] * len(GAINS)
-        first, self._first = self._first, []
-        self.number = max(10, self.quiet // 2)
-        for x in first[-(self.quiet - self.number) :]:
+        self.number = self.quiet // 2
+        for x in first[self.number :]:
             self.number += 1
             self._follow(x)
-        self.number = self.quiet
 
     def _learn(self, value: float, z: float) -> None:
         """Take in a value that is no accident."""
@@ -248,7 +252,7 @@ class Noise:
             drift = (self._levels[SLOW] - self._past[0]) ** 2
             drift = min(drift, self._bars.trend**2)
             self._drift += (drift - self._drift) / self._drift_count
-        self._tail.add(z)
+        self._tail.add(z * self._doubt())
         self._follow(value)
         if self.number >= 100:
             self._past.append(self._levels[SLOW])
@@ -289,7 +293,10 @@ class Noise:
 
     def _spread(self, k: int) -> float:
         """Spread about a level: wider while it is known from few values."""
-        return max(math.sqrt(self._variances[k]) * (1 + 8 / self.number), SMALLEST_SPREAD)
+        return max(math.sqrt(self._variances[k]) * self._doubt(), SMALLEST_SPREAD)
+
+    def _doubt(self) -> float:
+        return 1 + 8 / self.number
 
     def _renew_bars(self, probability: float) -> None:
         """Compute the bars anew, from time to time."""
@@ -311,7 +318,7 @@ class Noise:
         return min(1.0, (1 + correlation) / (1 - correlation) / (2 * AVERAGES[i] - 1))
 
     def _average_spread(self, i: int) -> float:
-        return math.sqrt(max(self._average_variances[i], self._least_variance(i))) * (1 + 8 / self.number)
+        return math.sqrt(max(self._average_variances[i], self._least_variance(i))) * self._doubt()
 
     def _trend_variance(self) -> float:
         """Variance of how far the slow level moves in LAG values: as seen so far, at first as its gain lets expect."""
@@ -330,4 +337,4 @@ def _deviations(probability: float) -> float:
 
 
 _SCALARS = ("best", "drift", "drift_count")
-_LISTS = ("levels", "variances", "averages", "average_variances", "past", "first", "away")
+_LISTS = ("levels", "variances", "averages", "average_variances", "past", "first", "first_exact", "away")

@@ -15,10 +15,9 @@ import math
 from collections import deque
 from typing import Any
 
-JUMP = 1.1
-"""A rate has jumped if it exceeds what the last two steps led to expect by this factor."""
-GROWTH = 1.5
-"""A rate has grown out of its schedule if it exceeds what two earlier rates led to expect by this factor."""
+ACCIDENT = 1.5
+"""A rate that exceeds what earlier ones led to expect by this factor is an accident. Less is not: warm-ups by epochs
+have steps of up to 1.4."""
 SPANS = (8, 32, 128)
 """Records over which growth is looked for."""
 SAME = 1.001
@@ -49,17 +48,19 @@ class Rates:
         if scheduled and lr <= SAME * self.highest:
             return lr
         straight = self._straight_on(step)
-        if straight is not None and lr > JUMP * straight:
+        if straight is not None and lr > ACCIDENT * straight:
             return straight
-        return min((bound for bound in self._grown() if lr > GROWTH * bound), default=lr)
+        return min((bound for bound in self._grown() if lr > ACCIDENT * bound), default=lr)
 
     def add(self, step: int, lr: float, *, foreseen: float) -> None:
         """Note the rate of a step, and what it should have been."""
         if lr < 0 or not math.isfinite(lr) or (self._last and step <= self._last[-1][0]):
             return
-        self._last.append((step, lr))
-        if foreseen >= lr:
+        if foreseen < lr:
+            self._last.clear()  # an accident is told once, and what follows is compared with it
+        else:
             self.highest = max(self.highest, lr)
+        self._last.append((step, lr))
 
     def forget(self) -> None:
         """Forget the rates: those of a resumed run may be others on purpose."""
@@ -90,5 +91,5 @@ class Rates:
             if len(self._last) < 2 * span:
                 break
             first, second = (math.sqrt(self._last[-n][1]) for n in (2 * span, span))
-            bounds.append(max((second + abs(second - first)) ** 2, self.highest / GROWTH))
+            bounds.append(max((second + abs(second - first)) ** 2, self.highest / ACCIDENT))
         return bounds

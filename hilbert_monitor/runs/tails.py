@@ -34,7 +34,7 @@ SPREADS = (
     1.6259630035939796,
 )
 """Their spreads: s with E[min(t^2, (CLIP s)^2)] = CLIPPED_VARIANCE s^2."""
-PRIOR = (0.6, 0.1, 0.08, 0.07, 0.05, 0.05, 0.05)
+PRIOR = (0.68, 0.1, 0.08, 0.05, 0.04, 0.03, 0.02)
 """How likely each is before anything was seen."""
 
 GRID: tuple[float, ...] = tuple(0.1 * i for i in range(81)) + tuple(8.0 * 500.0 ** (i / 120) for i in range(1, 121))
