@@ -52,7 +52,9 @@ def test_the_chance_of_a_height_is_the_probability_that_it_was_made_of():
     draw = random.Random(3)
     tail = learned(lambda: draw.gauss(0, 1))
     for probability in (1e-3, 1e-5):
-        assert tail.chance(tail.height(probability, probability, 5000, 1.0), 5000) == pytest.approx(probability, rel=0.5)
+        assert tail.chance(tail.height(probability, probability, 5000, 1.0), 5000) == pytest.approx(
+            probability, rel=0.5
+        )
 
 
 def test_bursts_that_come_again_raise_the_height_to_theirs_and_one_alone_does_not():
