@@ -292,8 +292,8 @@ def test_an_alert_names_step_value_rarity_tokens_batch_and_what_to_look_at():
     (alert,) = alerts_of([*records, blown])
     assert alert.message == (
         f"D(S) = 0.0255, {0.0255 / alert.expected:.3g} times the usual {alert.expected:.3g}, seen once in"
-        f" {float(f'{alert.rarity:.1g}'):,.0f} steps, between tokens 3 'foo' and 14 'bar': the head's gradient is largest"
-        " at one of them, look at how they occur in the batch of this step; it was batch 812 of its epoch"
+        f" {float(f'{alert.rarity:.1g}'):,.0f} steps, between tokens 3 'foo' and 14 'bar': the head's gradient is"
+        " largest at one of them, look at how they occur in the batch of this step; it was batch 812 of its epoch"
     )
     assert 1e4 < alert.rarity < 1e7  # 4.7 deviations: one in 770,000
     assert (alert.pair, alert.pair_text, alert.time, alert.batch) == ((3, 14), ("foo", "bar"), 5001.0, 812)
