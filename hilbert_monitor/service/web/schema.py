@@ -132,6 +132,10 @@ class AlertAnswer(_Answer):
     expected: Number | None = Field(description="What was usual before; the ceiling for the kind ceiling.")
     pair: Pair | None
     pair_text: Texts | None
+    pattern: str = Field(description="What about its history was broken; empty for other kinds.", examples=["step"])
+    rarity: Number | None = Field(description="Steps of the run among which one such is expected by chance.")
+    batch: int | None = Field(description="Index of the step's batch in its epoch.")
+    samples: list[int] | None = Field(description="Indices of its samples, where they are known: the first ones.")
     message: str = Field(examples=["D(S) is 0.81 at step 1,200: 12 times what it was before."])
 
 

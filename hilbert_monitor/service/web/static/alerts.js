@@ -138,7 +138,7 @@ export function alertCard(alert, own = null) {
   return h(
     "article",
     { class: "alert", "data-kind": alert.kind },
-    h("header", {}, h("span", { class: "kind" }, alert.kind), step),
+    h("header", {}, h("span", { class: "kind" }, [alert.kind, alert.pattern].filter(Boolean).join(" · ")), step),
     who,
     h(
       "div",
