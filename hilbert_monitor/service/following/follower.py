@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import stat
 import time
 from contextlib import suppress
@@ -28,7 +29,8 @@ YOUNG = 5.0
 AWAKE = 60.0
 """Seconds for which a run that was killed, or a folder that is no run yet, is still looked at all the time."""
 REST, LONGEST_REST = 2.0, 120.0
-"""Seconds between two full looks at a run that rests: a tenth of the time since it ended, within these."""
+"""Seconds between two full looks at a run that rests: the longer for one that has ended, whose log alone is looked at in
+between; else a tenth of the time for which it has been at rest, within these."""
 GROWTH = 1.2
 """Factor by which a table grows before it is cached again."""
 SHORT = 1 << 15
@@ -164,21 +166,21 @@ class RunFollower:
 
     def _rest(self, now: float, cost: float = 0.0) -> None:
         """Note whether the run rests from now on, and for how long at most."""
-        run, killed, since = self.snapshot, False, self._changed
+        run, is_over, is_killed = self.snapshot, False, False
         if run is None:
-            rests = now - since > AWAKE
+            rests = now - self._changed > AWAKE
         else:
-            killed = run.status == "killed"
-            since = run.state.ended if run.status in (*ENDED, "killed") else self._rests_since or now
+            is_killed = run.status == "killed"
+            is_over = is_killed or run.status in ENDED
             unread = self.behind > 0 and not run.problem
-            rests = run.status not in LIVE and not (killed and now - since < AWAKE) and not unread
+            rests = run.status not in LIVE and not (is_killed and now - run.state.ended < AWAKE) and not unread
         if not rests:
             self._rests_since = None
             return
         self._rests_since = self._rests_since or now
-        self._beat = _shortly(self._heartbeat) if killed else None
-        rest = min(max(REST, (now - since) / 10), LONGEST_REST)  # a time may be nan
-        self._wakes = now + max(rest, 20 * cost)
+        self._beat = _shortly(self._heartbeat) if is_killed else None
+        rest = LONGEST_REST if is_over else min(max(REST, (now - self._rests_since) / 10), LONGEST_REST)
+        self._wakes = now + max(rest * random.uniform(0.5, 1.0), 20 * cost)  # not all of them at the same time
 
     # Reading
 

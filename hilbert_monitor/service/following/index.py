@@ -32,8 +32,8 @@ PIECE = 200
 """Records that an event carries, at most."""
 SLICE = 0.3
 """Seconds that reading what is not read yet may take between two looks at the live runs."""
-LOOKS = 400
-"""Runs at rest that are looked at in a pass, at most: with five passes a second, 10,000 of them take five seconds."""
+LOOKS = 320
+"""Runs at rest that are looked at in a pass, at most: with five passes a second, 10,000 of them take six seconds."""
 LISTED_FOR = 10.0
 """Seconds after which the folder of the runs is listed again although its time of change is the same."""
 SETTLED = 2.0
