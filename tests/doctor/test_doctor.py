@@ -62,6 +62,7 @@ def assert_failed(outcome, claim, words):
 # All of it
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_every_claim_holds_here_and_the_json_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(overhead, "LIMIT", 0.5)  # the machine of a test has other things to do
     result, text = doctor("--quick", "--device", "cpu", "--json", tmp_path / "doctor.json")

@@ -265,7 +265,7 @@ def test_bytes_of_forming_an_increment_are_those_counted(head):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_an_exact_search_costs_about_what_is_said_to_be_typical(head):
-    S = make_increment(head, 24_576, 128, panel=1).S
+    S = make_increment(head, 12_288, 128, panel=1).S
     with Traffic() as traffic:
         flops = counted(lambda: row_diameter(S))
     typical = (monitor_cost.SEARCH_FLOPS[head], monitor_cost.SEARCH_READS[head], monitor_cost.SEARCH_CALLS[head])
