@@ -138,7 +138,7 @@ ARGUMENTS = {
     "run_name": [None, "first try"],
     "config": [None, {"width": 64, "data": {"shards": [1, 2]}}],
     "efficiency": [True, False],
-    "rules": [None, {"window": 50, "diameter_factor": 3.0}],
+    "rules": [None, {"false_alarms_per_10k": 0.5}],
     "on_blowup": ["stop", ["warn", "checkpoint", "https://example.org/hook"], [f"{HERE}.told"], []],
     "sinks": [[], [{"class_path": f"{HERE}.Prints"}], [{"class_path": f"{HERE}.Prints", "init_args": {"prefix": "x"}}]],
     "prometheus_port": [None, 0],

@@ -110,11 +110,11 @@ def test_the_folder_is_for_its_user_alone(tmp_path, monkeypatch):
     assert Cache.open(tmp_path / "new" / "cache") is None
 
 
-@pytest.mark.parametrize("name", ["run.json", "run.npy", f"run.npy.{os.getpid()}.part"])
+@pytest.mark.parametrize("name", ["run.json", "run.npy", "run.npy.{pid}.part"])
 def test_a_planted_link_is_not_written_through(run, tmp_path, name):
     (tmp_path / "cache").mkdir(mode=0o700)
     (tmp_path / "victim").write_text("mine")
-    (tmp_path / "cache" / name).symlink_to(tmp_path / "victim")
+    (tmp_path / "cache" / name.format(pid=os.getpid())).symlink_to(tmp_path / "victim")
     Index(tmp_path / "runs", cache=tmp_path / "cache").refresh()
     assert (tmp_path / "victim").read_text() == "mine"
     assert Cache.open(tmp_path / "cache").load("run", run / STEPS) is not None
