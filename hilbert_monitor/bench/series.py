@@ -197,7 +197,8 @@ class SeriesRun:
 
 def z_scores(values: Array, windows: Array) -> Array:
     """How many standard deviations values are above the mean of the windows before them."""
-    return (values - windows.mean(-1)) / windows.std(-1, ddof=1)
+    scores: Array = (values - windows.mean(-1)) / windows.std(-1, ddof=1)
+    return scores
 
 
 def mad_scores(values: Array, windows: Array) -> Array:
@@ -212,7 +213,8 @@ OPPONENTS: dict[str, Callable[[Array, Array], Array]] = {"z-score": z_scores, "M
 def _median(windows: Array) -> Array:
     n = windows.shape[-1]
     middle = ((n - 1) // 2, n // 2)
-    return np.asarray(np.partition(windows, middle, axis=-1)[:, middle].mean(-1))
+    parts: Array = np.partition(windows, middle, axis=-1)
+    return (parts[:, middle[0]] + parts[:, middle[1]]) / 2
 
 
 def opponents_scores(x: Array) -> dict[str, Array]:
@@ -236,11 +238,15 @@ def opponents_scores(x: Array) -> dict[str, Array]:
     return {name: score.reshape(shape) for name, score in scores.items()}
 
 
+def generator(noise: str, seed: int) -> np.random.Generator:
+    """Return the random numbers of a run: those of two noises have nothing to do with each other."""
+    return np.random.default_rng([seed, zlib.crc32(noise.encode())])
+
+
 def measure(name: str, seed: int, plan: SeriesPlan, detector: Callable[[], Detector] = Judge) -> SeriesRun:
     """Draw one run, judge it, and branch off with every fault at every place."""
     noise = NOISES[name]
-    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    x = noise.draw(rng, plan.steps)
+    x = noise.draw(generator(name, seed), plan.steps)
     exact = np.arange(plan.steps) % EXACT_EVERY == 0 if noise.bounds else np.zeros(plan.steps, bool)
     if noise.bounds:
         x = x + np.where(exact, 0, math.log(BOUND))
@@ -293,7 +299,7 @@ def run(
     plan: SeriesPlan, *, workers: int, after_each: Callable[[SeriesRun], Any] = lambda one: None
 ) -> list[SeriesRun]:
     """Measure all runs, in so many processes."""
-    jobs = [(noise, seed) for noise in plan.noises for seed in plan.seeds]
+    jobs = [(noise, seed) for seed in plan.seeds for noise in plan.noises]
     if workers == 1:
         runs = []
         for noise, seed in jobs:
