@@ -65,11 +65,13 @@ def test_faults_are_told_where_a_fixed_limit_tells_them(normal):
         fault = f"x{factor}, {length} step{'s' * (length > 1)}"
         expected = [bool((factor * np.exp(x[t : t + length]) > 1.9).any()) for t in QUICK.begins()]
         assert run.told[fault].tolist() == expected
-    growth = [
-        any(2 ** ((i + 1) / 5) * math.exp(x[t + i]) > 1.9 for i in range(9))  # the tenth step would be a factor of 4
-        for t in QUICK.begins()
-    ]
-    assert run.told["growth, x2 in 5 steps"].tolist() == growth
+
+
+def test_growth_is_followed_until_just_before_a_factor_of_four():
+    *_, path = QUICK.paths(NOISES[NORMAL])
+    assert path.faults == {"growth, x2 in 50 steps": len(path.heights)}
+    assert np.exp(path.heights[[0, 49, -1]]) == pytest.approx([2 ** (1 / 50), 2, 4 / 2 ** (1 / 50)])
+    assert QUICK.begins()[-1] + len(path.heights) < QUICK.steps
 
 
 def test_scores_are_those_of_the_window_before_a_value_with_the_fault_in_it(normal):
@@ -82,9 +84,9 @@ def test_scores_are_those_of_the_window_before_a_value_with_the_fault_in_it(norm
         middle = statistics.median(window)
         z.append((y[t] - statistics.mean(window)) / statistics.stdev(window))
         mad.append((y[t] - middle) / (1.4826 * statistics.median(abs(v - middle) for v in window)))
-    highest = run.highest["x2, 5 steps"]
-    assert highest["z-score"][2] == pytest.approx(max(z))
-    assert highest["MAD"][2] == pytest.approx(max(mad))
+    for fault, length in [("x2, 1 step", 1), ("x2, 5 steps", 5)]:
+        assert run.highest[fault]["z-score"][2] == pytest.approx(max(z[:length]))
+        assert run.highest[fault]["MAD"][2] == pytest.approx(max(mad[:length]))
     assert run.scores["z-score"] == pytest.approx(opponents_scores(x)["z-score"])
 
 
