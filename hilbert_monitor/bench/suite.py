@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from . import diameter, faults, optimizers, oracle, overhead, perturbation, service
+from . import diameter, faults, optimizers, oracle, overhead, perturbation, series, series_summary, service
 from .fault_summary import TrialSummary, summarize
 from .increments import SampleIncrement, load_increment, make_increment
 from .measure import BenchResult
@@ -18,7 +18,7 @@ from .output import progress_bar, show_machine, write_document
 
 Job = tuple[str, Callable[[], Iterable[BenchResult]]]
 """A label for the progress bar, and the work."""
-Results = Sequence[BenchResult] | Sequence[oracle.Gap] | TrialSummary
+Results = Sequence[BenchResult] | Sequence[oracle.Gap] | TrialSummary | series_summary.SeriesSummary
 
 
 def geometry_jobs(paths: Sequence[Path], *, quick: bool) -> Iterator[Job]:
@@ -124,6 +124,16 @@ def run_faults(plan: faults.TrialPlan, console: Console) -> TrialSummary:
     return summarize(trials)
 
 
+def run_series(plan: series.SeriesPlan, console: Console) -> series_summary.SeriesSummary:
+    """Judge synthetic series with known faults behind a progress bar."""
+    total = len(plan.noises) * len(plan.seeds)
+    with progress_bar(console) as progress:
+        task = progress.add_task("synthetic runs, each with its faults", total=total)
+        workers = min(os.cpu_count() or 1, total)
+        runs = series.run(plan, workers=workers, after_each=lambda _: progress.advance(task))
+    return series_summary.summarize(runs)
+
+
 def run_oracle(paths: Sequence[Path], console: Console, *, quick: bool) -> list[oracle.Gap]:
     """Bound the tension of a synthetic gradient, or of saved matrices, at several sizes and budgets; print the gaps."""
     V, d, budgets = (2048, 32, (0.0, 0.5)) if quick else (50_257, 256, (0.0, 1.0, 5.0, 20.0))
@@ -139,5 +149,7 @@ def run_oracle(paths: Sequence[Path], console: Console, *, quick: bool) -> list[
 
 def write_json(results: Results, path: Path) -> None:
     """Write the machine and the results as one JSON document."""
-    summary = results.as_dict() if isinstance(results, TrialSummary) else [r.as_dict() for r in results]
-    write_document(path, results=summary)
+    if isinstance(results, TrialSummary | series_summary.SeriesSummary):
+        write_document(path, results=results.as_dict())
+    else:
+        write_document(path, results=[r.as_dict() for r in results])

@@ -134,7 +134,18 @@ def service(json: JsonFile = None, quick: Quick = False) -> None:
     _write(results, json, console)
 
 
-def faults(json: JsonFile = None, quick: Quick = False) -> None:
+def faults(
+    series: Annotated[
+        bool,
+        typer.Option(
+            "--series",
+            help="Put known faults into synthetic series of many kinds of noise instead, beside a z-score and a"
+            " median/MAD detector: half an hour.",
+        ),
+    ] = False,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
     """Put faults into small training runs, and see which detector notices them: ten minutes.
 
     The blow-up rules stand beside detectors of spikes in the loss and in the gradient norm. Faults that leave no trace
@@ -144,11 +155,17 @@ def faults(json: JsonFile = None, quick: Quick = False) -> None:
     """
     from rich.console import Console
 
-    from hilbert_monitor.bench import suite
+    from hilbert_monitor.bench import series_summary, suite
     from hilbert_monitor.bench.fault_summary import show
     from hilbert_monitor.bench.faults import TrialPlan
+    from hilbert_monitor.bench.series import SeriesPlan
 
     console = Console()
+    if series:
+        judged = suite.run_series(SeriesPlan.quick() if quick else SeriesPlan(), console)
+        series_summary.show(judged, console)
+        _write(judged, json, console)
+        return
     summary = suite.run_faults(TrialPlan.quick() if quick else TrialPlan(), console)
     show(summary, console)
     _write(summary, json, console)
