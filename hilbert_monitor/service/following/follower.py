@@ -29,8 +29,8 @@ YOUNG = 5.0
 AWAKE = 60.0
 """Seconds for which a run that was killed, or a folder that is no run yet, is still looked at all the time."""
 REST, LONGEST_REST = 2.0, 120.0
-"""Seconds between two full looks at a run that rests: the longer for one that has ended, whose log alone is looked at
-in between; else a tenth of the time for which it has been at rest, within these."""
+"""Seconds between two full looks at a run that rests: the longer for one that has ended, of which only the log is
+looked at in between; else a tenth of the time for which it has been at rest, within these."""
 GROWTH = 1.2
 """Factor by which a table grows before it is cached again."""
 SHORT = 1 << 15
