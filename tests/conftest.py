@@ -29,6 +29,14 @@ settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
+LONGEST = ("test_oncall.py", "test_page_live.py", "test_rules.py", "test_page.py", "test_demo.py")
+"""Files that take about a minute. They come first: one process would wait for the other at the end."""
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 def pytest_report_header():
     return [f"bf16 products die with SIGILL here: {VARIABLE}={WITHOUT_AMX} for these tests"] if BF16_KILLS else []
 
