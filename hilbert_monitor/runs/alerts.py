@@ -52,9 +52,9 @@ class Rules:
                 f"Rules has one setting, false_alarms_per_10k, and no {', '.join(sorted(old))}: limits, windows and"
                 " schedules are learned from the run, so leave it out"
             )
-        if not 0 < false_alarms_per_10k <= 100:
+        if not 1e-3 <= false_alarms_per_10k <= 100:
             raise ValueError(
-                f"false_alarms_per_10k is a number above 0, at most 100, got {false_alarms_per_10k}: 1 is usual"
+                f"false_alarms_per_10k is a number from 0.001 to 100, got {false_alarms_per_10k}: 1 is usual"
             )
         object.__setattr__(self, "false_alarms_per_10k", float(false_alarms_per_10k))
 
@@ -77,7 +77,8 @@ class Series:
     name: str
     noise: Noise
     share: float
-    """Of the false alarms that are allowed."""
+    """Of the false alarms that are allowed. Some are left over: tails of real runs are heavier than a few hundred
+    values show."""
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=4))
     """Of its last values."""
 
@@ -97,7 +98,7 @@ class Judge:
     def __init__(self, rules: Rules | None = None) -> None:
         self.rules = rules or Rules()
         self.rates = Rates()
-        self.diameter = Series("diameter", "D(S)", Noise(quiet=20, floor=math.log(1.4)), 0.9)
+        self.diameter = Series("diameter", "D(S)", Noise(quiet=20, floor=math.log(1.4)), 0.6)
         self.perturbation = Series("perturbation", "The panel's Hilbert RMS", Noise(quiet=8, floor=math.log(2)), 0.1)
         self._gap = 0.0  # usual logarithm of the upper bound of D(S) over the lower
         self._lasting: dict[str, BlowUp] = {}
@@ -174,7 +175,8 @@ class Judge:
             if one is not None and one > 0 and foreseen > 0 and math.isfinite(one / lr):
                 alerts += self._against_history(series, record, one, foreseen, is_exact)
         self._learn_gap(record)
-        self.rates.add(record.step, lr, foreseen=foreseen)
+        told = any(alert.pattern == "rate" for alert in alerts)
+        self.rates.add(record.step, lr, foreseen=foreseen, told=told)
         return alerts
 
     @property

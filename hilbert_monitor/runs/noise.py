@@ -44,7 +44,10 @@ SHARES: dict[Pattern, float] = {"step": 0.8, "level": 0.13, "trend": 0.07}
 """How the allowed false alarms are shared. Floors make levels and trends rarer than their share."""
 BURST_SHARE = 0.6
 """Bursts have a share of their own: where a run has them, they are what false alarms are made of."""
-TREND_FLOOR = math.log(1.75)
+TREND_FLOOR, TREND_CEILING = math.log(1.75), math.log(8)
+"""Growth below the first is no trend; growth above the second is one, even in a run that has always drifted."""
+EARLY, EARLY_CEILING = 100, math.log(6)
+"""Before so many values no tail is known: such a step is an event, unless it is within 4.5 spreads."""
 SETTLED, FALLEN = 50, 20
 """Events in a row, or values far below the slow level in a row, after which they are the new normal."""
 MOST = 1e-3
@@ -184,11 +187,13 @@ class Noise:
             self.offset = max(0.0, self.offset + 0.05 * (max(-room, min(room, residual)) - self.offset))
         self.number += 1
         z = (value - self._levels[self._best]) / self._spread(self._best)
-        if z > BODY:
+        if z > BODY and not self._away:  # the rest of a blow-up that lasts is no burst of its own
             self._tail.add_burst(self.number, z)
         if self._settles(value, is_event=bool(pattern)):
             return
-        if pattern != "step":
+        if pattern == "step":
+            self._follow(value, with_levels=False)  # it may be the first of a wilder time
+        else:
             self._learn(value, z)
         if pattern == "trend":
             self._past.clear()  # the next one is compared with the level of now
@@ -257,7 +262,7 @@ class Noise:
         if self.number >= 100:
             self._past.append(self._levels[SLOW])
 
-    def _follow(self, value: float) -> None:
+    def _follow(self, value: float, *, with_levels: bool = True) -> None:
         """Move levels and spreads towards a value, and choose the level that predicts best."""
         n = self.number
         weight = max(1 / n, 1 / MEMORY)
@@ -265,7 +270,7 @@ class Noise:
             variance, deviation = self._variances[k], value - self._levels[k]
             square, room = deviation * deviation, ROUND * math.sqrt(variance)
             self._variances[k] = variance + weight * (min(square, CLIP * CLIP * variance) / CLIPPED_VARIANCE - variance)
-            self._levels[k] += max(gain, 1 / n) * max(-room, min(room, deviation))
+            self._levels[k] += with_levels * max(gain, 1 / n) * max(-room, min(room, deviation))
             self._variances[k] = max(self._variances[k], SMALLEST_SPREAD**2 / 4)
         if n > 50 and n % 10 == 0:
             best = min(range(len(GAINS)), key=self._variances.__getitem__)
@@ -307,10 +312,13 @@ class Noise:
         height = self._tail.height(
             probability * SHARES["step"] * alone, probability * BURST_SHARE, self.number, self._spread(self._best)
         )
+        if self.number < EARLY and len(self._tail.bursts) < 2:
+            height = min(height, max(EARLY_CEILING / self._spread(SLOW), 4.5))
         average = _deviations(probability * SHARES["level"] / len(AVERAGES))
         trend = _deviations(probability * SHARES["trend"]) * self._trend_spread()
         averages = tuple(average * self._average_spread(i) for i in range(len(AVERAGES)))
-        self._bars, self._bars_for = Bars(height, averages, max(TREND_FLOOR, trend)), (self.number, probability)
+        self._bars = Bars(height, averages, min(max(TREND_FLOOR, trend), TREND_CEILING))
+        self._bars_for = (self.number, probability)
 
     def _least_variance(self, i: int) -> float:
         """Variance of an average of deviations, by their correlation from one value to the next."""

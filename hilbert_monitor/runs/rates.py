@@ -4,9 +4,9 @@ D(S) grows with the learning rate, so the rules look at D(S) over the rate. A ra
 out. Schedules are foreseen without a setting: they go on as they went (warm-up, cosine, cycles), they fall (decay, in
 steps or on a plateau), and a scheduler may return to a rate that the run has had (restarts).
 
-Two questions are asked of a rate above all that could be foreseen: did it jump from one step to the next, and has it
-grown faster than the square of the time over the last 8, 32 or 128 steps? The second sees an exponential growth of any
-pace, which looks straight from one step to the next.
+Two questions are asked of a rate: did it jump from one step to the next, and is it above all rates so far and has grown
+faster than the square of the time over the last 8, 32 or 128 steps? The second sees exponential growth, which looks
+straight from one step to the next, from 1 % a step on. Slower growth is seen only where it begins.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ SPANS = (8, 32, 128)
 """Records over which growth is looked for."""
 SAME = 1.001
 """Two rates are the same up to this factor."""
+SMALL = 0.01
+"""Rates below this share of the highest so far do no harm, however fast they grow."""
 
 
 class Rates:
@@ -30,7 +32,7 @@ class Rates:
     def __init__(self) -> None:
         self._last: deque[tuple[int, float]] = deque(maxlen=2 * max(SPANS))
         self.highest = 0.0
-        """The highest rate that was foreseen."""
+        """The highest rate that was foreseen, or told of."""
 
     @property
     def before(self) -> float | None:
@@ -45,20 +47,28 @@ class Rates:
             lr: the rate.
             scheduled: whether the run's scheduler set it, if that is known.
         """
-        if scheduled and lr <= SAME * self.highest:
+        if lr <= (SAME if scheduled else SMALL) * self.highest:
             return lr
         straight = self._straight_on(step)
         if straight is not None and lr > ACCIDENT * straight:
             return straight
         return min((bound for bound in self._grown() if lr > ACCIDENT * bound), default=lr)
 
-    def add(self, step: int, lr: float, *, foreseen: float) -> None:
-        """Note the rate of a step, and what it should have been."""
+    def add(self, step: int, lr: float, *, foreseen: float, told: bool = False) -> None:
+        """Note the rate of a step.
+
+        Args:
+            step: its number.
+            lr: the rate.
+            foreseen: what it should have been.
+            told: there was an alert about it. What follows is compared with it, so that it is told once.
+        """
         if lr < 0 or not math.isfinite(lr) or (self._last and step <= self._last[-1][0]):
             return
-        if foreseen < lr:
-            self._last.clear()  # an accident is told once, and what follows is compared with it
-        else:
+        if told:
+            self._last.clear()
+            self._last.append((step - 1, lr))
+        if told or foreseen >= lr:
             self.highest = max(self.highest, lr)
         self._last.append((step, lr))
 

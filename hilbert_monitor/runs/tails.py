@@ -43,7 +43,9 @@ GRID: tuple[float, ...] = tuple(0.1 * i for i in range(81)) + tuple(8.0 * 500.0 
 BURSTS = 64
 """Bursts that are remembered."""
 APART = 10
-"""Values within which two bursts count as one."""
+"""Values from its first for which a burst counts as one."""
+MANY_BURSTS = 16
+"""From so many on their heights show whether they have a largest."""
 FIRST_BURSTS, USUAL_BURST = 5, math.log(4)
 """Until so many bursts were seen, others of up to this size are expected."""
 
@@ -93,7 +95,6 @@ class Tail:
         """Logarithms of how likely each shape is, up to a constant."""
         self.bursts: list[tuple[int, float]] = []
         """Deviations beyond the body: number of the value, and height."""
-        self._last_burst = -math.inf
 
     def add(self, z: float) -> None:
         """Learn from a value of the body."""
@@ -109,11 +110,10 @@ class Tail:
 
     def add_burst(self, number: int, z: float) -> None:
         """Learn from a value beyond the body. Values near each other are one burst, of the largest one's height."""
-        if number - self._last_burst > APART:
+        if not self.bursts or number - self.bursts[-1][0] > APART:
             self.bursts = [*self.bursts, (number, z)][-BURSTS:]
-        elif self.bursts and z > self.bursts[-1][1]:
+        elif z > self.bursts[-1][1]:
             self.bursts[-1] = (self.bursts[-1][0], z)
-        self._last_burst = number
 
     def height(self, probability: float, burst_probability: float, number: int, spread: float) -> float:
         """Return the height that a value exceeds with a given probability, in spreads.
@@ -139,14 +139,12 @@ class Tail:
 
     def state(self) -> dict[str, Any]:
         """Return what was learned, in plain types."""
-        last = self._last_burst if math.isfinite(self._last_burst) else None
-        return {"scores": list(self.scores), "bursts": [list(burst) for burst in self.bursts], "last_burst": last}
+        return {"scores": list(self.scores), "bursts": [list(burst) for burst in self.bursts]}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned."""
         self.scores = [float(score) for score in state["scores"]]
         self.bursts = [(int(number), float(z)) for number, z in state["bursts"]]
-        self._last_burst = -math.inf if state["last_burst"] is None else state["last_burst"]
 
     def _weights(self) -> list[float]:
         weights = [math.exp(score) for score in self.scores]
@@ -204,4 +202,6 @@ class Tail:
             return largest / 2
         mean = sum(heights) / m - BODY
         even = largest / m  # bursts of all sizes up to a largest: the next record is near the last
+        if m < MANY_BURSTS:
+            return max(even, (heights[0] - heights[2]) / 1.5, mean / 2)
         return even if mean > 0.45 * largest else max(even, (heights[0] - heights[2]) / 1.5)

@@ -46,9 +46,8 @@ def test_a_learning_rate_that_starts_at_zero_enters_no_logarithm():
     assert judge.diameter.noise.number == 49
 
 
-@pytest.mark.parametrize("factor", [2.6, 10, 1e6])
-@pytest.mark.parametrize("at", [40, 150, 900])
-def test_a_diameter_far_above_the_last_ones_is_reported_in_its_step(factor, at):
+@pytest.mark.parametrize(("at", "factor"), [(40, 10), (40, 1e6), (150, 2.6), (150, 10), (900, 2.6), (900, 1e6)])
+def test_a_diameter_far_above_the_last_ones_is_reported_in_its_step(at, factor):
     ratios = noisy(1000)
     ratios[at] = factor * 10
     assert kinds(record(t + 1, warmup_cosine(t, 1000), r) for t, r in enumerate(ratios))[:1] == [(at + 1, "diameter")]
@@ -197,6 +196,43 @@ def test_the_dial_is_the_rate_of_false_alarms():
     assert 10 <= many <= 60
 
 
+@pytest.mark.parametrize("period", [6, 7, 10, 11, 50])
+def test_what_comes_again_and_again_is_told_a_few_times(period):
+    ratios = [r * (6 if t % period == 0 else 1) for t, r in enumerate(noisy(2000))]
+    assert len(kinds(record(t + 1, ratio=r) for t, r in enumerate(ratios))) <= 4
+
+
+def test_noise_that_grows_wild_is_told_a_few_times():
+    ratios = [10.0] * 1000 + noisy(4000, spread=0.3)
+    assert len(kinds(record(t + 1, ratio=r) for t, r in enumerate(ratios))) <= 20
+
+
+def test_growth_that_has_always_been_there_is_a_trend_too():
+    ratios = [r * 1.012**t for t, r in enumerate(noisy(1000))]
+    assert kinds(record(t + 1, ratio=r) for t, r in enumerate(ratios))
+
+
+@pytest.mark.parametrize("values", [20, 25, 40, 60])
+def test_ten_times_the_usual_is_told_however_few_values_there_are(values):
+    told = 0
+    for seed in range(10):
+        ratios = [*noisy(values, seed=seed, spread=0.2), 100.0]
+        told += kinds(record(t + 1, ratio=r) for t, r in enumerate(ratios)) == [(values + 1, "diameter")]
+    assert told >= 9
+
+
+def test_a_second_jump_right_after_a_first_is_told_too():
+    rates = [1e-3] * 300 + [2e-3] + [2.0] * 20
+    told = kinds(record(t + 1, lr, scheduled=False) for t, lr in enumerate(rates))
+    assert told == [(301, "diameter"), (302, "diameter")]
+
+
+def test_a_rate_near_zero_may_grow_as_it_likes():
+    rates = [0.5e-3 * (1 + math.cos(math.pi * t / 200)) for t in range(1000)]  # past its end the cosine turns
+    ratios = noisy(1000, seed=9)
+    assert kinds(record(t + 1, lr, ratios[t], scheduled=None) for t, lr in enumerate(rates)) == []
+
+
 @pytest.mark.parametrize("field", ["window", "diameter_factor", "jump", "perturbation_quiet"])
 def test_old_settings_are_refused_with_what_to_do(field):
     with pytest.raises(TypeError, match=f"one setting, false_alarms_per_10k, and no {field}: .* leave it out"):
@@ -205,7 +241,7 @@ def test_old_settings_are_refused_with_what_to_do(field):
 
 @pytest.mark.parametrize("dial", [0, -1, 101, math.nan])
 def test_a_dial_that_cannot_be_is_refused(dial):
-    with pytest.raises(ValueError, match="a number above 0, at most 100"):
+    with pytest.raises(ValueError, match=r"a number from 0\.001 to 100"):
         Rules(false_alarms_per_10k=dial)
 
 

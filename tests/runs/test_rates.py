@@ -40,7 +40,7 @@ def test_growth_is_seen_over_spans_of_different_lengths(span):
 
 def test_what_follows_an_accident_is_compared_with_it():
     rates = rates_of(*[1.0] * 300)
-    rates.add(300, 5.0, foreseen=rates.foreseen(300, 5.0, scheduled=False))
+    rates.add(300, 5.0, foreseen=rates.foreseen(300, 5.0, scheduled=False), told=True)
     for step in range(301, 700):
         assert rates.foreseen(step, 5.0, scheduled=False) == 5.0
         rates.add(step, 5.0, foreseen=5.0)
