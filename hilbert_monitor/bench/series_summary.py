@@ -32,7 +32,7 @@ class FaultShares:
     ours: float
     opponents: dict[str, float]
     behind: float
-    """How far the rules are behind the better opponent, in standard errors of the difference over the same places."""
+    """How far the rules are behind the better opponent, in standard errors of the difference."""
 
     @property
     def worse(self) -> bool:
@@ -101,25 +101,45 @@ def _noise(name: str, runs: Sequence[SeriesRun]) -> NoiseSummary:
         opponent: sum(count_alarms(np.flatnonzero(score > limits[opponent]).tolist()) for score in scores[opponent])
         for opponent in OPPONENTS
     }
+    strict, lenient = (
+        {opponent: threshold(scores[opponent], round(number)) for opponent in OPPONENTS}
+        for number in (max(alarms - math.sqrt(alarms), 0), alarms + max(math.sqrt(alarms), 1))
+    )
     faults = []
     for fault in runs[0].told:
         ours = np.concatenate([one.told[fault] for one in runs])
-        others = {
-            opponent: np.concatenate([one.highest[fault][opponent] for one in runs]) > limits[opponent]
+        highest = {opponent: np.concatenate([one.highest[fault][opponent] for one in runs]) for opponent in OPPONENTS}
+        others = {opponent: highest[opponent] > limits[opponent] for opponent in OPPONENTS}
+        errors = {
+            opponent: float(np.mean((highest[opponent] > lenient[opponent]) & (highest[opponent] <= strict[opponent])))
+            / 2
             for opponent in OPPONENTS
         }
-        faults.append(fault_shares(fault, ours, others))
+        faults.append(fault_shares(fault, ours, others, errors))
     above = poisson_tail(alarms, steps / 1e4 * DIAL) < 1 - CONFIDENCE
     return NoiseSummary(name, steps, alarms, above, theirs, limits, faults)
 
 
-def fault_shares(fault: str, ours: np.ndarray[Any, Any], others: dict[str, np.ndarray[Any, Any]]) -> FaultShares:
-    """Compare who told of a fault, place by place."""
-    best = max(others.values(), key=np.mean)
-    difference = best.astype(float) - ours
+def fault_shares(
+    fault: str,
+    ours: np.ndarray[Any, Any],
+    others: dict[str, np.ndarray[Any, Any]],
+    threshold_errors: dict[str, float],
+) -> FaultShares:
+    """Compare who told of a fault, place by place.
+
+    Args:
+        fault: its name.
+        ours: (places,) whether the rules told of it.
+        others: the same for each opponent.
+        threshold_errors: standard errors of the opponents' shares, as their thresholds are known from a number n of
+            false alarms only: half of what lies between the thresholds for n - sqrt(n) and n + sqrt(n).
+    """
+    best = max(others, key=lambda opponent: float(np.mean(others[opponent])))
+    difference = others[best].astype(float) - ours
     places = len(ours)
-    error = max(float(difference.std(ddof=1)) / math.sqrt(places), 1 / places)  # as if one place differed
-    behind = float(difference.mean()) / error
+    paired = max(float(difference.std(ddof=1)) / math.sqrt(places), 1 / places)  # as if one place differed
+    behind = float(difference.mean()) / math.hypot(paired, threshold_errors[best])
     shares = {opponent: float(told.mean()) for opponent, told in others.items()}
     return FaultShares(fault, places, float(ours.mean()), shares, behind)
 

@@ -42,7 +42,7 @@ LAG = 200
 SMALLEST_SPREAD = 1e-3
 SHARES: dict[Pattern, float] = {"step": 0.8, "level": 0.13, "trend": 0.07}
 """How the allowed false alarms are shared. Floors make levels and trends rarer than their share."""
-BURST_SHARE = 0.6
+BURST_SHARE = 1.5
 """Bursts have a share of their own: where a run has them, they are what false alarms are made of."""
 TREND_FLOOR, TREND_CEILING = math.log(1.75), math.log(8)
 """Growth below the first is no trend; growth above the second is one, even in a run that has always drifted."""
@@ -157,7 +157,7 @@ class Noise:
         slow, spread = self._levels[SLOW], self._spread(SLOW)
         if broken.pattern == "step":
             heights = [(value - self._levels[k]) / self._spread(k) for k in (self._best, SLOW)]
-            return Event("step", slow, self._tail.chance(max(heights), self.number))
+            return Event("step", slow, self._tail.chance(max(heights), self.number, self._spread(self._best)))
         if broken.pattern == "level":
             z = max(-ROUND, min(ROUND, (value - slow) / spread))
             averages = [average + (z - average) / n for average, n in zip(self._averages, AVERAGES, strict=True)]
@@ -187,8 +187,9 @@ class Noise:
             self.offset = max(0.0, self.offset + 0.05 * (max(-room, min(room, residual)) - self.offset))
         self.number += 1
         z = (value - self._levels[self._best]) / self._spread(self._best)
-        if z > BODY and not self._away:  # the rest of a blow-up that lasts is no burst of its own
-            self._tail.add_burst(self.number, z)
+        lasts = bool(self._away) and self._away[-1] > self._levels[SLOW]
+        if z > BODY and not lasts:  # the rest of a blow-up that lasts is no burst of its own
+            self._tail.add_burst(self.number, value - self._levels[self._best])
         if self._settles(value, is_event=bool(pattern)):
             return
         if pattern == "step":
@@ -275,12 +276,14 @@ class Noise:
         if n > 50 and n % 10 == 0:
             best = min(range(len(GAINS)), key=self._variances.__getitem__)
             if self._variances[best] < 0.93 * self._variances[self._best]:
+                if SLOW in (best, self._best):
+                    self._tail.forget_shape()  # deviations from a fast level have another one
                 self._best = best
 
     def _settles(self, value: float, *, is_event: bool) -> bool:
         """Whether values have been far from the slow level for so long that they are the new one."""
         z = (value - self._levels[SLOW]) / self._spread(SLOW)
-        away, above = z < -BODY or is_event, z > 0
+        away, above = abs(z) > BODY or is_event, z > 0
         if not away or (self._away and (self._away[0] > self._levels[SLOW]) != above):
             self._away = []
         if not away:
@@ -288,6 +291,7 @@ class Noise:
         self._away.append(value)
         if len(self._away) < (SETTLED if above else FALLEN):
             return False
+        self._tail.forget_bursts(self.number - len(self._away))  # the first of these values was none
         self._levels = [median(self._away)] * len(GAINS)
         self._averages = [0.0] * len(AVERAGES)
         self._away = []

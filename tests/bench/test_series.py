@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hilbert_monitor.bench.series import NOISES, WINDOW, SeriesPlan, generator, measure, opponents_scores
+from hilbert_monitor.bench.series import NOISES, OPPONENTS, WINDOW, SeriesPlan, generator, measure, opponents_scores
 from hilbert_monitor.bench.series_summary import count_alarms, fault_shares, poisson_tail, summarize, threshold
 from hilbert_monitor.cli import app
 
@@ -112,13 +112,38 @@ def test_a_threshold_gives_as_many_alarms_as_the_rules_had():
 
 def test_a_fault_is_flagged_if_the_better_opponent_is_more_than_two_errors_ahead():
     ours, all_told, none = np.arange(100) >= 10, np.ones(100, bool), np.zeros(100, bool)
-    cell = fault_shares("x", ours, {"z-score": none, "MAD": all_told})
+    exact = {"z-score": 0.0, "MAD": 0.0}
+    cell = fault_shares("x", ours, {"z-score": none, "MAD": all_told}, exact)
     assert (cell.ours, cell.opponents) == (0.9, {"z-score": 0.0, "MAD": 1.0})
     assert cell.behind == pytest.approx(0.1 / math.sqrt(0.1 * 0.9 / 99))
     assert cell.worse
-    assert not fault_shares("x", np.arange(100) >= 3, {"z-score": none, "MAD": all_told}).worse
-    assert not fault_shares("x", all_told, {"z-score": ours, "MAD": none}).worse
-    assert fault_shares("x", none, {"z-score": all_told, "MAD": none}).behind == 100
+    assert not fault_shares("x", np.arange(100) >= 3, {"z-score": none, "MAD": all_told}, exact).worse
+    assert not fault_shares("x", all_told, {"z-score": ours, "MAD": none}, exact).worse
+    assert fault_shares("x", none, {"z-score": all_told, "MAD": none}, exact).behind == 100
+
+
+def test_a_threshold_from_few_false_alarms_is_a_part_of_the_error():
+    ours, all_told = np.arange(100) >= 10, np.ones(100, bool)
+    cell = fault_shares("x", ours, {"z-score": all_told, "MAD": ours}, {"z-score": 0.04, "MAD": 9.0})
+    assert cell.behind == pytest.approx(0.1 / math.sqrt(0.1 * 0.9 / 99 + 0.04**2))
+
+
+def test_the_error_of_a_threshold_is_what_a_few_more_or_fewer_false_alarms_make_of_it(normal):
+    clean = np.zeros(1300)
+    clean[10:1300:10] = np.arange(129) + 1.0  # 129 alarms of scores 1 to 129
+    highest = np.arange(100) + 30.5
+    run = replace(
+        normal[0],
+        alarms=list(range(0, 250, 10)),  # 25 of the rules
+        scores=dict.fromkeys(OPPONENTS, clean),
+        told={"x": np.zeros(100, bool)},
+        highest={"x": dict.fromkeys(OPPONENTS, highest)},
+    )
+    (cell,) = summarize([run]).noises[0].faults
+    told = 0.26  # 104.5 and more
+    assert cell.opponents["MAD"] == pytest.approx(told)
+    paired = math.sqrt(told * (1 - told) / 99)
+    assert cell.behind == pytest.approx(told / math.hypot(paired, 0.05))  # 5 more or fewer
 
 
 def test_the_dial_is_broken_only_beyond_chance(normal):
