@@ -117,9 +117,10 @@ def run_service(load: service.ServiceLoad, console: Console) -> tuple[list[Bench
 
 def run_faults(plan: faults.TrialPlan, console: Console) -> TrialSummary:
     """Run the trials of the blow-up rules behind a progress bar."""
-    workers = min(os.cpu_count() or 1, 2 * len(plan.seeds))
+    runs = 2 * (len(plan.seeds) + len(plan.clean_seeds))
+    workers = min(os.cpu_count() or 1, runs)
     with progress_bar(console) as progress:
-        task = progress.add_task("training runs, each with its faults", total=2 * len(plan.seeds))
+        task = progress.add_task("training runs, with faults and without", total=runs)
         trials = faults.run(plan, workers=workers, after_each=lambda _: progress.advance(task))
     return summarize(trials)
 

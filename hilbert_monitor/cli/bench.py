@@ -146,7 +146,7 @@ def faults(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Put faults into small training runs, and see which detector notices them: ten minutes.
+    """Put faults into small training runs, and see which detector notices them: twenty minutes.
 
     The blow-up rules stand beside detectors of spikes in the loss and in the gradient norm. Faults that leave no trace
     in the optimizer step are marked.
