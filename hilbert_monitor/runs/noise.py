@@ -265,14 +265,17 @@ class Noise:
 
     def _follow(self, value: float, *, with_levels: bool = True) -> None:
         """Move levels and spreads towards a value, and choose the level that predicts best."""
-        n = self.number
-        weight = max(1 / n, 1 / MEMORY)
-        for k, gain in enumerate(GAINS):
-            variance, deviation = self._variances[k], value - self._levels[k]
-            square, room = deviation * deviation, ROUND * math.sqrt(variance)
-            self._variances[k] = variance + weight * (min(square, CLIP * CLIP * variance) / CLIPPED_VARIANCE - variance)
-            self._levels[k] += with_levels * max(gain, 1 / n) * max(-room, min(room, deviation))
-            self._variances[k] = max(self._variances[k], SMALLEST_SPREAD**2 / 4)
+        n, levels, variances = self.number, self._levels, self._variances
+        newest = 1 / n
+        weight = max(newest, 1 / MEMORY)
+        for k, gain in enumerate(GAINS):  # comparisons, not min and max: this is half of the time of a judgement
+            variance, deviation = variances[k], value - levels[k]
+            square, most, room = deviation * deviation, CLIP * CLIP * variance, ROUND * math.sqrt(variance)
+            variance += weight * ((square if square < most else most) / CLIPPED_VARIANCE - variance)
+            variances[k] = variance if variance > SMALLEST_SPREAD**2 / 4 else SMALLEST_SPREAD**2 / 4
+            if with_levels:
+                deviation = -room if deviation < -room else room if deviation > room else deviation
+                levels[k] += (gain if gain > newest else newest) * deviation
         if n > 50 and n % 10 == 0:
             best = min(range(len(GAINS)), key=self._variances.__getitem__)
             if self._variances[best] < 0.93 * self._variances[self._best]:
