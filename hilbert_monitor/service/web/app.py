@@ -363,7 +363,8 @@ def _add_pages(app: FastAPI, assets: Assets) -> None:
 
     for path in ("/", "/runs", "/runs/{id}", "/alerts"):
         app.add_route(path, page, include_in_schema=False)
-    app.add_route("/static/{name}", static, include_in_schema=False)
+    for path in ("/static/{name}", "/static/{version}/{name}"):
+        app.add_route(path, static, include_in_schema=False)
     app.add_route("/runbooks/{name}", runbook, include_in_schema=False)
 
 

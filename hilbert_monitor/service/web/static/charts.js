@@ -2,7 +2,7 @@
 
 import { themes } from "./api.js";
 import { h } from "./dom.js";
-import { fetchPlotly, startPlotly } from "./drawing.js";
+import { startPlotly } from "./drawing.js";
 import { Panel } from "./panel.js";
 import { change, getAll, zoom } from "./state.js";
 
@@ -15,7 +15,7 @@ export class Charts {
    * @param {{name: () => string, csv: (panel: string) => string}} owner
    */
   constructor(specs, owner) {
-    fetchPlotly();
+    startPlotly().catch(() => {}); // draw() reports what failed
     this.owner = owner;
     this.figures = null;
     this.mark = null;
