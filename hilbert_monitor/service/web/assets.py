@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -30,6 +31,8 @@ TYPES = {
 """Media types of the files that are served, by the end of their names."""
 PLOTLY = "plotly.min.js"
 PAGE = "index.html"
+NOT_IMPORTED = {"main.js", "worker.js", "chosen_theme.js"}
+"""Scripts that no other script imports."""
 HINT = b"//# allFunctionsCalledOnLoad\n"
 """The first line of plotly's script as it is served. Browsers that know it compile the whole script while it arrives,
 beside the page: in Chromium the page then waits 0.15 s for plotly to start, and 1.1 s without it."""
@@ -46,6 +49,7 @@ class Assets:
         self.version = _hash(
             __version__.encode(), HINT, str(_plotly().stat().st_size).encode(), *map(_hash_of, sorted(known.items()))
         )
+        known[PAGE] = known[PAGE].replace(b"__MODULES__", _preloads(known))
         self._bodies = {name: Body(_versioned(name, content, self.version), 9) for name, content in known.items()}
         self._runbooks = {path.stem: Body(path.read_bytes(), 9) for path in _runbooks()}
 
@@ -108,6 +112,12 @@ def _runbooks() -> list[Path]:
     here = Path(__file__).parent
     folders = (here / "runbooks", here.parents[2] / "dashboards" / "runbooks")
     return next((paths for folder in folders if (paths := sorted(folder.glob("*.md")))), [])
+
+
+def _preloads(names: Iterable[str]) -> bytes:
+    """Links by which a browser fetches all modules at once, and not each when another has named it."""
+    modules = sorted(name for name in names if name.endswith(".js") and name not in NOT_IMPORTED)
+    return "\n".join(f'<link rel="modulepreload" href="/static/__VERSION__/{name}">' for name in modules).encode()
 
 
 def _versioned(name: str, content: bytes, version: str) -> bytes:

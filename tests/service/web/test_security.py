@@ -201,6 +201,16 @@ def test_a_version_of_a_file_is_kept_for_ever_and_others_are_asked_for_again(cli
     assert client.get("/static/index.html").headers["etag"] != loose.headers["etag"]
 
 
+def test_the_page_preloads_exactly_the_modules_that_are_imported(client):
+    page = client.get("/").text
+    preloaded = re.findall(r'<link rel="modulepreload" href="/static/\w+/([\w.]+)">', page)
+    imported = ["main.js"]
+    for name in imported:
+        names = re.findall(r'from "\./(\w+\.js)"', client.get(f"/static/{name}").text)
+        imported += [one for one in names if one not in imported]
+    assert sorted(preloaded) == sorted(imported[1:])
+
+
 def test_plotly_is_compiled_while_it_arrives(client):
     script = client.get("/static/plotly.min.js").text
     hint, _, plotly = script.partition("\n")
