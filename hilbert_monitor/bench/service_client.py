@@ -197,7 +197,7 @@ def _files(connection: http.client.HTTPConnection) -> list[bytes]:
     for path in paths:
         contents.append(fetch(connection, path))
         if not path.endswith("plotly.min.js"):
-            names = re.findall(rb"""["'](?:/static|\.)/([\w.-]+\.(?:js|css))""", _plain(contents[-1]))
+            names = re.findall(rb"""["'](?:/static/\w+|\.)/([\w.-]+\.(?:js|css))""", _plain(contents[-1]))
             paths += [new for name in dict.fromkeys(names) if (new := f"/static/{name.decode()}") not in paths]
     return contents
 

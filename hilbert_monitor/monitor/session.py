@@ -365,6 +365,7 @@ class MonitorSession:
             panel_size=None if panel is None else panel.size,
             remarks=tuple(probe.remarks),
             stalled_after=options.patience,
+            last_step=int(probe.last) if math.isfinite(probe.last) else None,
             versions=versions,
             world_size=loop.ranks.world,
         )

@@ -22,6 +22,8 @@ class RunInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Processes that have written this run so far, this one included."""
     first_step: int = 0
     """The step this attempt goes on from: records of earlier attempts beyond it no longer count."""
+    last_step: int | None = None
+    """The step at which training will end, where that is known before."""
     started: float = 0.0
     """Seconds since the epoch, when the attempt began."""
     head_optimizer: str = ""

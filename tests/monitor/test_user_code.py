@@ -211,6 +211,7 @@ def test_panics_on_one_of_two_ranks_end_neither(tmp_path):
     run = RunReader(tmp_path / "runs" / "two")
     steps = list(run.steps())
     assert run.info.world_size == 2
+    assert run.info.last_step == UPDATES
     assert [record.step for record in steps] == list(range(1, UPDATES + 1))
     assert all(record.diameter > 0 and record.perturbation_rms is None for record in steps)
     assert run.state(time.time()).status == "finished"

@@ -21,6 +21,7 @@ PATIENCE = 30.0
 COMPARE_PANELS = ("loss", "diameter", "perturbation", "ratio")
 RUN_PANELS = ("diameter", "saturation", "perturbation", "loss", "learning_rate", "cost")
 WIDE = {"viewport": {"width": 1280, "height": 900}}
+PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 VIOLATIONS = """
 window.violations = [];
 document.addEventListener("securitypolicyviolation", (event) => window.violations.push(event.violatedDirective));

@@ -329,8 +329,7 @@ def _attempt_lines(run: RunData) -> list[dict[str, Any]]:
     seen = style.inside(x, run.options)
     shapes = []
     for number, place in zip(seen.tolist(), style.places(x[seen], run.axis), strict=True):
-        font = {"size": 10, "color": GREY}
-        text = {"text": f"attempt {later[number].attempt}", "font": font, "textposition": "end", "textangle": 0}
+        text = {"text": f"attempt {later[number].attempt}", "font": {"size": 10}, "textposition": "end", "textangle": 0}
         ends = {"type": "line", "x0": place, "x1": place, "y0": 0, "y1": 1, "yref": "y domain"}
         line = {"color": GREY, "width": 1, "dash": "dot"}
         shapes.append({**ends, "line": line, "label": {**text, "xanchor": "left", "yanchor": "top"}})

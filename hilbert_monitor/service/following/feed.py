@@ -19,6 +19,8 @@ from hilbert_monitor.runs.json_values import plain
 
 REMEMBERED = 16 << 20
 """Bytes of events that are stored for listeners that reconnect."""
+PING = 2.0
+"""Seconds without an event after which a listener gets a "ping": its silence tells that the service has stopped."""
 
 
 class Event(NamedTuple):
@@ -35,13 +37,15 @@ class Feed:
 
     Args:
         remembered: bytes of events that are stored.
+        ping: seconds without an event after which a listener gets a "ping".
     """
 
-    def __init__(self, remembered: int = REMEMBERED) -> None:
+    def __init__(self, remembered: int = REMEMBERED, ping: float = PING) -> None:
         self.epoch = secrets.token_hex(4)
         self.listeners = 0
         """How many listeners are connected."""
         self._remembered, self._size, self._count = remembered, 0, 0
+        self._ping = ping
         self._events: deque[Event] = deque()
         self._lock = threading.Lock()
         self._bells: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
@@ -67,7 +71,7 @@ class Feed:
         """Yield events from now on, or those after the event with an id, until the feed is closed.
 
         The first event is "hello". It is "reset" for an id that is not known any more: the listener has to fetch
-        everything anew.
+        everything anew. While nothing happens there is a "ping" every two seconds.
         """
         bell = (asyncio.get_running_loop(), asyncio.Event())
         with self._lock:
@@ -88,12 +92,20 @@ class Feed:
                 for event in missed:
                     place += 1
                     yield event
-                if not missed:
-                    await bell[1].wait()
+                if not missed and not await self._rings(bell[1]):
+                    yield Event(self._id(place), "ping", "{}")
         finally:
             with self._lock:
                 self._bells.discard(bell)
                 self.listeners -= 1
+
+    async def _rings(self, bell: asyncio.Event) -> bool:
+        """Wait for a bell; return whether it rang before a ping is due."""
+        try:
+            async with asyncio.timeout(self._ping):
+                return await bell.wait()
+        except TimeoutError:
+            return False
 
     def _id(self, place: int) -> str:
         return f"{self.epoch}-{place}"

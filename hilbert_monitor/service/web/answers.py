@@ -15,6 +15,7 @@ from hilbert_monitor.runs.json_values import plain
 from hilbert_monitor.runs.record import Alert, RunInfo
 from hilbert_monitor.service.figures.downsampling import downsample
 from hilbert_monitor.service.following.columns import NUMBERS, PAIR_COLUMNS, SECONDS, WHOLE, Floats, Table, present
+from hilbert_monitor.service.following.pace import last_step, pace_of
 from hilbert_monitor.service.following.run_settings import settings
 from hilbert_monitor.service.following.snapshot import RunSnapshot, summary
 
@@ -103,6 +104,7 @@ def run(one: RunSnapshot) -> dict[str, Any]:
             "tokens": pairs,
             "token_rows": tokens,
             "cost": _cost(one.table),
+            "pace": _pace(one),
             "config": list(settings(one.info).items()),
         }
     )
@@ -258,14 +260,43 @@ def _parts(table: Table) -> Iterator[str]:
     return (name for name in table.columns if name.startswith(SECONDS))
 
 
+def _pace(run: RunSnapshot) -> dict[str, Any]:
+    pace, last, step = pace_of(run.table), last_step(run.info), run.state.step
+    left = None
+    if pace.steps and last is not None and step is not None and run.status == "running":
+        left = max(last - step, 0) / pace.steps
+    return {
+        "steps_per_second": pace.steps,
+        "tokens_per_second": pace.tokens,
+        "last_step": last,
+        "seconds_left": left,
+    }
+
+
 def _cost(table: Table) -> dict[str, Any]:
     parts = {name.removeprefix(SECONDS): _mean(table.column(name)) for name in sorted(_parts(table))}
     return {
-        "share_mean": _mean(table.column("share")),
+        "share_mean": _mean_share(table),
         "share_last": table.last("share"),
         "seconds": {part: mean for part, mean in parts.items() if mean is not None},
         "records": len(table),
     }
+
+
+def _mean_share(table: Table) -> float | None:
+    """The share of all the time between records that measuring took.
+
+    A record's share is the sum of its parts over the time since the record before, so that time is their quotient.
+    Where there are no parts, the times of the records have to tell it.
+    """
+    share = table.column("share")
+    parts = [table.column(name) for name in _parts(table)]
+    with np.errstate(all="ignore"):
+        times = np.sum([np.where(present(part), part, 0.0) for part in parts], axis=0) / share
+        between = np.diff(table.column("time"), prepend=np.nan)
+        times = np.where(np.isfinite(times) & (times > 0), times, between)
+        known = np.isfinite(share) & np.isfinite(times) & (times > 0)
+        return float(np.average(share[known], weights=times[known])) if known.any() else _mean(share)
 
 
 def _mean(values: Floats) -> float | None:

@@ -321,7 +321,8 @@ def _add_events(app: FastAPI, index: Index) -> None:
         """An endless stream.
 
         Events: `hello` at first; `run` and `records` when a run changed; `alert`; `gone` for a run that was removed;
-        `progress` of reading the logs; `reset` if events were missed that are no longer stored: fetch everything anew.
+        `progress` of reading the logs; `ping` after two seconds without another event; `reset` if events were missed
+        that are no longer stored: fetch everything anew.
         """
         retry: int | None = RETRY
         async for event in index.feed.listen(last_event_id or after):
@@ -363,7 +364,8 @@ def _add_pages(app: FastAPI, assets: Assets) -> None:
 
     for path in ("/", "/runs", "/runs/{id}", "/alerts"):
         app.add_route(path, page, include_in_schema=False)
-    app.add_route("/static/{name}", static, include_in_schema=False)
+    for path in ("/static/{name}", "/static/{version}/{name}"):
+        app.add_route(path, static, include_in_schema=False)
     app.add_route("/runbooks/{name}", runbook, include_in_schema=False)
 
 

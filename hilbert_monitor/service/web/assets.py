@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -30,6 +31,11 @@ TYPES = {
 """Media types of the files that are served, by the end of their names."""
 PLOTLY = "plotly.min.js"
 PAGE = "index.html"
+NOT_IMPORTED = {"main.js", "worker.js", "chosen_theme.js"}
+"""Scripts that no other script imports."""
+HINT = b"//# allFunctionsCalledOnLoad\n"
+"""The first line of plotly's script as it is served. Browsers that know it compile the whole script while it arrives,
+beside the page: in Chromium the page then waits 0.15 s for plotly to start, and 1.1 s without it."""
 FOREVER = "public, max-age=31536000, immutable"
 
 
@@ -41,8 +47,9 @@ class Assets:
         known = {file.name: file.read_bytes() for file in folder.iterdir() if Path(file.name).suffix in TYPES}
         known[catalogue.NAME] = catalogue.script()
         self.version = _hash(
-            __version__.encode(), str(_plotly().stat().st_size).encode(), *map(_hash_of, sorted(known.items()))
+            __version__.encode(), HINT, str(_plotly().stat().st_size).encode(), *map(_hash_of, sorted(known.items()))
         )
+        known[PAGE] = known[PAGE].replace(b"__MODULES__", _preloads(known))
         self._bodies = {name: Body(_versioned(name, content, self.version), 9) for name, content in known.items()}
         self._runbooks = {path.stem: Body(path.read_bytes(), 9) for path in _runbooks()}
 
@@ -51,13 +58,17 @@ class Assets:
         return _plotly_body() if name == PLOTLY else self._bodies.get(name)
 
     def answer(self, request: Request, name: str) -> Response | None:
-        """The response to a request for a file. A browser that asked for this very version may cache it for ever."""
+        """The response to a request for a file. A browser that asked for this very version may cache it for ever.
+
+        The version is a folder in the address, so that scripts which import each other by relative names ask for it
+        too: none of them has to be validated when the page is opened again.
+        """
         body = self.get(name)
         if body is None:
             return None
         headers = {
             "ETag": f'"{self.version}-{_hash(name.encode())[:8]}"',
-            "Cache-Control": FOREVER if request.query_params.get("v") == self.version else "no-cache",
+            "Cache-Control": FOREVER if request.path_params.get("version") == self.version else "no-cache",
             "Vary": "Accept-Encoding",
         }
         if headers["ETag"] in request.headers.get("if-none-match", ""):
@@ -85,7 +96,7 @@ def respond(request: Request, body: Body, media_type: str, headers: dict[str, st
 
 @cache
 def _plotly_body() -> Body:
-    return Body(_plotly().read_bytes(), 6)
+    return Body(HINT + _plotly().read_bytes(), 6)
 
 
 def _plotly() -> Path:
@@ -101,6 +112,12 @@ def _runbooks() -> list[Path]:
     here = Path(__file__).parent
     folders = (here / "runbooks", here.parents[2] / "dashboards" / "runbooks")
     return next((paths for folder in folders if (paths := sorted(folder.glob("*.md")))), [])
+
+
+def _preloads(names: Iterable[str]) -> bytes:
+    """Links by which a browser fetches all modules at once, and not each when another has named it."""
+    modules = sorted(name for name in names if name.endswith(".js") and name not in NOT_IMPORTED)
+    return "\n".join(f'<link rel="modulepreload" href="/static/__VERSION__/{name}">' for name in modules).encode()
 
 
 def _versioned(name: str, content: bytes, version: str) -> bytes:

@@ -102,6 +102,7 @@ class Info(_Answer):
     name: str
     attempt: int
     first_step: int = Field(description="The step that the attempt goes on from.")
+    last_step: int | None = Field(description="The step at which training will end, where that is known.")
     started: Number
     head_optimizer: str
     head_name: str = Field(description="Where the LM head is in the model.")
@@ -161,10 +162,19 @@ class Token(_Answer):
 class MeasuringCost(_Answer):
     """What measuring took."""
 
-    share_mean: Number | None = Field(description="Mean share of the time between two records.")
+    share_mean: Number | None = Field(description="Share of the time between records, of all of them together.")
     share_last: Number | None
     seconds: dict[str, Number] = Field(description="By part: the mean over the records that have it.")
     records: int
+
+
+class Pace(_Answer):
+    """How quickly a run goes. Pauses do not count."""
+
+    steps_per_second: Number | None = Field(examples=[2.5])
+    tokens_per_second: Number | None
+    last_step: int | None = Field(description="The step at which it will end, where that is known.")
+    seconds_left: Number | None = Field(description="Until then, at this pace; null if the run does not go on.")
 
 
 class RunAnswer(_Answer):
@@ -177,6 +187,7 @@ class RunAnswer(_Answer):
     tokens: list[TokenPair] = Field(description="The most frequent first.")
     token_rows: list[Token]
     cost: MeasuringCost
+    pace: Pace
     config: list[tuple[str, str]] = Field(
         description="The settings as a flat list.", examples=[[["optimizer.lr", "0.1"]]]
     )

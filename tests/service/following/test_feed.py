@@ -102,3 +102,17 @@ def test_what_is_not_finite_goes_as_text():
     feed.publish("count", {"n": [float("nan"), float("inf"), 1.5]})
     [event] = asyncio.run(take(feed, 1, f"{feed.epoch}-0"))
     assert json.loads(event.data) == {"n": ["nan", "inf", 1.5]}
+
+
+def test_silence_is_broken_by_pings_that_are_no_events():
+    feed = Feed(ping=0.05)
+
+    async def listen():
+        [hello, *pings] = await take(feed, 4)
+        assert hello.name == "hello"
+        assert {(ping.name, ping.id) for ping in pings} == {("ping", hello.id)}
+        threading.Timer(0.02, lambda: feed.publish("count", {"n": 0})).start()
+        return await take(feed, 1, pings[-1].id)
+
+    events = asyncio.run(asyncio.wait_for(listen(), 20))
+    assert numbers(events) == [0]

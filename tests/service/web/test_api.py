@@ -8,6 +8,7 @@ import typing
 import msgspec
 import pytest
 
+from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from hilbert_monitor.service.figures.run_figures import PANELS as RUN_PANELS
 from hilbert_monitor.service.following.columns import NUMBERS
@@ -104,6 +105,32 @@ def test_a_run_says_what_it_is(zoo):
         "seconds": {"diameter": 0.25, "panel": 0.5},
         "records": 100,
     }
+
+
+def test_the_mean_cost_is_that_of_all_the_time_and_not_of_all_records(tmp_path):
+    quick = [record(s, seconds={"bounds": 0.01}, share=0.01) for s in range(1, 10)]  # a second each
+    slow = record(10, seconds={"diameter": 3.0, "panel": 1.0}, share=0.4)  # ten seconds
+    write_run(tmp_path, "run", [*quick, slow])
+    write_run(tmp_path, "bare", [record(s, time=10.0 * s, seconds={}, share=0.1 * s) for s in (1, 2, 3)])
+    with client_of(tmp_path) as client:
+        assert get(client, "/api/runs/run")["cost"]["share_mean"] == pytest.approx((9 * 0.01 + 4.0) / 19)
+        assert get(client, "/api/runs/bare")["cost"]["share_mean"] == pytest.approx(0.25)
+
+
+def test_a_run_tells_its_pace_and_the_time_that_is_left(tmp_path):
+    writer = RunWriter.open(tmp_path, RunInfo(name="live", last_step=500))
+    for step in range(1, 101):
+        writer.write(record(step, time=1e9 + 0.5 * step))
+    with client_of(tmp_path) as client:
+        assert get(client, "/api/runs/live")["pace"] == {
+            "steps_per_second": pytest.approx(2.0),
+            "tokens_per_second": pytest.approx(2000.0),
+            "last_step": 500,
+            "seconds_left": pytest.approx(200.0),
+        }
+        writer.close()
+        client.index.refresh()
+        assert get(client, "/api/runs/live")["pace"]["seconds_left"] is None
 
 
 def test_tokens_that_attained_the_diameter_are_counted_the_most_frequent_first(tmp_path):

@@ -363,6 +363,34 @@ def test_a_run_shows_bracket_ceiling_bound_tokens_cost_and_configuration(view):
     assert "500 ms" in page.locator(".part.cost").inner_text()
 
 
+def test_tokens_without_texts_are_shown_by_their_ids(tmp_path, visit):
+    write_run(tmp_path, "bare", [record(s, pair_text=None) for s in range(1, 11)])
+    with background(tmp_path, cache=False) as place:
+        visitor = visit(place.url, **WIDE)
+        page = visitor.open("/runs/bare")
+        until(page, "document.querySelector('table.tokens tbody tr')")
+        text = page.locator(".part.tokens").inner_text()
+        assert "token 1" in text
+        assert "token 7" in text
+        assert "\u201c" not in text
+        visitor.leave()
+
+
+def test_a_run_shows_its_pace_and_the_time_that_is_left(tmp_path, visit):
+    writer = RunWriter.open(tmp_path, RunInfo(name="live", head_optimizer="RowNorm", last_step=14_500))
+    for step in range(1, 101):
+        writer.write(record(step, time=time.time() + 0.5 * step))
+    with background(tmp_path, cache=False) as place:
+        visitor = visit(place.url, **WIDE)
+        page = visitor.open(f"/runs/{writer.id}")
+        until(page, "document.querySelector('.stats').innerText.includes('tokens a second')")
+        stats = " ".join(page.locator(".stats").inner_text().split())
+        assert "2 steps a second 2,000 tokens a second 2 h left" in stats
+        assert "step 100 of 14,500" in page.locator(".run-line").inner_text()
+        visitor.leave()
+    writer.close()
+
+
 def test_a_link_to_a_step_marks_it_and_shows_its_alert(view):
     page = view("/runs/failed?step=2")
     wait_for_panels(page, "diameter")
@@ -376,7 +404,7 @@ def test_a_link_to_a_step_marks_it_and_shows_its_alert(view):
 
 def test_a_run_that_was_gone_on_with_shows_its_attempts(view):
     page = view("/runs/again")
-    wait_for_panels(page, "diameter")
+    wait_for_panels(page, "diameter", "learning_rate")
     until(page, "document.querySelectorAll('.attempts tbody tr').length === 2")
     assert "resumed from step 6" in page.locator(".attempts").inner_text()
     assert "2 attempts" in page.locator(".run-line").inner_text()

@@ -168,7 +168,19 @@ def test_pages_are_one_file_whatever_run_they_name(client, path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../app.py", "..%2fapp.py", "%2e%2e/app.py", "app.py", "", "/etc/passwd", "index.html%00", "static"]
+    "name",
+    [
+        "../app.py",
+        "0123456789abcdef/app.py",
+        "a/b/main.js",
+        "..%2fapp.py",
+        "%2e%2e/app.py",
+        "app.py",
+        "",
+        "/etc/passwd",
+        "index.html%00",
+        "static",
+    ],
 )
 def test_other_files_are_not_served(client, name):
     answer = client.get(f"http://127.0.0.1:8000/static/{name}")
@@ -178,14 +190,32 @@ def test_other_files_are_not_served(client, name):
 
 def test_a_version_of_a_file_is_kept_for_ever_and_others_are_asked_for_again(client):
     page = client.get("/").text
-    version = re.search(r'plotly\.min\.js\?v=([0-9a-f]+)"', page)[1]
-    fixed = client.get("/static/plotly.min.js", params={"v": version})
-    assert "immutable" in fixed.headers["cache-control"]
+    version = re.search(r"/static/([0-9a-f]+)/plotly\.min\.js", page)[1]
+    for name in ("plotly.min.js", "main.js", "api.js"):  # scripts import each other from the same folder
+        assert "immutable" in client.get(f"/static/{version}/{name}").headers["cache-control"]
+    assert client.get("/static/0123456789abcdef/main.js").headers["cache-control"] == "no-cache"
     loose = client.get("/static/plotly.min.js")
     assert loose.headers["cache-control"] == "no-cache"
     known = client.get("/static/plotly.min.js", headers={"if-none-match": loose.headers["etag"]})
     assert (known.status_code, known.content) == (304, b"")
     assert client.get("/static/index.html").headers["etag"] != loose.headers["etag"]
+
+
+def test_the_page_preloads_exactly_the_modules_that_are_imported(client):
+    page = client.get("/").text
+    preloaded = re.findall(r'<link rel="modulepreload" href="/static/\w+/([\w.]+)">', page)
+    imported = ["main.js"]
+    for name in imported:
+        names = re.findall(r'from "\./(\w+\.js)"', client.get(f"/static/{name}").text)
+        imported += [one for one in names if one not in imported]
+    assert sorted(preloaded) == sorted(imported[1:])
+
+
+def test_plotly_is_compiled_while_it_arrives(client):
+    script = client.get("/static/plotly.min.js").text
+    hint, _, plotly = script.partition("\n")
+    assert hint == "//# allFunctionsCalledOnLoad"
+    assert plotly.startswith("/**\n* plotly.js v")
 
 
 def test_large_answers_are_compressed_for_those_who_understand(client):

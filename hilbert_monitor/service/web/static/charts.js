@@ -2,11 +2,10 @@
 
 import { themes } from "./api.js";
 import { h } from "./dom.js";
-import { fetchPlotly, startPlotly } from "./drawing.js";
+import { startPlotly } from "./drawing.js";
 import { Panel } from "./panel.js";
-import { change, getAll, zoom } from "./state.js";
-
-const DARK = matchMedia("(prefers-color-scheme: dark)");
+import { WHOLE, change, getAll, heights, zoom } from "./state.js";
+import { isDark, onTheme } from "./theme.js";
 
 /** A group of panels, drawn from the figures of one answer of the server. */
 export class Charts {
@@ -15,7 +14,7 @@ export class Charts {
    * @param {{name: () => string, csv: (panel: string) => string}} owner
    */
   constructor(specs, owner) {
-    fetchPlotly();
+    startPlotly().catch(() => {}); // draw() reports what failed
     this.owner = owner;
     this.figures = null;
     this.mark = null;
@@ -31,10 +30,9 @@ export class Charts {
       this.dragging = false;
       if (this.waiting) setTimeout(() => this.draw());
     };
-    this.retheme = () => this.draw();
     addEventListener("pointerup", this.released);
     addEventListener("pointercancel", this.released);
-    DARK.addEventListener("change", this.retheme);
+    this.unfollow = onTheme(() => this.draw());
   }
 
   /** Show figures. Nothing is drawn if they are the same as before. */
@@ -51,31 +49,42 @@ export class Charts {
   async draw() {
     this.waiting = this.dragging;
     if (!this.figures || this.dragging) return;
-    const [templates] = await Promise.all([themes(), startPlotly()]);
-    const template = templates[DARK.matches ? "dark" : "light"];
-    if (this.ended) return;
+    const turn = (this.turn = (this.turn ?? 0) + 1);
     const look = {
-      template,
       range: zoom() ?? extent(this.figures),
+      heights: heights(),
       hidden: new Set(getAll("hidden")),
       mark: this.mark,
     };
     for (const panel of this.panels) {
       panel.csv.href = this.owner.csv(panel.spec.key);
-      await panel.draw(this.figures[panel.spec.key], look);
+      panel.take(this.figures[panel.spec.key], look);
+    }
+    const [templates] = await Promise.all([themes(), startPlotly()]);
+    for (const panel of this.panels) {
+      if (this.ended || turn !== this.turn) return; // a later call draws what is newer
+      const first = !panel.drawn;
+      await panel.draw(templates[isDark() ? "dark" : "light"]);
+      if (first) await painted();
     }
   }
 
-  /** Zoom all panels to a range of x, which one of them was zoomed to; finer data follow. */
-  zoom(first, last) {
-    if (!Number.isFinite(first) || !Number.isFinite(last) || first === last) return;
-    const digits = Math.max(0, 3 - Math.floor(Math.log10(Math.abs(last - first))));
-    const [x0, x1] = [Math.min(first, last), Math.max(first, last)].map((x) => Number(x.toFixed(Math.min(digits, 9))));
-    change({ x0: Math.max(0, x0), x1 }, true);
+  /** Zoom all panels to a range of x, and one of them to a range of y; finer data follow. Either may be null. */
+  zoom(key, x, y) {
+    const across = x && x[0] !== x[1] ? rounded(x) : null;
+    const others = getAll("y").filter((one) => !one.startsWith(`${key}:`));
+    const along = y && y[0] !== y[1] ? y.map((end) => Number(end.toPrecision(5))).sort((a, b) => a - b) : null;
+    change(
+      {
+        ...(across && { x0: Math.max(0, across[0]), x1: across[1] }),
+        ...(along && { y: [...others, [key, ...along].join(":")] }),
+      },
+      true,
+    );
   }
 
   reset() {
-    change({ x0: null, x1: null }, true);
+    change(WHOLE, true);
   }
 
   hover(from, x) {
@@ -86,7 +95,7 @@ export class Charts {
   toggle(key, double) {
     const hidden = new Set(getAll("hidden"));
     if (!double) return change({ hidden: hidden.delete(key) ? [...hidden] : [...hidden, key] });
-    const mates = this.panels.map((panel) => panel.keys()).filter((keys) => keys.includes(key)).flat();
+    const mates = this.panels.map((panel) => panel.legend.keys()).filter((keys) => keys.includes(key)).flat();
     const others = mates.filter((mate) => mate !== key);
     return change({ hidden: others.every((mate) => hidden.has(mate)) ? [] : [...new Set(others)] });
   }
@@ -103,7 +112,7 @@ export class Charts {
     this.ended = true;
     removeEventListener("pointerup", this.released);
     removeEventListener("pointercancel", this.released);
-    DARK.removeEventListener("change", this.retheme);
+    this.unfollow();
     this.panels.forEach((panel) => panel.end());
   }
 }
@@ -123,6 +132,15 @@ function extent(figures) {
   const room = (last - first) / 60;
   return last > first ? [first - room, last + room] : null;
 }
+
+/** A range in order, with as many digits as its width needs. */
+function rounded([first, last]) {
+  const digits = Math.max(0, 3 - Math.floor(Math.log10(Math.abs(last - first))));
+  return [Math.min(first, last), Math.max(first, last)].map((x) => Number(x.toFixed(Math.min(digits, 9))));
+}
+
+/** Lets the browser paint what is drawn so far. */
+const painted = () => new Promise((resolve) => setTimeout(resolve));
 
 /** Plotly reads a subset of HTML. */
 const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");

@@ -3,13 +3,13 @@
 import { get as fetchAnswer } from "./api.js";
 import { Charts } from "./charts.js";
 import { Controls } from "./controls.js";
-import { fill, h, renew, say } from "./dom.js";
+import { fill, folded, foldedList, h, renew, say } from "./dom.js";
 import { noRuns } from "./empties.js";
 import { plural } from "./format.js";
 import { coalesce } from "./live.js";
 import { BASE, OURS, cards, most, values } from "./numbers.js";
 import { Selection } from "./selection.js";
-import { change, get, viewQuery, written } from "./state.js";
+import { WHOLE, change, get, viewQuery, written } from "./state.js";
 import { about, runs } from "./store.js";
 
 const PANELS = [
@@ -35,7 +35,7 @@ export class Compare {
       "select",
       {
         "aria-label": "Model",
-        onchange: () => change({ model: this.models.value, runs: null, x0: null, x1: null }, true),
+        onchange: () => change({ model: this.models.value, runs: null, ...WHOLE }, true),
       },
     );
     this.hero = h("div", { class: "hero" });
@@ -128,7 +128,7 @@ export class Compare {
     say(this.line, this.lede(answer));
     this.offer();
     renew(this.hero, [answer.ratios, answer.difference, answer.pairs], () => cards(answer));
-    renew(this.notes, answer.notes, () => (answer.notes ?? []).map((note) => h("li", {}, note)));
+    renew(this.notes, answer.notes, () => foldedList((answer.notes ?? []).map((note) => h("li", {}, folded(note)))));
     this.notes.hidden = !answer.notes?.length;
     this.controls.show(answer.axes);
     this.selection.show(this.answer);

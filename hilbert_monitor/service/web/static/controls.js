@@ -1,7 +1,7 @@
 /* The row of controls above the panels. Their settings are in the address. */
 
 import { h, say } from "./dom.js";
-import { change, get, zoom } from "./state.js";
+import { WHOLE, change, get, zoom } from "./state.js";
 
 const AXES = [["updates", "Updates"], ["tokens", "Tokens"], ["time", "Wall time"]];
 const SCALES = [["auto", "Auto"], ["log", "Log"], ["linear", "Linear"]];
@@ -36,7 +36,7 @@ export class Controls {
         class: "tool",
         type: "button",
         title: "Show the whole range",
-        onclick: () => change({ x0: null, x1: null }, true),
+        onclick: () => change(WHOLE, true),
       },
       "All",
     );
@@ -84,7 +84,7 @@ export class Controls {
     this.seeds.disabled = get("group") === "run";
     const range = zoom();
     this.ends.forEach((input, i) => document.activeElement === input || (input.value = range ? range[i] : ""));
-    this.reset.hidden = !range;
+    this.reset.hidden = !range && get("y") === null;
   }
 }
 

@@ -58,6 +58,19 @@ export function empty(title, ...about) {
   );
 }
 
+/** A text that is folded if it is long: its beginning stands for it until it is opened. */
+export function folded(text, limit = 240) {
+  if (text.length <= limit) return text;
+  return h("details", { class: "folded" }, h("summary", {}, h("span", {}, `${text.slice(0, limit - 1)}…`)), text);
+}
+
+/** A list of which the first few are shown, and the others can be opened. */
+export function foldedList(items, shown = 3) {
+  const rest = items.slice(shown);
+  const more = h("details", {}, h("summary", {}, `${rest.length} more`), h("ul", {}, rest));
+  return [...items.slice(0, shown), rest.length > 1 ? h("li", {}, more) : rest];
+}
+
 /** A command or a piece of code in a sentence. */
 export const code = (text) => h("code", {}, text);
 

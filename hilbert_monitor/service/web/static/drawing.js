@@ -1,33 +1,19 @@
-/* Loads Plotly, which is large and takes a second to start: it is fetched as soon as there are panels, and started when
- * the rest of the page is on the screen. */
+/* Loads Plotly, which is large: the browser fetches and compiles it beside the page as soon as there are panels. */
 
 import { ApiError } from "./api.js";
 import { h } from "./dom.js";
 
 const ADDRESS = document.querySelector("meta[name=plotly]").content;
 let started = null;
-let fetched = false;
 
-/** Begin to fetch it. It is no preload: browsers complain about one that is not used. */
-export function fetchPlotly() {
-  if (!fetched) document.head.append(h("link", { rel: "prefetch", href: ADDRESS }));
-  fetched = true;
-}
-
-/** Start it, once; the promise resolves when it can draw. */
+/** Load it, once; the promise resolves when it can draw. */
 export function startPlotly() {
-  started ??= painted().then(run).catch((error) => {
-    started = null;
-    throw error;
+  started ??= new Promise((resolve, reject) => {
+    const failed = () => {
+      started = null;
+      reject(new ApiError(0, "The server does not answer. Is hilbert-monitor serve still running?"));
+    };
+    document.head.append(h("script", { src: ADDRESS, async: true, onload: resolve, onerror: failed }));
   });
   return started;
-}
-
-const painted = () => new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
-
-function run() {
-  return new Promise((resolve, reject) => {
-    const failed = () => reject(new ApiError(0, "The server does not answer. Is hilbert-monitor serve still running?"));
-    document.head.append(h("script", { src: ADDRESS, onload: resolve, onerror: failed }));
-  });
 }

@@ -74,6 +74,19 @@ export function seconds(given) {
   return x < 1 ? `${number(x * 1e3, 3)} ms` : `${number(x, 3)} s`;
 }
 
+/** A time that is long, in the two units that suit it: "2 days 3 h". */
+export function duration(given) {
+  const x = value(given);
+  if (x === null || !Number.isFinite(x)) return DASH;
+  if (x < 59.5) return `${Math.round(x)} s`;
+  const minutes = Math.round(x / 60);
+  if (minutes < 60) return `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  if (hours < 24) return minutes % 60 ? `${hours} h ${minutes % 60} min` : `${hours} h`;
+  const days = Math.floor(hours / 24);
+  return hours % 24 ? `${plural(days, "day")} ${hours % 24} h` : plural(days, "day");
+}
+
 /** "3 runs", "1 run". */
 export const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
 
@@ -125,10 +138,14 @@ export function tick() {
 const MARKS = { " ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽" };
 const UNSEEN = /[\s\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff\ufff9-\ufffd]/;
 
-/** A token's text in quotes, with visible signs for characters that cannot be seen. */
-export function token(text) {
+/** A token's text in quotes, with visible signs for characters that cannot be seen; its id where there is no text. */
+export function token(text, id = null) {
   const element = document.createElement("span");
   element.className = "token";
+  if ((text ?? null) === null && id !== null) {
+    element.append(`token ${id}`);
+    return element;
+  }
   element.append("“");
   for (const sign of clip(String(text ?? ""), 80)) {
     if (!UNSEEN.test(sign)) element.append(sign);

@@ -1,6 +1,6 @@
 /* Shortcuts, and the dialog that lists them. */
 
-import { change, go, lastQuery } from "./state.js";
+import { WHOLE, change, go, lastQuery } from "./state.js";
 
 const VIEWS = { c: ["compare", "/"], r: ["runs", "/runs"], a: ["alerts", "/alerts"] };
 const help = document.getElementById("help");
@@ -24,7 +24,7 @@ function press(key) {
   going = key === "g" ? Date.now() : 0;
   if (view) return go(view[1] + lastQuery(view[0])), true;
   if (key === "?") return help.showModal(), true;
-  if (key === "0") return change({ x0: null, x1: null }, true), true;
+  if (key === "0") return change(WHOLE, true), true;
   const filter = key === "/" && document.getElementById("filter");
   if (filter) return filter.focus(), filter.select?.(), true;
   return false;

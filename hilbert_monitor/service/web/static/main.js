@@ -14,6 +14,7 @@ import { Run } from "./run.js";
 import { Runs } from "./runs.js";
 import { go, lastQuery, onChange, route } from "./state.js";
 import { about, load, onRuns, runs } from "./store.js";
+import { offerThemes } from "./theme.js";
 
 const VIEWS = { compare: Compare, runs: Runs, run: Run, alerts: Alerts };
 const EVENTS = new Set(["run", "records", "alert", "gone"]);
@@ -77,7 +78,8 @@ function top() {
   const link = (state) => {
     const about = { href: `/runs?status=${state}`, title: `${plural(counts.get(state), "run")} ${state}` };
     const mark = { class: "state", "data-state": state };
-    return h("a", { ...about, ...mark }, h("i", { "aria-hidden": "true" }), `${counts.get(state)} ${state}`);
+    const word = h("span", { class: "word" }, ` ${state}`);
+    return h("a", { ...about, ...mark }, h("i", { "aria-hidden": "true" }), h("span", {}, counts.get(state), word));
   };
   renew(document.getElementById("counts"), [...counts], () => shown.map(link));
   const badge = document.getElementById("alert-count");
@@ -133,6 +135,7 @@ onRuns(() => {
 onChange(show);
 watch();
 listen();
+offerThemes();
 setInterval(tick, 1000);
 connect();
 load();

@@ -1,6 +1,12 @@
-/* One panel: a title, a legend of buttons, a Plotly figure, its PNG and its CSV. */
+/* One panel: a title, a legend, a Plotly figure, its PNG and its CSV. */
 
-import { fill, h } from "./dom.js";
+import { Cursor } from "./cursor.js";
+import { h, say } from "./dom.js";
+import { Legend } from "./legend.js";
+import { listenToPinch } from "./pinch.js";
+import { summary } from "./reading.js";
+import { sketch } from "./sketch.js";
+import { shownAs } from "./traces.js";
 
 const OPTIONS = {
   responsive: true,
@@ -11,80 +17,91 @@ const OPTIONS = {
   scrollZoom: false,
 };
 const TOUCH = matchMedia("(pointer: coarse)");
-const PLAIN = { "&lt;": "<", "&gt;": ">", "&quot;": '"', "&#x27;": "'", "&#39;": "'", "&amp;": "&" };
-
-/** Undo the escapes that Plotly needs. */
-const plain = (text) => String(text ?? "").replace(/&(?:lt|gt|quot|#x27|#39|amp);/g, (escape) => PLAIN[escape]);
-
-/** The key by which a curve is hidden. All curves of a group share it, in every panel. */
-export const keyOf = (trace) => plain(trace.legendgroup || trace.name);
+const KEYS = "Arrow keys read its values.";
 
 /** A panel. Its group draws it, and handles zooms, hovers and clicks on legends. */
 export class Panel {
   /**
    * @param {{key: string, title: string, about?: string}} spec
-   * @param {{zoom: Function, reset: Function, hover: Function, toggle: Function, alone: Function}} group
+   * @param {{zoom: Function, reset: Function, hover: Function, toggle: Function}} group
    */
   constructor(spec, group) {
     this.spec = spec;
     this.group = group;
     this.drawn = null;
     this.pointer = null;
-    this.plot = h("div", { class: "plot", role: "img", "aria-label": spec.title });
+    const reader = { role: "application", "aria-roledescription": "plot", "aria-label": spec.title, tabindex: 0 };
+    this.plot = h("div", { class: "plot", ...reader });
     this.hairline = h("div", { class: "hairline", "aria-hidden": "true" });
     this.none = h("p", { class: "none", hidden: true });
-    this.legend = h("div", { class: "legend", role: "group", "aria-label": `Curves of ${spec.title}` });
+    this.spoken = h("p", { class: "unseen spoken", "aria-live": "polite" });
+    this.stage = h("div", { class: "stage" }, this.plot, this.hairline, this.none, this.spoken);
+    this.legend = new Legend(spec.title, (key, double) => group.toggle(key, double));
+    this.cursor = new Cursor(this, (text) => say(this.spoken, text));
+    const pinched = (axis, range) => this.zoom(axis === "x" ? range : null, axis === "y" ? range : null);
+    listenToPinch(this.plot, pinched, () => group.reset());
     this.csv = h("a", { class: "tool", download: "", title: `Every value of ${spec.title} as CSV` }, "CSV");
-    const png = h(
-      "button",
-      { class: "tool", type: "button", title: `${spec.title} as PNG`, onclick: () => this.save() },
-      "PNG",
-    );
+    const picture = { class: "tool", type: "button", title: `${spec.title} as PNG`, onclick: () => this.save() };
+    const tools = h("div", { class: "tools" }, h("button", picture, "PNG"), this.csv);
     this.element = h(
       "figure",
       { class: "panel", "data-panel": spec.key },
-      h("figcaption", {}, h("h3", {}, spec.title), h("div", { class: "tools" }, png, this.csv)),
+      h("figcaption", {}, h("h3", {}, spec.title), tools),
       spec.about && h("p", { class: "about" }, spec.about),
-      this.legend,
-      h("div", { class: "stage" }, this.plot, this.hairline, this.none),
+      this.legend.element,
+      this.stage,
     );
   }
 
   /**
-   * Draw a figure of the server.
+   * Take a figure of the server. All but its plot is shown at once, and a sketch of its curves in place of a first plot.
    * @param {{data: any[], layout: any}} figure
-   * @param {{template: any, range: number[] | null, hidden: Set<string>, mark: number | null}} look
+   * @param {{range: number[] | null, heights: Record<string, number[]>, hidden: Set<string>, mark: number | null}} look
    */
-  async draw(figure, look) {
+  take(figure, look) {
     const none = !figure?.data?.length;
     this.element.classList.toggle("is-empty", none);
     this.none.hidden = !none;
     this.none.textContent = this.spec.none ?? "Not measured yet.";
+    this.plot.tabIndex = none ? -1 : 0;
     this.figure = figure;
     this.look = look;
-    this.entries(figure?.data ?? [], look.hidden);
-    if (none && !this.drawn) return;
+    this.legend.show(figure?.data ?? [], look.hidden);
+    const text = none ? this.spec.title : `${summary(this.spec.title, figure, look.hidden)} ${KEYS}`;
+    if (this.plot.getAttribute("aria-label") !== text) this.plot.setAttribute("aria-label", text);
+    if (this.drawn || none) return;
+    this.sketched?.remove();
+    this.sketched = sketch(figure.data, this.layout(figure.layout ?? {}, look), look.hidden);
+    if (this.sketched) this.stage.append(this.sketched);
+  }
+
+  /** Draw the figure that was taken, in a template of Plotly. */
+  async draw(template) {
+    const { figure, look } = this;
+    if (!figure?.data?.length && !this.drawn) return;
     const data = (figure?.data ?? []).map((trace) => shownAs(trace, look.hidden));
-    await Plotly.react(this.plot, data, this.layout(figure?.layout ?? {}, look), OPTIONS);
+    await Plotly.react(this.plot, data, this.layout(figure?.layout ?? {}, look, template), OPTIONS);
+    this.template = template;
+    this.sketched?.remove();
+    this.sketched = null;
     if (!this.drawn) this.listen();
     this.drawn = true;
     this.rehover();
   }
 
-  layout(given, { template, range, mark }) {
+  layout(given, { range, heights, mark }, template) {
     const layout = { ...given, template, autosize: true, showlegend: false, title: undefined, uirevision: undefined };
     delete layout.height;
     delete layout.width;
     layout.dragmode = TOUCH.matches ? false : "zoom";
     layout.hovermode = given.hovermode ?? "x unified";
     layout.margin = { l: 8, r: 14, t: 10, b: 8 };
-    for (const name of Object.keys(given)) if (/^yaxis\d*$/.test(name)) layout[name] = {
+    for (const name of Object.keys({ yaxis: 0, ...given })) if (/^yaxis\d*$/.test(name)) layout[name] = {
       ...given[name],
       title: undefined,
-      fixedrange: true,
-      tickfont: { size: given[name].type === "log" ? 11 : 12 },
+      fixedrange: TOUCH.matches || name !== "yaxis",
+      tickfont: { size: given[name]?.type === "log" ? 11 : 12 },
     };
-    layout.yaxis ??= { fixedrange: true };
     layout.xaxis = {
       ...given.xaxis,
       tickfont: { size: 12 },
@@ -92,17 +109,20 @@ export class Panel {
       title: { ...given.xaxis?.title, font: { size: 12 } },
     };
     if (range) Object.assign(layout.xaxis, { range: [...range], autorange: false });
+    const height = heights[this.spec.key]?.map(layout.yaxis.type === "log" ? Math.log10 : Number);
+    if (height?.every(Number.isFinite)) Object.assign(layout.yaxis, { range: height, autorange: false });
     if (mark !== null) layout.shapes = [...(given.shapes ?? []), marker(mark)];
     return layout;
   }
 
   listen() {
     const { plot, group } = this;
-    plot.on("plotly_relayout", (changed) => {
-      const [first, last] = [changed["xaxis.range[0]"], changed["xaxis.range[1]"]];
-      if (first !== undefined && last !== undefined) group.zoom(Number(first), Number(last));
-    });
-    plot.on("plotly_doubleclick", () => group.reset());
+    const ends = (changed, axis) => {
+      const range = [0, 1].map((i) => Number(changed[`${axis}axis.range[${i}]`]));
+      return range.every(Number.isFinite) ? range : null;
+    };
+    plot.on("plotly_relayout", (changed) => this.zoom(ends(changed, "x"), ends(changed, "y")));
+    plot.on("plotly_doubleclick", () => TOUCH.matches || group.reset()); // to Plotly two fingers are a double click
     plot.on("plotly_hover", ({ points, xvals }) => {
       this.pointer = xvals?.[0] ?? points[0].x;
       group.hover(this, points[0].x);
@@ -113,8 +133,15 @@ export class Panel {
     });
   }
 
+  /** Zoom all panels to a range of x, and this one to a range of y, which is one of exponents on a logarithmic axis. */
+  zoom(x, y) {
+    const log = this.figure?.layout?.yaxis?.type === "log";
+    this.group.zoom(this.spec.key, x, y && log ? y.map((power) => 10 ** power) : y);
+  }
+
   /** Show the hover again that a redraw removed. */
   rehover() {
+    this.cursor.again();
     if (this.pointer === null || !this.plot.matches(":hover")) return;
     try {
       Plotly.Fx.hover(this.plot, { xval: this.pointer }, "xy");
@@ -132,62 +159,11 @@ export class Panel {
     if (inside) this.hairline.style.transform = `translateX(${(axis._offset + at).toFixed(1)}px)`;
   }
 
-  /** The legend: buttons, so that a keyboard reaches them. Rebuilt only if its entries changed. */
-  entries(data, hidden) {
-    const entries = new Map();
-    const ranked = [...data].sort((a, b) => (a.legendrank ?? 1000) - (b.legendrank ?? 1000));
-    for (const trace of ranked.filter(({ showlegend }) => showlegend !== false)) {
-      if (!entries.has(keyOf(trace))) entries.set(keyOf(trace), trace);
-    }
-    const state = JSON.stringify([...entries].map(([
-      key,
-      { name, line, marker: dot },
-    ]) => [key, name, line, dot?.color]));
-    if (this.state !== state) {
-      this.state = state;
-      fill(this.legend, [...entries].map(([key, trace]) => this.entry(key, trace)));
-    }
-    for (const button of this.legend.children) button.setAttribute(
-      "aria-pressed",
-      String(!hidden.has(button.dataset.key)),
-    );
-  }
-
-  entry(key, trace) {
-    const dash = { dot: "dotted", dash: "dashed", dashdot: "dashed", longdash: "dashed" }[trace.line?.dash] ?? "solid";
-    const filled = trace.fill && trace.fill !== "none" && !trace.line?.width;
-    const point = trace.mode === "markers";
-    const own = (point && pick(trace.marker?.color)) || (filled && trace.fillcolor);
-    const colour = own || pick(trace.line?.color) || "currentColor";
-    const width = `${Math.min(trace.line?.width ?? 2, 2.5)}px`;
-    const style = point || filled ? { background: colour } : {
-      "border-top": `${width} ${dash} ${colour}`,
-      opacity: trace.opacity ?? 1,
-    };
-    const swatch = h("i", { class: point ? "point" : filled ? "area" : "line", style, "aria-hidden": "true" });
-    return h(
-      "button",
-      {
-        type: "button",
-        "data-key": key,
-        title: "Hide or show; double click to see it alone",
-        onclick: (event) => this.group.toggle(key, event.detail > 1),
-      },
-      swatch,
-      plain(trace.name),
-    );
-  }
-
-  /** The keys of its legend. */
-  keys() {
-    return [...this.legend.children].map((button) => button.dataset.key);
-  }
-
   /** Save the panel as a PNG, with its legend, on the background of the page. */
   save() {
     if (!this.drawn) return;
     const ground = getComputedStyle(document.body).backgroundColor;
-    const layout = this.layout(this.figure.layout ?? {}, this.look);
+    const layout = this.layout(this.figure.layout ?? {}, this.look, this.template);
     Object.assign(
       layout,
       { showlegend: true, paper_bgcolor: ground, plot_bgcolor: ground, margin: { l: 16, r: 24, t: 96, b: 16 } },
@@ -205,14 +181,6 @@ export class Panel {
     if (this.drawn) Plotly.purge(this.plot);
   }
 }
-
-/** A trace, invisible if it is hidden. Plotly makes a CSS selector of its uid, so that must be plain. */
-function shownAs(trace, hidden) {
-  const uid = trace.uid?.replace(/[^A-Za-z0-9-]/g, (sign) => `_${sign.codePointAt(0).toString(16)}`);
-  return { ...trace, ...(uid && { uid }), ...(hidden.has(keyOf(trace)) && { visible: false }) };
-}
-
-const pick = (colour) => (Array.isArray(colour) ? colour[0] : colour);
 
 /** A line at the step that the address names. */
 const marker = (x) => ({

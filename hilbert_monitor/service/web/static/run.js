@@ -11,7 +11,7 @@ import { clip, value, whole } from "./format.js";
 import { coalesce } from "./live.js";
 import { alertList, figures, line, troubles } from "./run_head.js";
 import { attempts, configuration, cost, origin, tokenPairs } from "./run_parts.js";
-import { change, get, viewQuery, written } from "./state.js";
+import { WHOLE, change, get, viewQuery, written } from "./state.js";
 import { about, runs } from "./store.js";
 
 /** The view at `/runs/{id}`. */
@@ -153,9 +153,9 @@ export class Run {
   head(summary) {
     document.title = `${summary.label || this.id} · hilbert-monitor`;
     say(this.title, clip(summary.label || this.id, 120));
-    fill(this.line, line(summary));
+    fill(this.line, line(summary, this.answer?.pace));
     renew(this.trouble, [summary.problem, summary.error, summary.message, summary.torn], () => troubles(summary));
-    fill(this.stats, figures(summary));
+    fill(this.stats, figures(summary, this.answer?.pace));
   }
 
   /** Show the alerts of the step in the address above the figures. */
@@ -163,7 +163,7 @@ export class Run {
     if (!this.answer) return;
     const step = get("step");
     const alerts = this.answer.alerts.filter((alert) => String(alert.step) === step);
-    const leave = () => tool("Whole run", () => change({ step: null, x0: null, x1: null }, true));
+    const leave = () => tool("Whole run", () => change({ step: null, ...WHOLE }, true));
     const plain = () => h("p", {}, `Step ${whole(step)} is marked. It has no alert.`);
     const cards = () => (alerts.length ? alerts.map((alert) => alertCard(alert, this.id)) : plain());
     renew(this.marked, [alerts, step], () => (step ? [h("div", { class: "cards" }, cards()), leave()] : []));

@@ -2,19 +2,19 @@
 
 import { alertCard } from "./alerts.js";
 import { h, optimizerMark, stateMark } from "./dom.js";
-import { ageMark, clip, number, percent, plural, value, whole } from "./format.js";
+import { ageMark, clip, duration, number, percent, plural, seconds, value, whole } from "./format.js";
 
 const ALERTS = 100;
 
 /** The state of a run, its optimizer, model and seed, in a line. */
-export function line(summary) {
+export function line(summary, { last_step: last } = {}) {
   const { id, label, status, optimizer, model, seed, attempts, step, time } = summary;
   const facts = [model, seed === null ? null : `seed ${seed}`, attempts > 1 ? plural(attempts, "attempt") : null];
   return [
     stateMark(status),
     optimizerMark(optimizer),
     facts.filter(Boolean).map((fact) => h("span", {}, fact)),
-    h("span", {}, `step ${whole(step)}`, time ? [", ", ageMark(time)] : null),
+    h("span", {}, `step ${whole(step)}`, last ? ` of ${whole(last)}` : null, time ? [", ", ageMark(time)] : null),
     label && label !== id ? h("span", { class: "id" }, id) : null,
   ];
 }
@@ -30,8 +30,19 @@ export function troubles({ problem, error, message, torn }) {
   ];
 }
 
-/** The last values of a run. */
-export function figures(summary) {
+/** How quickly a run goes, and how long it will still take. */
+function speed({ steps_per_second: steps, tokens_per_second: tokens, seconds_left: left }) {
+  const pace = value(steps);
+  const round = (x) => whole(Number(value(x).toPrecision(3)));
+  return [
+    pace === null ? null : pace >= 1 ? ["steps a second", number(pace, 3)] : ["a step", seconds(1 / pace)],
+    value(tokens) === null ? null : ["tokens a second", value(tokens) < 10 ? number(tokens, 3) : round(tokens)],
+    value(left) === null ? null : ["left", duration(left)],
+  ].filter(Boolean);
+}
+
+/** The last values of a run, and its pace, as far as that is known. */
+export function figures(summary, pace = {}) {
   const entries = [
     ["D(S)", number(summary.diameter)],
     ["of its ceiling", value(summary.saturation) === null ? null : percent(summary.saturation)],
@@ -40,6 +51,7 @@ export function figures(summary) {
     ["training loss", number(summary.train_loss)],
     ["learning rate", number(summary.learning_rate, 3)],
     ["alerts", whole(summary.alerts)],
+    ...speed(pace),
   ];
   const bad = (name) => (name === "alerts" && summary.alerts ? "bad" : null);
   const figure = ([name, text]) => h("div", { class: bad(name) }, h("dd", {}, text), h("dt", {}, name));

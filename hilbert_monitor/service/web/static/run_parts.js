@@ -1,6 +1,6 @@
 /* The tables of a run's page. */
 
-import { fill, h, table } from "./dom.js";
+import { fill, folded, h, table } from "./dom.js";
 import { ageMark, clip, moment, number, percent, plural, seconds, token, value, whole } from "./format.js";
 import { change, get } from "./state.js";
 
@@ -22,7 +22,7 @@ export function tokenPairs({ tokens, token_rows: singles = [] }) {
   if (!tokens.length) return [title, about("No exact diameter has been measured yet.")];
   const most = Math.max(...tokens.map((one) => one.count));
   const row = ({ pair, texts, count, share, largest, last_step: last }) => [
-    pairOf(texts ?? pair, pair),
+    pairOf(texts, pair),
     barred(count, most, `${whole(count)} (${percent(share)})`),
     number(largest),
     h("a", { href: `?step=${last}` }, whole(last)),
@@ -39,13 +39,15 @@ export function tokenPairs({ tokens, token_rows: singles = [] }) {
   ];
 }
 
-function pairOf([first, second], ids) {
+function pairOf(texts, ids) {
   const versus = h("span", { class: "versus" }, "↔");
-  return h("span", { class: "pair" }, token(first), versus, token(second), h("small", {}, ids.map(whole).join(", ")));
+  const [first, second] = ids.map((id, i) => token(texts?.[i], id));
+  const named = texts?.some((text) => text !== null);
+  return h("span", { class: "pair" }, first, versus, second, named ? h("small", {}, ids.join(", ")) : null);
 }
 
 function single({ token: id, text, count }) {
-  return h("span", { title: `token ${id}` }, token(text ?? id), h("small", {}, whole(count)));
+  return h("span", { title: `token ${id}` }, token(text, id), h("small", {}, whole(count)));
 }
 
 /** What measuring took, by part. */
@@ -113,7 +115,7 @@ export function configuration() {
 
 /** Remarks on the numbers, versions, and the machine of the run. */
 export function origin(info) {
-  const remark = (text) => h("li", {}, clip(text, 1000));
+  const remark = (text) => h("li", {}, folded(clip(text, 2000)));
   const remarks = (info.remarks ?? []).map(remark);
   const size = info.panel_size ? `, ${plural(info.panel_size, "position")}` : "";
   const facts = [

@@ -71,6 +71,15 @@ export function zoom() {
   return Number.isFinite(first) && Number.isFinite(last) && last > first ? [first, last] : null;
 }
 
+/** The settings that show the whole range of x and of y again. */
+export const WHOLE = { x0: null, x1: null, y: null };
+
+/** The y ranges that panels are zoomed to, by the keys of the panels: `y=loss:3:4` in the address. */
+export function heights() {
+  const ranges = getAll("y").map((text) => text.split(":")).map(([key, ...ends]) => [key, ends.map(Number)]);
+  return Object.fromEntries(ranges.filter(([, [low, high]]) => Number.isFinite(low) && high > low));
+}
+
 /** The query that a view had when it was last seen. */
 export const lastQuery = (view) => visited[view] ?? "";
 

@@ -1,0 +1,254 @@
+"""The page for everybody: contrast, screen readers, the keyboard, a finger."""
+
+import time
+
+import pytest
+
+from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.record import Alert, RunInfo
+from hilbert_monitor.service.web.server import background
+from tests.support.browser import (  # noqa: F401
+    COMPARE_PANELS,
+    PATIENCE,
+    PHONE,
+    RUN_PANELS,
+    WIDE,
+    chromium_fixture,
+    drag,
+    go,
+    ranges,
+    training,
+    until,
+    visit_fixture,
+    wait_for_panels,
+    wait_for_plot,
+)
+from tests.support.contrast import contrasts
+from tests.support.services import record, write_run, write_zoo
+
+LEAST = 4.5
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    """A service over runs of every kind, one with two attempts and alerts among them."""
+    root = tmp_path_factory.mktemp("zoo")
+    write_zoo(root)
+    blown = Alert(
+        step=50, time=5.0, kind="diameter", value=9.0, expected=3.0, pair=(1, 2), message="It is three times."
+    )
+    steps = [record(s) for s in range(1, 101)]
+    write_run(root, "again", steps, [blown], OSError("the machine went down"), config={"lr": 0.1}, model="Resumed")
+    writer = RunWriter.open(root, RunInfo(name="again", head_optimizer="RowNorm", model="Resumed"), first_step=60)
+    for step in range(61, 121):
+        writer.write(record(step))
+    writer.close()
+    with background(root, cache=False) as place:
+        yield place.url
+
+
+VIEWS = {
+    "/?model=GPT&hidden=AdamW&x0=10&x1=90": COMPARE_PANELS,
+    "/?model=GPT&axis=tokens&group=run": COMPARE_PANELS,
+    "/runs?q=status:finished&sort=diameter&a=AdamW-0&b=RowNorm-0": (),
+    "/runs?q=nothing-has-this": (),
+    "/runs": (),
+    "/runs/again?step=50": RUN_PANELS,
+    "/runs/failed?step=2": ("diameter",),
+    "/runs/empty": (),
+    "/runs/broken": (),
+    "/runs/nobody": (),
+    "/alerts": (),
+    "/nowhere": (),
+}
+
+
+# Contrast
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_has_contrast(zoo, visit, scheme, size):
+    page = visit(zoo, color_scheme=scheme, reduced_motion="reduce", **size).open("/")
+    weak, count = {}, 0
+    for path, panels in VIEWS.items():
+        go(page, path)
+        until(
+            page, "document.querySelector('main h1, main h2') && !document.querySelector('.is-loading:not([hidden])')"
+        )
+        if panels:
+            wait_for_panels(page, *panels)
+        texts = contrasts(page)
+        count += len(texts)
+        weak |= {(path, one["where"], one["text"]): round(one["ratio"], 2) for one in texts if one["ratio"] < LEAST}
+    page.keyboard.press("?")
+    texts = contrasts(page)
+    assert any(one["text"] == "Keyboard" for one in texts)
+    weak |= {("help", one["where"], one["text"]): round(one["ratio"], 2) for one in texts if one["ratio"] < LEAST}
+    assert not weak
+    assert count > 500
+
+
+# Screen readers
+
+
+def label(page, panel):
+    return page.locator(f"[data-panel={panel}] .plot").get_attribute("aria-label")
+
+
+def test_a_plot_tells_its_last_values_and_its_range(zoo, visit):
+    page = visit(zoo, **WIDE).open("/?model=GPT")
+    wait_for_panels(page)
+    text = label(page, "diameter")
+    assert text.startswith("Row diameter D(S). ")
+    assert "AdamW: 0.01 \u00b1 0, 2 runs at 100 updates, between 0.01 and 1." in text
+    page.locator("[data-panel=diameter] .legend [data-key=AdamW]").click()
+    until(page, "!document.querySelector('[data-panel=diameter] .plot').ariaLabel.includes('AdamW')")
+    go(page, "/runs/again")
+    wait_for_panels(page, *RUN_PANELS)
+    assert "1 mark of alerts." in label(page, "diameter")
+    assert "0.42 % at 120 updates, between 0.42 % and 50 %." in label(page, "saturation")
+
+
+def test_the_account_of_a_plot_is_renewed_with_its_data(tmp_path, visit):
+    with background(tmp_path, cache=False) as place, training(tmp_path, name="live") as run:
+        run.write(1, learning_rate=0.25)
+        visitor = visit(place.url, **WIDE)
+        page = visitor.open(f"/runs/{run.id}")
+        wait_for_panels(page, "learning_rate")
+        assert "learning rate: 0.25 at 1 updates" in label(page, "learning_rate")
+        run.write(2, learning_rate=0.125)
+        until(
+            page, "document.querySelector('[data-panel=learning_rate] .plot').ariaLabel.includes('0.125 at 2 updates')"
+        )
+        visitor.leave()
+
+
+# The keyboard
+
+
+def test_arrow_keys_move_through_the_values_of_a_plot(zoo, visit):
+    page = visit(zoo, **WIDE).open("/?model=GPT")
+    wait_for_panels(page)
+    spoken = page.locator("[data-panel=diameter] .spoken")
+
+    page.locator("[data-panel=diameter] .plot").focus()
+    page.keyboard.press("ArrowRight")
+    until(page, "document.querySelector('[data-panel=diameter] .spoken').textContent")
+    name = spoken.text_content().partition(":")[0]
+    assert "at 100 updates" in spoken.text_content()
+    until(page, "document.querySelector('[data-panel=diameter] .hoverlayer').textContent.includes('100 updates')")
+    until(page, "document.querySelectorAll('.hairline.on').length === 3")
+    page.keyboard.press("ArrowLeft")
+    until(page, "document.querySelector('[data-panel=diameter] .hoverlayer').textContent.includes('99 updates')")
+    assert "at 99 updates" in spoken.text_content()
+    page.keyboard.press("Home")
+    until(page, "document.querySelector('[data-panel=diameter] .spoken').textContent.includes('at 1 updates')")
+    names = {name}
+    for _ in range(3):
+        page.keyboard.press("ArrowDown")
+        page.wait_for_timeout(50)
+        names.add(spoken.text_content().partition(":")[0])
+    assert {"AdamW", "RowNorm"} <= names
+    page.keyboard.press("Escape")
+    until(page, "!document.querySelector('.hairline.on')")
+
+
+# Zoom
+
+
+def drag_down(page, panel):
+    """Drag the pointer down the middle of a panel, from a quarter to three quarters of its height."""
+    page.locator(f"[data-panel={panel}] .plot").scroll_into_view_if_needed()
+    box = page.locator(f"[data-panel={panel}] .nsewdrag").bounding_box()
+    middle = box["x"] + box["width"] / 2
+    page.mouse.move(middle, box["y"] + box["height"] / 4)
+    page.mouse.down()
+    page.mouse.move(middle, box["y"] + box["height"] / 2, steps=4)
+    page.mouse.move(middle, box["y"] + 3 * box["height"] / 4, steps=4)
+    page.mouse.up()
+
+
+def heights(page, panel):
+    return page.evaluate(
+        "(panel) => document.querySelector(`[data-panel=${panel}] .plot`)._fullLayout.yaxis.range.map(Number)", panel
+    )
+
+
+@pytest.mark.parametrize("scale", ["log", "linear"])
+def test_a_panel_zooms_in_y_alone_until_a_double_click(zoo, visit, scale):
+    visitor = visit(zoo, **WIDE)
+    page = visitor.open(f"/?model=GPT&scale={scale}")
+    wait_for_panels(page)
+    whole, other, across = heights(page, "diameter"), heights(page, "perturbation"), ranges(page)
+    drag_down(page, "diameter")
+    until(page, "location.search.includes('y=diameter:')")
+    low, high = heights(page, "diameter")
+    assert high - low == pytest.approx((whole[1] - whole[0]) / 2, rel=0.1)
+    assert heights(page, "perturbation") == other
+    assert ranges(page) == across
+    page.wait_for_timeout(500)
+    colleague = visitor.open(page.evaluate("location.pathname + location.search"))
+    wait_for_panels(colleague)
+    assert heights(colleague, "diameter") == pytest.approx([low, high], rel=1e-3)
+    drag(page, "diameter", 20, 60)
+    wait_for_plot(page, "ratio", "range[0] > 10")
+    assert heights(page, "diameter") == pytest.approx([low, high], rel=1e-3)
+    page.locator("[data-panel=loss] .nsewdrag").dblclick()
+    until(page, "!/[?&](x0|y)=/.test(location.search)")
+    wait_for_plot(page, "ratio", "range[1] > 90")
+    until(
+        page,
+        "(whole) => document.querySelector('[data-panel=diameter] .plot')._fullLayout.yaxis.range[0] === whole",
+        whole[0],
+    )
+    assert ranges(page) == across
+
+
+def spread(page, panel, *, down=False):
+    """Put two fingers on a panel, and spread them from a fifth of its width, or height, to three fifths."""
+    page.locator(f"[data-panel={panel}] .plot").scroll_into_view_if_needed()
+    box = page.locator(f"[data-panel={panel}] .nsewdrag").bounding_box()
+    touch = page.context.new_cdp_session(page)
+
+    def fingers(kind, apart):
+        across, along = (0.0, apart / 2) if down else (apart / 2, 0.0)
+        points = [
+            {
+                "id": finger,
+                "x": box["x"] + box["width"] * (0.5 + side * across),
+                "y": box["y"] + box["height"] * (0.5 + side * along),
+            }
+            for finger, side in enumerate((-1, 1))
+        ]
+        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points if kind != "touchEnd" else []})
+
+    fingers("touchStart", 0.2)
+    for apart in (0.3, 0.4, 0.5, 0.6):
+        fingers("touchMove", apart)
+    fingers("touchEnd", 0.6)
+
+
+def test_two_fingers_zoom_on_a_phone_and_two_taps_show_the_whole_range(zoo, visit):
+    page = visit(zoo, **PHONE).open("/?model=GPT")
+    wait_for_panels(page)
+    whole, height = ranges(page), heights(page, "diameter")
+    spread(page, "diameter")
+    until(page, "location.search.includes('x1=')")
+    wait_for_plot(page, "ratio", "range[0] > 20")
+    first, last = ranges(page)[0]
+    assert last - first == pytest.approx((whole[0][1] - whole[0][0]) / 3, rel=0.1)
+    assert all(one == ranges(page)[0] for one in ranges(page))
+    spread(page, "diameter", down=True)
+    until(page, "location.search.includes('y=diameter:')")
+    low, high = heights(page, "diameter")
+    assert high - low < (height[1] - height[0]) / 2.5
+    box = page.locator("[data-panel=diameter] .nsewdrag").bounding_box()
+    deadline = time.monotonic() + PATIENCE
+    while "x0=" in page.url:  # on a busy machine two taps may be too far apart
+        assert time.monotonic() < deadline
+        for _ in range(2):
+            page.touchscreen.tap(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    assert "y=" not in page.url
+    wait_for_plot(page, "ratio", "range[1] > 90")
+    assert ranges(page) == whole

@@ -1,0 +1,147 @@
+"""The page around its views: first paint, theme, the bar on a phone, and whether it is live."""
+
+import signal
+import time
+
+import pytest
+
+from hilbert_monitor.service.web.server import background
+from tests.support.browser import (  # noqa: F401
+    PHONE,
+    WIDE,
+    chromium_fixture,
+    until,
+    visit_fixture,
+    wait_for_panels,
+    wait_until_live,
+)
+from tests.support.services import record, running_service, write_run
+
+DARK = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g)[0] < 60"
+GROUNDS = """
+window.grounds = new Set();
+const look = () => {
+    if (document.body) window.grounds.add(getComputedStyle(document.body).backgroundColor);
+    requestAnimationFrame(look);
+};
+look();
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A service over a pair of runs, and seven that failed, with long names."""
+    root = tmp_path_factory.mktemp("pair")
+    for head in ("AdamW", "RowNorm"):
+        write_run(root, head, [record(s) for s in range(1, 51)], head_optimizer=head)
+    for seed in range(1, 8):
+        write_run(root, f"a-{'long-' * 8}lost-run-{seed}", [record(1)], error=ValueError("lost"), seed=seed)
+    with background(root, cache=False) as place:
+        yield place.url
+
+
+# First paint
+
+
+def test_curves_are_sketched_until_plotly_is_there(served, visit):
+    visitor = visit(served, **WIDE)
+    held = []
+    visitor.context.route("**/plotly.min.js", lambda route: held.append(route))
+    page = visitor.context.new_page()
+    page.goto(f"{visitor.base}/?model=GPT", wait_until="commit")
+    until(page, "document.querySelectorAll('.panel .sketch path').length > 4")
+    assert page.evaluate("typeof Plotly") == "undefined"
+    until(page, "document.querySelector('[data-panel=diameter] .plot').ariaLabel.includes('RowNorm')")
+    sizes = """[...document.querySelectorAll("[data-panel=diameter] .sketch path")].map((one) => one.getBBox())
+        .map(({width, height}) => [width, height])"""
+    wide = [height for width, height in page.evaluate(sizes) if width > 0.9]
+    assert len(wide) >= 2
+    assert all(0.5 < height <= 1 for height in wide)
+    count = page.locator("[data-panel=diameter] .sketch path").count()
+    page.locator("[data-panel=diameter] .legend [data-key=AdamW]").click()
+    until(page, "document.querySelectorAll('[data-panel=diameter] .sketch path').length < " + str(count))
+    held[0].continue_()
+    wait_for_panels(page)
+    until(page, "!document.querySelector('.sketch')")
+
+
+# Light and dark
+
+
+def test_a_theme_is_chosen_remembered_and_never_flashes(served, visit):
+    visitor = visit(served, color_scheme="light", **WIDE)
+    visitor.context.add_init_script(GROUNDS)
+    page = visitor.open("/?model=GPT")
+    wait_for_panels(page)
+    other = visitor.open("/runs")
+    button = page.locator("#theme-button")
+    assert "as the system" in button.get_attribute("aria-label")
+    assert not page.evaluate(DARK)
+    button.click()
+    assert "light" in button.get_attribute("aria-label")
+    page.emulate_media(color_scheme="dark")
+    assert not page.evaluate(DARK)
+    page.emulate_media(color_scheme="light")
+    button.click()
+    until(page, DARK)
+    until(page, "getComputedStyle(document.querySelector('[data-panel] .xtick text')).fill.match(/\\d+/g)[0] > 120")
+    until(other, DARK)
+    page.reload()
+    wait_for_panels(page)
+    assert page.evaluate("[...grounds]") == ["rgb(18, 20, 23)"]
+    button.click()
+    until(page, f"!({DARK})")
+    assert "as the system" in button.get_attribute("aria-label")
+    page.reload()
+    assert not page.evaluate(DARK)
+
+
+# A phone
+
+
+def test_a_phone_has_the_counts_the_theme_and_the_help(served, visit):
+    page = visit(served, **PHONE).open("/runs")
+    until(page, "document.querySelectorAll('#counts a').length === 2")
+    for place in ("#counts a", "#theme-button", "#help-button", "#live"):
+        assert page.locator(place).first.is_visible(), place
+    assert page.locator("#counts a").first.get_attribute("title") == "7 runs failed"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.locator("#help-button").tap()
+    until(page, "document.querySelector('#help').open")
+    assert "two fingers" in page.locator("#help").inner_text()
+
+
+def test_a_long_note_is_folded_and_opens(served, visit):
+    page = visit(served, **WIDE).open("/?model=GPT")
+    until(page, "document.querySelector('.notes .folded')")
+    note = page.locator(".notes li", has_text="in no mean")
+    assert "long-lost-run-7" not in note.inner_text()
+    height = note.bounding_box()["height"]
+    note.locator("summary").click()
+    assert "long-lost-run-7" in note.inner_text()
+    assert note.bounding_box()["height"] > height
+    note.locator("summary").click()
+    assert "long-lost-run-7" not in note.inner_text()
+
+
+# Whether it is live
+
+
+def test_a_service_that_is_stopped_is_not_live_for_more_than_seconds(tmp_path, visit):
+    write_run(tmp_path, "a", [record(1)])
+    with running_service(tmp_path, "--port", 0) as (process, url, _):
+        visitor = visit(url, troubled=True, **WIDE)
+        page = visitor.open("/runs")
+        wait_until_live(page)
+        page.wait_for_timeout(7000)
+        assert page.evaluate("document.querySelector('#live').dataset.status") == "live"
+        process.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        until(page, "document.querySelector('#live').dataset.status === 'lost'")
+        took = time.monotonic() - stopped
+        process.send_signal(signal.SIGCONT)
+        wait_until_live(page)
+        write_run(tmp_path, "b", [record(1)])
+        until(page, "document.querySelectorAll('tr[data-run]').length === 2")
+        visitor.leave()
+    assert took < 10
