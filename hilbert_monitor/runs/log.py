@@ -272,11 +272,14 @@ def _candidates(root: Path, info: RunInfo) -> Iterator[Path]:
     def numbered(n: int) -> Path:
         return root / (wanted if n == 1 else f"{wanted}-{n}")
 
-    last = _last_number(lambda n: os.path.lexists(numbered(n)))
+    def exists(n: int) -> bool:
+        return os.path.lexists(numbered(n))
+
+    last = _last_number(exists)
     if info.id and last:
         yield numbered(1)  # an id says exactly which run is meant
-    newest = (numbered(n) for n in range(last, max(last - NEWEST, 0), -1) if n > 1 or not info.id)
-    yield from sorted(newest, key=_finished)
+    newest = (n for n in range(last, max(last - NEWEST, 0), -1) if n > 1 or not info.id)
+    yield from sorted((numbered(n) for n in newest if exists(n)), key=_finished)
     yield from map(numbered, itertools.count(last + 1))
 
 

@@ -807,6 +807,14 @@ def test_the_newest_unfinished_run_of_a_name_is_resumed_and_an_old_one_by_its_id
         writer.close()
 
 
+def test_a_number_whose_run_was_deleted_is_not_taken_before_a_run_that_can_be_resumed(begin, tmp_path):
+    for name in ("a", "a-2", "a-4"):
+        by_hand(tmp_path / name, name="a")
+    for name in ("a-2", "a-4"):
+        (tmp_path / name / "end.jsonl").write_text('{"attempt": 1, "time": 1.0}\n')
+    assert [begin().id, begin("a", first_step=1).id] == ["a", "a-4"]
+
+
 @pytest.mark.parametrize("last", [*range(20), 63, 64, 65, 1000])
 def test_the_last_number_is_found_in_few_lookups(last):
     lookups = []
