@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-from hilbert_monitor.service.figures import compare_figures
 from hilbert_monitor.service.figures.comparison import BASELINE, CANDIDATE, Comparison, SampleStatistics
-from hilbert_monitor.service.figures.plot_options import PlotOptions
 from hilbert_monitor.service.following.published import PAPER, Figure, Published
 
+from .illustrations import Illustration
 from .markup import (
     DASH,
     MINUS,
@@ -29,22 +27,23 @@ from .markup import (
 )
 
 HEADS = ("LM head", "Validation loss", "D(S)", "Hilbert RMS", "Runs")
-FIGURES = {
-    "Loss": compare_figures.loss,
-    "Row diameter of a step": compare_figures.diameter,
-    "Hilbert RMS perturbation": compare_figures.perturbation,
-    f"{BASELINE} over {CANDIDATE}": compare_figures.ratio,
-}
 
 
-def model_section(c: Comparison, *, with_title: bool) -> tuple[str, list[dict[str, Any]]]:
-    """The HTML of a model's section, and the plotly figures for the places that it has for them."""
-    figures = _figures(c)
+def model_section(c: Comparison, some: Sequence[Illustration], *, first: int, with_title: bool) -> str:
+    """The HTML of a model's section.
+
+    Args:
+        c: the comparison of its runs.
+        some: its figures.
+        first: the number of the first of them.
+        with_title: whether the section needs a title, because there are several.
+    """
     title = f"<h2>{text(c.model)}</h2>" if with_title or c.model in PAPER else ""
     notes = "".join(f"<li>{text(note, 1000)}</li>" for note in (*c.notes, *_length_notes(c)))
     notes = f'<ul class="notes">{notes}</ul>' if notes else ""
-    section = f"{title}{_cards(c)}{_table(c)}{notes}{_figure_places(c, list(figures))}"
-    return f'<section class="model">{section}</section>', list(figures.values())
+    figures = "".join(_figure(one, number, c.model) for number, one in enumerate(some, first))
+    section = f'{title}{_cards(c)}{_table(c)}{notes}<div class="figures">{figures}</div>'
+    return f'<section class="model">{section}</section>'
 
 
 def _length_notes(c: Comparison) -> Iterator[str]:
@@ -108,7 +107,8 @@ def _table(c: Comparison) -> str:
         in_paper = paper.difference if paper else None
         difference = _with_paper(c.difference, in_paper, signed_fixed, absolute_difference)
         rows.append((f"{CANDIDATE} {MINUS} {BASELINE}", [difference, "", "", plural(c.difference.runs, "pair")]))
-    return table(HEADS, rows, "Final values: mean ± one sample standard deviation over seeds")
+    several = any(s.runs > 1 for metrics in c.optimizers.values() for s in metrics.values())
+    return table(HEADS, rows, f"Final values{': mean ± one sample standard deviation over seeds' if several else ''}")
 
 
 def _optimizer_cells(name: str, metrics: dict[str, SampleStatistics], paper: Published | None) -> list[str]:
@@ -151,23 +151,10 @@ def _with_paper(
 # The figures
 
 
-def _figures(c: Comparison) -> dict[str, dict[str, Any]]:
-    """The figures that have a curve, by title."""
-    runs, excluded = (*c.counted, *c.excluded), {run.id for run in c.excluded}
-    figures = {title: draw(runs, PlotOptions(seeds=True), excluded) for title, draw in FIGURES.items()}
-    figures = {title: figure for title, figure in figures.items() if figure["data"]}
-    for figure in figures.values():
-        del figure["layout"]["yaxis"]["title"]  # the page has the title above the figure
-        figure["layout"]["height"] = 380
-    return figures
-
-
-def _figure_places(c: Comparison, titles: list[str]) -> str:
-    """The elements that the page's script draws the figures into, in their order."""
-    places = [
-        f"<figure><h3>{title}</h3>"
-        f'<div class="plot" role="img" aria-label="{text(f"{title} of {c.model}")}"></div></figure>'
-        for title in titles
-    ]
-    warning = "<noscript><p>The curves need JavaScript; the numbers above do not.</p></noscript>" if places else ""
-    return f'{warning}<div class="figures">{"".join(places)}</div>'
+def _figure(one: Illustration, number: int, model: str) -> str:
+    """A place that the page's script draws a figure into, and its SVG for paper and for pages without a script."""
+    plot = f'<div class="plot" role="img" aria-label="{text(f"{one.title} of {model}")}"></div>'
+    caption = f"<b>Figure {number}. {text(one.title)}.</b> {text(one.caption, 1000)}"
+    button = f'<button type="button" class="save" data-file="{one.name}.svg">Save as SVG</button>'
+    drawing = f'<div class="drawing">{one.svg}</div>'
+    return f"<figure>{plot}{drawing}<figcaption>{caption} {button}</figcaption></figure>"

@@ -14,6 +14,7 @@ import numpy as np
 
 from hilbert_monitor.runs.log import RunReader, RunState, find_runs
 from hilbert_monitor.runs.record import Alert, RunInfo
+from hilbert_monitor.service.figures import run_figures
 from hilbert_monitor.service.figures.comparison import (
     BASELINE,
     CANDIDATE,
@@ -24,8 +25,10 @@ from hilbert_monitor.service.figures.comparison import (
     final_value,
 )
 from hilbert_monitor.service.figures.series import CURVES, RunSeries, read_run, read_table, run_series
+from hilbert_monitor.service.figures.style import Figure
 from hilbert_monitor.service.following.columns import Table
-from hilbert_monitor.service.following.published import PAPER, Figure
+from hilbert_monitor.service.following.published import PAPER
+from hilbert_monitor.service.following.published import Figure as PublishedFigure
 from hilbert_monitor.service.following.snapshot import UNKNOWN
 from hilbert_monitor.service.following.text import clip, csv_lines
 
@@ -51,6 +54,8 @@ class ReportedRun:
     """Means over the run of those EFFICIENCY_FIELDS that were measured."""
     problem: str = ""
     """Why the run cannot be read, in a sentence; else empty."""
+    panels: Mapping[str, Figure] = field(default_factory=dict)
+    """The figures of the run's page, by panel, if the report is about this run alone."""
 
 
 def load(root: str | os.PathLike[str]) -> list[ReportedRun]:
@@ -64,15 +69,18 @@ def load(root: str | os.PathLike[str]) -> list[ReportedRun]:
     readers = [RunReader(root)] if RunReader(root).attempts else find_runs(root)
     if not readers:
         raise ValueError(f"there are no runs in '{root}': train with HilbertMonitor(run_dir='{root}') first")
-    return [_load_run(reader) for reader in readers]
+    return [_load_run(reader, alone=len(readers) == 1) for reader in readers]
 
 
-def _load_run(reader: RunReader) -> ReportedRun:
+def _load_run(reader: RunReader, *, alone: bool) -> ReportedRun:
     """A run, or that it cannot be read: anything may be in a log, and it must not cost the report of the others."""
     try:
         state, table = reader.state(), read_table(reader)
         series = read_run(reader, state, table)
-        return ReportedRun(series, reader.info, state, tuple(reader.alerts()), dict(_mean_efficiency(table)))
+        alerts, efficiency = tuple(reader.alerts()), dict(_mean_efficiency(table))
+        panels = run_figures.figures(table, reader.info, reader.attempts, alerts) if alone else {}
+        panels = {name: figure for name, figure in panels.items() if name != "cost"}  # that of the monitor
+        return ReportedRun(series, reader.info, state, alerts, efficiency, panels=panels)
     except Exception as error:
         info = reader.info
         series = replace(run_series(info, UNKNOWN, Table()), status="unreadable")
@@ -173,7 +181,7 @@ def _table_rows(c: Comparison) -> Iterator[tuple[Any, ...]]:
     yield c.model, label, "validation_loss", d.runs, d.mean, d.deviation, *_paper_cells(paper)
 
 
-def _paper_cells(paper: Figure | None) -> tuple[float | None, float | None]:
+def _paper_cells(paper: PublishedFigure | None) -> tuple[float | None, float | None]:
     return (paper.mean, paper.deviation) if paper else (None, None)
 
 
