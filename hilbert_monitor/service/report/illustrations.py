@@ -119,11 +119,13 @@ def _what_lines_are(c: Comparison, field: str) -> str:
     if len(set(counts.values())) == 1:
         over = plural(next(iter(counts.values())), noun)
     elif len(counts) <= NAMED:
-        over = " and ".join(f"{plural(count, noun)} of {name}" for name, count in counts.items())
+        first, *others = counts.items()
+        *middle, last = (f"{count} of {name}" for name, count in others)
+        over = f"{', '.join([f'{plural(first[1], noun)} of {first[0]}', *middle])} and {last}"
     else:
         over = f"{min(counts.values())} to {plural(max(counts.values()), noun)}"
-    single = ", which has no band if there is one alone" if 1 in counts.values() else ""
+    single = f" A line of one {noun} has no band." if 1 in counts.values() else ""
     return (
-        f"Lines are means over {over}{single}. Bands are the mean ± one sample standard deviation over the {noun}s;"
-        f" faint lines are single {noun}s."
+        f"Lines are means over {over}. Bands are the mean ± one sample standard deviation over the {noun}s; faint lines"
+        f" are single {noun}s.{single}"
     )

@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from hilbert_monitor import __version__
 from hilbert_monitor.service.figures.comparison import Comparison
-from hilbert_monitor.service.figures.style import Theme, template
+from hilbert_monitor.service.figures.style import Figure, Theme, template
 
 from .illustrations import Illustration, illustrations
 from .markup import plural
@@ -20,13 +20,14 @@ from .model_section import model_section
 from .run_sections import alerts_section, efficiency_section, remarks_section, runs_section
 from .settings_section import settings_section, software_section
 from .summary import ReportedRun
+from .svg import extra_rows
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """The content security policy: the browser loads nothing from anywhere, whatever a run's texts contain."""
 
 STYLE, SCRIPT = (files(__package__).joinpath(name).read_text("utf-8") for name in ("report.css", "report.js"))
-HEIGHT = 380
-"""Pixels of a figure on the page."""
+HEIGHT, ROW = 380, 19
+"""Pixels of a figure on the page, and of each row of its legend beyond two."""
 THEMES: tuple[Theme, ...] = ("light", "dark")
 
 
@@ -50,7 +51,7 @@ def page(runs: Sequence[ReportedRun], comparisons: Sequence[Comparison], *, now:
         settings_section(runs),
         software_section(runs),
     ]
-    figures = [{**one.figure, "layout": _on_page(one.figure["layout"])} for some in illustrated for one in some]
+    figures = [_on_page(one.figure) for some in illustrated for one in some]
     data = _script_json({"figures": figures, "themes": {theme: template(theme) for theme in THEMES}})
     return "\n".join(
         [
@@ -73,9 +74,9 @@ def _model_sections(comparisons: Sequence[Comparison], illustrated: Sequence[Seq
         first += len(some)
 
 
-def _on_page(layout: dict[str, Any]) -> dict[str, Any]:
-    """The layout of a figure, with its height on the page."""
-    return {**layout, "height": HEIGHT}
+def _on_page(figure: Figure) -> Figure:
+    """A figure with its height on the page."""
+    return {**figure, "layout": {**figure["layout"], "height": HEIGHT + ROW * extra_rows(figure)}}
 
 
 def _script_json(value: Any) -> str:

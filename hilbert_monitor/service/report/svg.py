@@ -20,7 +20,9 @@ from hilbert_monitor.service.figures.style import GREY, INK, Figure, Trace
 from .scale import Scale, Tick
 
 WIDTH, HEIGHT, SIZE = 320.0, 215.0, 9.0
-"""Of a figure, and of its letters, in points."""
+"""Of a figure whose legend has at most two rows, and of its letters, in points."""
+ROW = 1.5 * SIZE
+"""Height of a row of the legend."""
 THICKNESS = 0.6
 """Points of a line for each pixel that the figure gives it."""
 FONT = "Helvetica, Arial, sans-serif"
@@ -49,11 +51,17 @@ def svg(figure: Figure, name: str = "figure") -> str:
         *_shapes(plot, figure["layout"].get("shapes", ())),
         *_curves(plot, figure["data"]),
         "</g>",
-        *_legend(plot, figure["data"]),
+        *_legend(figure["data"]),
     ]
-    size = f'viewBox="0 0 {WIDTH:g} {HEIGHT:g}" width="{WIDTH:g}pt" height="{HEIGHT:g}pt"'
+    height = HEIGHT + ROW * extra_rows(figure)
+    size = f'viewBox="0 0 {WIDTH:g} {height:g}" width="{WIDTH:g}pt" height="{height:g}pt"'
     font = f'font-family="{FONT}" font-size="{SIZE:g}" fill="{DARK}" stroke-linejoin="round"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>{"".join(body)}</svg>'
+
+
+def extra_rows(figure: Figure) -> int:
+    """How many rows the legend of a figure has beyond two. The figure is higher by these, to leave room for curves."""
+    return max(len(_legend_rows(figure["data"])) - 2, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +83,12 @@ class _Plot:
 
 def _plot(figure: Figure) -> _Plot:
     x, y = _scales(figure)
-    rows = _legend_rows(figure["data"], WIDTH - 16)
-    top = 10 + 1.5 * SIZE * len(rows)
+    rows = len(_legend_rows(figure["data"]))
+    top = 10 + ROW * rows
     labels = _y_ticks(y, figure["layout"]["yaxis"])
     left = 14 + SIZE + max((_length(tick.text) + 0.7 * _length(tick.exponent) for tick in labels), default=0)
-    return _Plot(left, top, WIDTH - left - 12, HEIGHT - top - 3.6 * SIZE, x, y)
+    height = HEIGHT + ROW * extra_rows(figure) - top - 3.6 * SIZE
+    return _Plot(left, top, WIDTH - left - 12, height, x, y)
 
 
 def _scales(figure: Figure) -> tuple[Scale, Scale]:
@@ -119,7 +128,7 @@ def _x_axis(plot: _Plot, axis: dict[str, Any]) -> Iterator[str]:
         x = plot.left + plot.width * plot.x.place(tick.value)
         yield _line([(x, bottom), (x, bottom + 3)], GREY, 0.7)
         yield _words(tick.text, x, bottom + 1.5 * SIZE, "middle")
-    yield _words(axis["title"]["text"], plot.left + plot.width / 2, HEIGHT - 0.5 * SIZE, "middle")
+    yield _words(axis["title"]["text"], plot.left + plot.width / 2, bottom + 3.1 * SIZE, "middle")
 
 
 # Curves
@@ -174,9 +183,9 @@ def _shapes(plot: _Plot, shapes: Sequence[dict[str, Any]]) -> Iterator[str]:
 # The legend
 
 
-def _legend(plot: _Plot, traces: Sequence[Trace]) -> Iterator[str]:
-    for number, row in enumerate(_legend_rows(traces, WIDTH - 16)):
-        y = 6 + 1.5 * SIZE * (number + 0.5)
+def _legend(traces: Sequence[Trace]) -> Iterator[str]:
+    for number, row in enumerate(_legend_rows(traces)):
+        y = 6 + ROW * (number + 0.5)
         for x, trace in row:
             ends, line = [(x, y), (x + 16, y)], trace.get("line", {})
             if "lines" in trace["mode"] and line.get("width"):
@@ -187,15 +196,15 @@ def _legend(plot: _Plot, traces: Sequence[Trace]) -> Iterator[str]:
             yield _words(_name(trace), x + 20, y + 0.35 * SIZE, "start")
 
 
-def _legend_rows(traces: Sequence[Trace], width: float) -> list[list[tuple[float, Trace]]]:
-    """The traces that the legend names, in rows of this width, each with the x coordinate of its entry."""
+def _legend_rows(traces: Sequence[Trace]) -> list[list[tuple[float, Trace]]]:
+    """The traces that the legend names, in rows that fit, each with the x coordinate of its entry."""
     rows: list[list[tuple[float, Trace]]] = []
     x = math.inf
     for trace in sorted(traces, key=lambda trace: trace.get("legendrank", 1000)):
         if not trace.get("showlegend") or trace.get("yaxis") == "y3":
             continue
         length = 34 + _length(_name(trace))
-        if x + length > width + 14:
+        if x + length > WIDTH:
             rows.append([])
             x = 8.0
         rows[-1].append((x, trace))

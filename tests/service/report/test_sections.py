@@ -46,8 +46,14 @@ def test_captions_count_uneven_groups_single_runs_and_runs_without_a_seed(tmp_pa
         write_run(tmp_path / "uneven", "RowNorm", seed=seed)
     write_run(tmp_path / "uneven", "SGD", error=RuntimeError())
     caption = captions_of(tmp_path / "uneven")["diameter"]
-    assert "Lines are means over 3 seeds of AdamW and 2 seeds of RowNorm." in caption
+    assert "Lines are means over 3 seeds of AdamW and 2 of RowNorm." in caption
     assert caption.endswith("Dotted: runs that are in no mean.")
+    write_run(tmp_path / "uneven", "Muon")
+    assert captions_of(tmp_path / "uneven")["loss"].endswith(
+        "Lines are means over 3 seeds of AdamW, 2 of RowNorm and 1 of Muon. Bands are the mean ± one sample"
+        " standard deviation over the seeds; faint lines are single seeds. A line of one seed has no band. Dotted: runs"
+        " that are in no mean."
+    )
     for optimizer in ("AdamW", "RowNorm"):
         write_run(tmp_path / "single", optimizer)
     assert captions_of(tmp_path / "single")["diameter"].endswith("Each line is one run.")

@@ -68,6 +68,15 @@ def test_both_axes_have_their_titles_and_the_legend_its_names():
     assert "AdamW" not in texts(parsed(trace([1, 2], [1, 2], name="AdamW", showlegend=False)))
 
 
+def test_a_long_legend_takes_no_room_from_the_curves():
+    names = [f"AdamW, lr={number}, weight_decay=0.1" for number in range(20)]
+    roots = [parsed(*(trace([1, 2], [1, 2], name=name) for name in names[:count])) for count in (3, 20)]
+    few, many = (float(next(root.iter(f"{SVG}rect")).get("height")) for root in roots)
+    assert many >= few > 100
+    low = max(float(element.get("y")) for element in roots[1].iter(f"{SVG}text"))
+    assert low < float(roots[1].get("viewBox").split()[3])
+
+
 def test_a_gap_stays_a_gap_and_a_band_is_between_its_edges():
     root = parsed(trace([1, 2, 3, 4, 5], [1, 1, None, 1, 1]))
     assert [len(part) for part in paths(root, "#123456")[:2]] == [2, 2]
