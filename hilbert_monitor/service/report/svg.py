@@ -20,9 +20,11 @@ from hilbert_monitor.service.figures.style import GREY, INK, Figure, Trace
 from .scale import Scale, Tick
 
 WIDTH, HEIGHT, SIZE = 320.0, 215.0, 9.0
-"""Of a figure whose legend has at most two rows, and of its letters, in points."""
-ROW = 1.5 * SIZE
-"""Height of a row of the legend."""
+"""Of a figure with a short legend, and of its letters, in points."""
+ROW, ROWS = 1.5 * SIZE, 2
+"""Height of a row of the legend, and how many of them fit into the figure as it is."""
+MANY, SMALL = 8, 7.0
+"""A legend of more names than these has small letters, and leaves out the training losses beside the others."""
 THICKNESS = 0.6
 """Points of a line for each pixel that the figure gives it."""
 FONT = "Helvetica, Arial, sans-serif"
@@ -60,8 +62,8 @@ def svg(figure: Figure, name: str = "figure") -> str:
 
 
 def extra_rows(figure: Figure) -> int:
-    """How many rows the legend of a figure has beyond two. The figure is higher by these, to leave room for curves."""
-    return max(len(_legend_rows(figure["data"])) - 2, 0)
+    """How many rows a long legend has more than a figure has room for. The figure is higher by these."""
+    return max(len(_legend_rows(figure["data"])) - ROWS, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,7 @@ def _shapes(plot: _Plot, shapes: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _legend(traces: Sequence[Trace]) -> Iterator[str]:
+    size = _legend_size(traces)
     for number, row in enumerate(_legend_rows(traces)):
         y = 6 + ROW * (number + 0.5)
         for x, trace in row:
@@ -193,23 +196,33 @@ def _legend(traces: Sequence[Trace]) -> Iterator[str]:
                 yield _stroke(_path(ends), line["color"], line["width"] * THICKNESS, line.get("dash", "solid"), opacity)
             else:
                 yield _mark((x + 8, y), trace, 1.0)
-            yield _words(_name(trace), x + 20, y + 0.35 * SIZE, "start")
+            yield _words(_name(trace), x + 20, y + 0.35 * size, "start", size=size)
 
 
 def _legend_rows(traces: Sequence[Trace]) -> list[list[tuple[float, Trace]]]:
     """The traces that the legend names, in rows that fit, each with the x coordinate of its entry."""
     rows: list[list[tuple[float, Trace]]] = []
-    x = math.inf
-    for trace in sorted(traces, key=lambda trace: trace.get("legendrank", 1000)):
-        if not trace.get("showlegend") or trace.get("yaxis") == "y3":
-            continue
-        length = 34 + _length(_name(trace))
+    x, size = math.inf, _legend_size(traces)
+    for trace in _named(traces):
+        length = 34 + _length(_name(trace), size)
         if x + length > WIDTH:
             rows.append([])
             x = 8.0
         rows[-1].append((x, trace))
         x += length
     return rows
+
+
+def _legend_size(traces: Sequence[Trace]) -> float:
+    return SIZE if len(_named(traces)) <= MANY else SMALL
+
+
+def _named(traces: Sequence[Trace]) -> list[Trace]:
+    """The traces that the legend names, in its order."""
+    named = [trace for trace in traces if trace.get("showlegend") and trace.get("yaxis") != "y3"]
+    if len(named) > MANY:
+        named = [trace for trace in named if "legendrank" not in trace] or named
+    return sorted(named, key=lambda trace: trace.get("legendrank", 1000))
 
 
 def _name(trace: Trace) -> str:
@@ -251,12 +264,15 @@ def _box(plot: _Plot) -> str:
     return f'x="{plot.left:.1f}" y="{plot.top:.1f}" width="{plot.width:.1f}" height="{plot.height:.1f}"'
 
 
-def _words(text: str, x: float, y: float, anchor: str, *, exponent: str = "", turn: str = "") -> str:
+def _words(
+    text: str, x: float, y: float, anchor: str, *, exponent: str = "", size: float = SIZE, turn: str = ""
+) -> str:
     raised = f'<tspan dy="-{0.4 * SIZE:.1f}" font-size="{0.75 * SIZE:.3g}">{exponent}</tspan>' if exponent else ""
     words = html.escape(UNPRINTABLE.sub("", html.unescape(text)), quote=False)
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{words}{raised}</text>'
+    more = turn if size == SIZE else f' font-size="{size:g}"{turn}'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{words}{raised}</text>'
 
 
-def _length(text: str) -> float:
+def _length(text: str, size: float = SIZE) -> float:
     """About how wide a text is, in a font that is a little wider than Helvetica."""
-    return SIZE * sum(0.3 if c in NARROW else 0.85 if c in WIDE else 0.68 if c.isupper() else 0.58 for c in text)
+    return size * sum(0.3 if c in NARROW else 0.85 if c in WIDE else 0.68 if c.isupper() else 0.58 for c in text)

@@ -73,6 +73,7 @@ def test_a_long_legend_takes_no_room_from_the_curves():
     roots = [parsed(*(trace([1, 2], [1, 2], name=name) for name in names[:count])) for count in (3, 20)]
     few, many = (float(next(root.iter(f"{SVG}rect")).get("height")) for root in roots)
     assert many >= few > 100
+    assert len([text for text in texts(roots[1]) if text in names]) == 20
     low = max(float(element.get("y")) for element in roots[1].iter(f"{SVG}text"))
     assert low < float(roots[1].get("viewBox").split()[3])
 
