@@ -68,7 +68,7 @@ def _of_comparison(c: Comparison) -> list[Illustration]:
     }
     drawn = {name: draw(runs, PlotOptions(seeds=True), excluded) for name, draw in compare_figures.PANELS.items()}
     return [
-        Illustration(name, titles[name], " ".join(_caption(c, name)), figure)
+        Illustration(name, titles[name], " ".join(_caption(c, name, figure)), figure)
         for name, figure in drawn.items()
         if figure["data"]
     ]
@@ -91,7 +91,7 @@ def stems(models: Sequence[str]) -> list[str]:
 # Captions
 
 
-def _caption(c: Comparison, name: str) -> Iterator[str]:
+def _caption(c: Comparison, name: str, figure: Figure) -> Iterator[str]:
     """The sentences of a caption."""
     if name == "ratio":
         pairs = f"over the {plural(len(c.pairs), 'pair')} of runs with one seed, model and panel"
@@ -104,28 +104,33 @@ def _caption(c: Comparison, name: str) -> Iterator[str]:
         "perturbation": "Root mean square, over the positions of the panel, of the Hilbert distance between the"
         " predictions before and after a step.",
     }[name]
-    yield _what_lines_are(c, field)
+    yield from _what_lines_are(c, field, has_bands=any("fill" in trace for trace in figure["data"]))
     if any(len(run.curve(field)) for run in c.excluded):
         yield "Dotted: runs that are in no mean."
 
 
-def _what_lines_are(c: Comparison, field: str) -> str:
+def _what_lines_are(c: Comparison, field: str, *, has_bands: bool) -> Iterator[str]:
     """Over how many runs the lines are means, and what their bands are."""
     statistics = {name: metrics[METRIC_NAMES[field]] for name, metrics in c.optimizers.items()}
     counts = {name: s.runs for name, s in statistics.items() if s.mean is not None}
     noun = "run" if any(run.seed is None for run in c.counted) else "seed"
     if max(counts.values(), default=1) == 1:
-        return "Each line is one run."
-    if len(set(counts.values())) == 1:
-        over = plural(next(iter(counts.values())), noun)
-    elif len(counts) <= NAMED:
-        first, *others = counts.items()
-        *middle, last = (f"{count} of {name}" for name, count in others)
-        over = f"{', '.join([f'{plural(first[1], noun)} of {first[0]}', *middle])} and {last}"
-    else:
-        over = f"{min(counts.values())} to {plural(max(counts.values()), noun)}"
-    single = f" A line of one {noun} has no band." if 1 in counts.values() else ""
-    return (
-        f"Lines are means over {over}. Bands are the mean ± one sample standard deviation over the {noun}s; faint lines"
-        f" are single {noun}s.{single}"
-    )
+        yield "Each line is one run."
+        return
+    yield f"Lines are means over {_counted(counts, noun)}; faint lines are single {noun}s."
+    if has_bands:
+        yield f"Bands are the mean ± one sample standard deviation over the {noun}s."
+        if 1 in counts.values():
+            yield f"A line of one {noun} has no band."
+
+
+def _counted(counts: Mapping[str, int], noun: str) -> str:
+    """How many runs the means are over: "3 seeds" if all are, or else "3 seeds of AdamW and 2 of Muon"."""
+    low, high = min(counts.values()), max(counts.values())
+    if low == high:
+        return plural(low, noun)
+    if len(counts) > NAMED:
+        return f"{low} to {plural(high, noun)}"
+    (name, count), *others = counts.items()
+    *middle, last = (f"{count} of {name}" for name, count in others)
+    return f"{', '.join([f'{plural(count, noun)} of {name}', *middle])} and {last}"

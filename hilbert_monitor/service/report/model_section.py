@@ -153,8 +153,8 @@ def _with_paper(
 
 def _figure(one: Illustration, number: int, model: str) -> str:
     """A place that the page's script draws a figure into, and its SVG for paper and for pages without a script."""
-    plot = f'<div class="plot" role="img" aria-label="{text(f"{one.title} of {model}")}"></div>'
+    label = f'role="img" aria-label="{text(f"{one.title} of {model}")}"'
+    plot, drawing = f'<div class="plot" {label}></div>', f'<div class="drawing" {label}>{one.svg}</div>'
     caption = f"<b>Figure {number}. {text(one.title)}.</b> {text(one.caption, 1000)}"
     button = f'<button type="button" class="save" data-file="{one.name}.svg">Save as SVG</button>'
-    drawing = f'<div class="drawing">{one.svg}</div>'
     return f"<figure>{plot}{drawing}<figcaption>{caption} {button}</figcaption></figure>"

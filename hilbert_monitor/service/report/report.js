@@ -1,7 +1,7 @@
 const page = JSON.parse(document.getElementById("figures").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const places = [...document.querySelectorAll(".plot")];
-const options = {responsive: true, displaylogo: false, modeBarButtons: [["resetScale2d"]]};
+const options = {responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]]};
 
 function draw() {
   const template = page.themes[dark.matches ? "dark" : "light"];

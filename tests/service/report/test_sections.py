@@ -29,7 +29,8 @@ def section(text, title, following):
 
 def test_captions_say_what_lines_and_bands_are_and_over_how_many_seeds(tmp_path):
     captions = captions_of(write_six_runs(tmp_path))
-    bands = "Lines are means over 3 seeds. Bands are the mean ± one sample standard deviation over the seeds"
+    lines = "Lines are means over 3 seeds; faint lines are single seeds."
+    bands = f"{lines} Bands are the mean ± one sample standard deviation over the seeds."
     for name in ("loss", "diameter", "perturbation"):
         assert bands in captions[name]
         assert "Dotted" not in captions[name]
@@ -46,23 +47,20 @@ def test_captions_count_uneven_groups_single_runs_and_runs_without_a_seed(tmp_pa
         write_run(tmp_path / "uneven", "RowNorm", seed=seed)
     write_run(tmp_path / "uneven", "SGD", error=RuntimeError())
     caption = captions_of(tmp_path / "uneven")["diameter"]
-    assert "Lines are means over 3 seeds of AdamW and 2 of RowNorm." in caption
+    assert "Lines are means over 3 seeds of AdamW and 2 of RowNorm; faint" in caption
     assert caption.endswith("Dotted: runs that are in no mean.")
     write_run(tmp_path / "uneven", "Muon")
     assert captions_of(tmp_path / "uneven")["loss"].endswith(
-        "Lines are means over 3 seeds of AdamW, 2 of RowNorm and 1 of Muon. Bands are the mean ± one sample"
-        " standard deviation over the seeds; faint lines are single seeds. A line of one seed has no band. Dotted: runs"
-        " that are in no mean."
+        "Lines are means over 3 seeds of AdamW, 2 of RowNorm and 1 of Muon; faint lines are single seeds. Bands are the"
+        " mean ± one sample standard deviation over the seeds. A line of one seed has no band. Dotted: runs that are in"
+        " no mean."
     )
     for optimizer in ("AdamW", "RowNorm"):
         write_run(tmp_path / "single", optimizer)
     assert captions_of(tmp_path / "single")["diameter"].endswith("Each line is one run.")
     for number in range(2):
         write_run(tmp_path / "seedless", seed=None, name=f"run {number}")
-    assert (
-        "over 2 runs. Bands are the mean ± one sample standard deviation over the runs"
-        in (captions_of(tmp_path / "seedless")["diameter"])
-    )
+    assert captions_of(tmp_path / "seedless")["diameter"].endswith("one sample standard deviation over the runs.")
 
 
 def test_every_figure_of_the_page_has_titles_on_both_axes(tmp_path):
