@@ -13,20 +13,27 @@ from hypothesis import strategies as st
 
 from hilbert_monitor.service.figures import compare_figures
 from hilbert_monitor.service.figures.compare_tables import panel_table
+from hilbert_monitor.service.figures.comparison import Comparison, compare
 from hilbert_monitor.service.figures.downsampling import POINTS
-from hilbert_monitor.service.figures.plot_options import PlotOptions
+from hilbert_monitor.service.figures.plot_options import Choices, PlotOptions
 from hilbert_monitor.service.figures.series import RunSeries, Series
 from hilbert_monitor.service.figures.style import UNIFIED, colour
 from tests.support.run_series import curve, make_run, moving_average
 
 SEEDS = PlotOptions(seeds=True)
+NOTHING = Comparison(model="", groups=(), optimizers={}, contrasts=(), excluded=(), notes=())
+
+
+def compared(runs, **choices):
+    """The live comparison of runs of one model."""
+    return next(iter(compare(runs, live=True, choices=Choices(**choices))), NOTHING)
 
 
 def checked(panel):
-    """A function of compare_figures whose result is checked to be JSON and a valid plotly figure."""
+    """A function of compare_figures, for runs of one model, whose result is checked to be JSON and a valid figure."""
 
-    def draw(runs, options=SEEDS, excluded=()):
-        figure = panel(runs, options, excluded)
+    def draw(runs, options=SEEDS, **choices):
+        figure = panel(compared(runs, **choices), options)
         json.dumps(figure, allow_nan=False)
         return go.Figure(figure)
 
@@ -97,8 +104,9 @@ def test_nan_and_infinities_are_gaps_and_are_left_out_of_the_mean():
 
 
 def test_an_excluded_run_is_drawn_but_enters_no_mean():
-    runs = [make_run(seed=seed, diameter=[value]) for seed, value in enumerate([1.0, 3.0, 100.0])]
-    figure = figures.diameter(runs, excluded={"AdamW-2"})
+    runs = [make_run(seed=seed, diameter=[value]) for seed, value in enumerate([1.0, 3.0])]
+    runs.append(make_run(seed=2, diameter=[100.0], status="failed"))
+    figure = figures.diameter(runs)
     assert list(mean_of(figure, "AdamW").y) == [2.0]
     assert [t.line.dash for t in figure.data if t.opacity == 0.35] == ["solid", "solid", "dot"]
 
@@ -129,13 +137,13 @@ def test_a_group_toggles_as_one_and_has_one_entry_in_the_legend():
 def test_without_runs_every_figure_and_table_is_empty(panel, group):
     figure = getattr(figures, panel)([], PlotOptions(group=group, smooth=0.5, scale="log", axis="time", x0=1, x1=2))
     assert not figure.data
-    assert not list(panel_table(panel, [])[1])
+    assert not list(panel_table(panel, NOTHING)[1])
 
 
 def test_markup_in_names_is_escaped():
     hostile = RunSeries(id="a", name="<b>x</b>" * 2000, optimizer="<a href='http://x'>y</a>", diameter=curve([1.0]))
     for options in (PlotOptions(), PlotOptions(group="run"), PlotOptions(smooth=0.5, seeds=True)):
-        for trace in compare_figures.diameter([hostile], options)["data"]:
+        for trace in compare_figures.diameter(compared([hostile]), options)["data"]:
             assert "<" not in trace["name"] + trace["meta"] + trace["legendgroup"]
             assert len(trace["meta"]) < 400
 
@@ -271,8 +279,8 @@ def test_runs_of_different_pace_are_averaged_by_step_at_their_mean_time():
         for n, (i, values, pace) in enumerate([("slow", [1.0, 2.0], 54.0), ("fast", [3.0, 6.0, 9.0], 36.0)])
     )
     mean = mean_of(figures.diameter([slow, fast], PlotOptions(axis="time")), "AdamW")
-    assert list(mean.y) == [2.0, 4.0, 9.0]
-    assert list(mean.x) == pytest.approx([0.125, 0.25, 0.3])
+    assert list(mean.y) == [2.0, 4.0, None, 9.0]  # the slow run ends, and the mean time jumps
+    assert list(mean.x) == pytest.approx([0.125, 0.25, 0.3, 0.3])
 
 
 def test_a_mean_whose_time_jumps_back_has_a_gap_there():
@@ -302,7 +310,8 @@ def test_the_ratio_is_over_pairs_only():
     assert list(line.y) == [4.0]
     apart = [make_run(seed=0, diameter=[8.0]), make_run("RowNorm", seed=1, diameter=[2.0])]
     assert not figures.ratio(apart).data
-    assert not figures.ratio(runs, excluded={"RowNorm-0"}).data
+    again = make_run("RowNorm", seed=7, status="running")
+    assert not figures.ratio([*runs[:1], make_run("RowNorm", seed=0, status="failed", diameter=[2.0]), again]).data
 
 
 def test_a_pair_counts_only_where_both_have_a_value():
@@ -358,5 +367,5 @@ def test_any_values_and_options_give_a_figure_and_a_table(values, options):
         for name in ("AdamW", "RowNorm")
     ]
     for name, panel in compare_figures.PANELS.items():
-        json.dumps(panel(runs, options), allow_nan=False)
-        list(panel_table(name, runs, options)[1])
+        json.dumps(panel(compared(runs), options), allow_nan=False)
+        list(panel_table(name, compared(runs), options)[1])
