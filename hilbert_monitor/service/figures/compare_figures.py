@@ -73,6 +73,10 @@ class Drawing:
         ]
         return [group for group in groups if group.runs]
 
+    def look_of(self, run: RunSeries) -> Look:
+        """The look of a run's group."""
+        return next(self.looks[group.name] for group in self.comparison.groups if run in group.runs)
+
     def _takes_part(self, run: RunSeries) -> bool:
         return self.draws_runs or run.id not in self.excluded
 
@@ -322,7 +326,7 @@ def _ratio_traces(drawing: Drawing, contrast: Contrast, name: str, *, is_only: b
     text, color, dash = RATIO_STYLES[name]
     sides = f"{label(contrast.baseline, 120)} / {label(contrast.candidate, 120)}"
     if not is_only:
-        color = drawing.looks.get(contrast.candidate, Look(color)).colour
+        color = drawing.look_of(contrast.pairs[0][1]).colour
         text = f"{text}, {sides}"
     for smooth in sorted({0.0, options.smooth}):
         ratios = pair_ratios(contrast.pairs, name, options.x_axis, smooth)

@@ -217,9 +217,12 @@ def _contrast_notes(
         if not any(name in (group.optimizer, group.name, *(run.id for run in group.runs)) for group in groups):
             yield f"No optimizer, group or counted run is called '{clip(name, 100)}': there is nothing to compare with."
             return
+    if len(contrasts) == 1 and (differs := contrasts[0].differs):
+        settings = listed(f"{key} ({values})" for key, values in differs.items())
+        yield f"{contrasts[0].baseline} and {contrasts[0].candidate} also differ in {settings}."
+    elif differing := {key: "" for contrast in contrasts for key in contrast.differs}:
+        yield f"The two sides of the ratios also differ in {listed(differing)}."
     for contrast in contrasts[:3]:
-        if contrast.differs:
-            yield f"{contrast.baseline} and {contrast.candidate} differ in {listed(contrast.differs)} as well."
         if not contrast.same_panel and (contrast.pairs or not live):
             names = f"{contrast.baseline} and {contrast.candidate}"
             yield f"{names} have different panels: there is no ratio of their Hilbert RMS."

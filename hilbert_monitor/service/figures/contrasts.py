@@ -59,8 +59,8 @@ class Contrast:
     candidate: str = ""
     optimizers: tuple[str, str] = ("", "")
     """Those of the two sides."""
-    differs: tuple[str, ...] = ()
-    """The settings that split groups and in which the two sides differ: "lr: 0.1 against 0.2"."""
+    differs: dict[str, str] = field(default_factory=dict)
+    """The settings that split groups and in which the two sides differ: {"lr": "0.1 against 0.2"}."""
     same_panel: bool = True
     """Whether all runs of both sides have the same panel."""
     pairs: tuple[Pair, ...] = field(default=(), repr=False)
@@ -188,10 +188,10 @@ def _contrast(a: Side, b: Side, pairs: Sequence[Pair], roles: Roles) -> Contrast
     )
 
 
-def _differing_settings(a: Side, b: Side, roles: Roles) -> tuple[str, ...]:
+def _differing_settings(a: Side, b: Side, roles: Roles) -> dict[str, str]:
     names = short_names(roles.splitting)
     both = zip(roles.splitting, a.settings, b.settings, strict=True)
-    return tuple(f"{names[key]}: {one or 'none'} against {other or 'none'}" for key, one, other in both if one != other)
+    return {names[key]: f"{one or 'none'} against {other or 'none'}" for key, one, other in both if one != other}
 
 
 def _final_ratios(a: Side, b: Side) -> dict[str, float | None]:

@@ -123,7 +123,7 @@ def group_runs(runs: Sequence[RunSeries], roles: Roles, by: str = "") -> list[Gr
     members: dict[tuple[Any, ...], list[RunSeries]] = {}
     for run in runs:
         members.setdefault((run.optimizer, roles.settings(run), chosen[run.id]), []).append(run)
-    keys = sorted(members, key=lambda key: (optimizer_order(key[0]), *map(natural_order, (*key[1], key[2]))))
+    keys = sorted(members, key=lambda key: (optimizer_order(key[0]), *map(natural_order, (key[2], *key[1]))))
     names = _names(keys, roles.splitting, by)
     return [Group(name, key[0], key[1], key[2], tuple(members[key])) for name, key in zip(names, keys, strict=True)]
 
@@ -135,11 +135,11 @@ def _names(keys: Sequence[tuple[Any, ...]], splitting: Sequence[str], by: str) -
     for optimizer, settings, chosen in keys:
         own = [key for key in keys if key[0] == optimizer]
         parts = [clip(optimizer, SHOWN)]
+        if by:
+            parts.append(_part(short[by], chosen))
         for place, name in enumerate(splitting):
             if name != by and len({key[1][place] for key in own}) > 1:
                 parts.append(_part(short[name], settings[place]))
-        if by:
-            parts.append(_part(short[by], chosen))
         name = ", ".join(parts)
         taken = sum(other == name or other.startswith(f"{name} (") for other in names)
         names.append(f"{name} ({taken + 1})" if taken else name)
@@ -186,8 +186,8 @@ def differences(runs: Sequence[RunSeries], roles: Roles) -> str:
     optimizers = listed(sorted({clip(run.optimizer, SHOWN) for run in runs}, key=optimizer_order))
     sentences = [
         f"Grouped by {listed(short_names(roles.splitting).values())}." if roles.splitting else "",
-        f"{optimizers} differ in {listed(short_names(following).values())} too." if following else "",
-        f"Every run has another {listed(short_names(roles.naming).values())}." if roles.naming else "",
+        f"{optimizers} also differ in {listed(short_names(following).values())}." if following else "",
+        f"Each run has its own {listed(short_names(roles.naming).values())}." if roles.naming else "",
     ]
     return " ".join(filter(None, sentences))
 

@@ -48,7 +48,7 @@ HOVER_X: dict[Axis, str] = {"updates": "%{x:,} updates", "tokens": "%{x:,} token
 """How a hover text writes an x coordinate."""
 SHARE_TICKS = ".6~%"
 """How an axis writes shares: with as many decimals as its ticks need, so that no two read alike."""
-FEW_DECADES = 2.0
+FEW_DECADES = 2.5
 """A logarithmic axis of fewer decades has labels between the powers of ten too."""
 UNIFIED = 12
 """How many lines can share one hover box. If there are more, each line has its own."""
@@ -136,7 +136,7 @@ def figure(title: str, traces: list[Trace], options: PlotOptions, *, log: bool =
     if axis != "time":
         x["exponentformat"] = "B"
     if options.log_x:
-        x |= {"type": "log", "uirevision": f"{axis} log"}
+        x |= {"type": "log", "uirevision": f"{axis} log", "tickformat": ".4~g" if axis == "time" else "~s"}
     elif options.x0 is not None and options.x1 is not None and options.x0 < options.x1:
         x["range"] = [options.x0, options.x1]
     layout = {"uirevision": "kept", "hovermode": "x unified" if unified else "closest", "xaxis": x, "yaxis": y}

@@ -138,7 +138,7 @@ def _metrics_json(metrics: dict[str, SampleStatistics]) -> dict[str, Any]:
 
 
 def _contrast_json(c: Contrast) -> dict[str, Any]:
-    sides = {"baseline": c.baseline, "candidate": c.candidate, "differs": list(c.differs)}
+    sides = {"baseline": c.baseline, "candidate": c.candidate, "differs": c.differs}
     return {**sides, "ratios": c.ratios, "paired_difference": _difference_json(c)}
 
 

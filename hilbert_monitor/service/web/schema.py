@@ -241,7 +241,10 @@ class ContrastAnswer(_Answer):
 
     baseline: str = Field(examples=["AdamW, lr=0.004"])
     candidate: str = Field(examples=["RowNorm, lr=0.004"])
-    differs: list[str] = Field(description="Settings in which the two differ besides what follows from the optimizer.")
+    differs: dict[str, str] = Field(
+        description="Settings in which the two differ besides what follows from the optimizer.",
+        examples=[{"lr": "0.004 against 0.1"}],
+    )
     ratios: dict[str, Ratio]
     difference: Difference
 

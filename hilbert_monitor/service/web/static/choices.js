@@ -35,14 +35,14 @@ export class Choices {
   }
 
   /** Show what an answer offers, and what the address has chosen. */
-  show({ keys = [], groups = [], measured = [] }) {
+  show({ keys = [], groups = [], measured = [], sides: usual }) {
     const optimizers = [...new Set(groups.map(({ optimizer }) => optimizer))];
     const names = groups.map(({ name }) => name).filter((name) => !optimizers.includes(name));
     const members = groups.flatMap((group) => group.runs).map((id) => [id, runs.get(id)?.label || id]);
     const sides = [["Optimizers", optimizers], ["Groups", names], ["Runs", members]];
     this.by.show([["", keys]], keys.length ? "Nothing else" : "Nothing: no setting differs");
-    this.base.show(sides, "The usual");
-    this.over.show(sides, "The usual");
+    this.base.show(sides, get("base") ? "The usual" : usual[0]);
+    this.over.show(sides, get("over") ? "The usual" : usual[1]);
     const chosen = chosenPanels();
     const offered = METRICS.filter(({ key }) => measured.includes(key) && !chosen.includes(key));
     renew(this.metric, offered, () => [
@@ -53,7 +53,7 @@ export class Choices {
     this.logx.checked = get("logx") === "1";
     const more = [
       get("by") && `split by ${get("by")}`,
-      (get("base") || get("over")) && `ratio of ${get("base") ?? "the usual"} to ${get("over") ?? "the usual"}`,
+      (get("base") || get("over")) && `ratio of ${usual.join(" to ")}`,
       chosen.length && plural(chosen.length, "more panel"),
       get("logx") === "1" && "logarithmic x",
     ];

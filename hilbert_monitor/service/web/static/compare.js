@@ -172,10 +172,13 @@ export class Compare {
   }
 
   lede(answer) {
-    const counts = Object.entries(answer.optimizers).map(([name, spreads]) => `${most(spreads)} ${name}`);
+    const whole = answer.groups.every(({ name, optimizer }) => name === optimizer);
+    const counts = Object.entries(answer.optimizers).map(([name, spreads]) =>
+      whole ? `${most(spreads)} ${name}` : `${name} (${plural(most(spreads), "run")})`);
     const [groups, pairs] = [counts.length, (answer.pairs ?? []).length];
-    const all = groups > 6 ? `${plural(answer.counted.length, "run")} in ${groups} groups` : counts.join("; ");
-    const paired = pairs ? `; ${plural(pairs, "pair")} by seed and panel` : "";
+    const all = groups > 6 ? `${plural(answer.counted.length, "run")} in ${groups} groups` : counts.join(whole ? ", " : "; ");
+    const how = get("base") || get("over") ? "" : " by seed and panel";
+    const paired = pairs ? `; ${plural(pairs, "pair")}${how}` : "";
     return [`${all || "No runs counted"}${paired}.`, answer.about].filter(Boolean).join(" ");
   }
 
