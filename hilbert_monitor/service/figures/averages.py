@@ -8,7 +8,7 @@ a run begins or ends, as the mean time jumps there, and where a run paused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,8 +99,8 @@ def _mean_curve(curves: Sequence[Series], axis: Axis, smooth: float, spread: boo
     rows = count > 0
     columns: tuple[Any, ...] = (np.where(np.isfinite(mean), mean, np.nan), deviation, count, smallest)
     if not rows.all():
-        keys, columns = keys[rows], tuple(column[rows] for column in columns)
-    x, breaks = _places(curves, keys, axis)
+        columns = tuple(column[rows] for column in columns)
+    x, breaks = _places(zip(curves, positions, strict=True), keys, rows, axis)
     return MeanCurve(*(x, *columns, breaks))
 
 
@@ -118,7 +118,8 @@ def ratio_curve(pairs: Sequence[tuple[Series, Series]], axis: Axis, *, smooth: f
             count[at] += 1
         ratio = numerator / denominator
     paired = count > 0
-    x, breaks = _places([curve for pair in pairs for curve in pair], keys[paired], axis)
+    curves = zip((curve for pair in pairs for curve in pair), positions, strict=True)
+    x, breaks = _places(curves, keys, paired, axis)
     return RatioCurve(x, np.where(np.isfinite(ratio), ratio, np.nan)[paired], count[paired], breaks)
 
 
@@ -204,17 +205,29 @@ def _deviation_and_smallest(curves: Sequence[_AlignedCurve], mean: Floats, count
     return np.where((count > 1) & np.isfinite(deviation), deviation, np.nan), smallest
 
 
-def _places(curves: Sequence[Series], keys: Keys, axis: Axis) -> tuple[Floats, Breaks]:
-    """The x coordinates of combined points, and where the line between them is broken."""
+def _places(
+    curves: Iterable[tuple[Series, Positions]], keys: Keys, rows: NDArray[np.bool_], axis: Axis
+) -> tuple[Floats, Breaks]:
+    """The x coordinates of combined points, and where the line between them is broken.
+
+    Args:
+        curves: curves, and their positions among the keys.
+        keys: what all points are matched by.
+        rows: those of the keys that have a point.
+        axis: the x axis.
+    """
     if axis != "time":
-        return keys.astype(np.float64), np.zeros(len(keys), bool)
+        return keys[rows].astype(np.float64), np.zeros(np.count_nonzero(rows), bool)
     total, under_way = np.zeros(len(keys)), np.zeros(len(keys), np.int64)
-    for curve in curves:
-        part = slice(*np.searchsorted(keys, (curve.steps[0], curve.steps[-1] + 1)))
-        total[part] += np.interp(keys[part], curve.steps, curve.x(axis))
+    for curve, at in curves:
+        part, seconds = at, curve.times - curve.start_time
+        if not isinstance(at, slice):  # it measured at some of these steps, and made the others too
+            part = slice(int(at[0]), int(at[-1]) + 1)
+            seconds = np.interp(keys[part], curve.steps, seconds)
+        total[part] += seconds
         under_way[part] += 1
-    hours = total / np.maximum(under_way, 1)
-    breaks = pauses(keys, hours)
+    hours, under_way = total[rows] / (3600 * np.maximum(under_way[rows], 1)), under_way[rows]
+    breaks = pauses(keys[rows], hours)
     breaks[1:] |= np.diff(under_way) != 0
     return hours, breaks
 

@@ -81,13 +81,20 @@ def find_roles(runs: Sequence[RunSeries]) -> Roles:
     values = differing([run.settings for run in runs])
     settings = {run.id: own for run, own in zip(runs, values, strict=True)}
     keys = sorted({key for run in judged for key in settings[run.id]})
-    different = {(run.optimizer, run.seed, *sorted(settings[run.id].items())) for run in judged}
+    columns = {key: [settings[run.id].get(key) for run in judged] for key in keys}
+    columns = {key: texts for key, texts in columns.items() if len({*texts}) > 1}
+    different = _count_different(judged, columns)
     roles: dict[str, list[str]] = {"splitting": [], "following": [], "seeding": [], "naming": []}
-    for key in keys:
-        texts = [settings[run.id].get(key) for run in judged]
-        if len({*texts}) > 1:
-            roles[_role(key, texts, judged, len(different))].append(key)
+    for key, texts in columns.items():
+        roles[_role(key, texts, judged, different)].append(key)
     return Roles(**{role: tuple(names) for role, names in roles.items()}, values=settings)
+
+
+def _count_different(runs: Sequence[RunSeries], columns: dict[str, list[str | None]]) -> int:
+    """How many runs differ in more than a name that each run has for itself. Others are one run, made again."""
+    names = {key for key, texts in columns.items() if len({*texts}) == len(runs) and all(map(_is_name, texts))}
+    told = [texts for key, texts in columns.items() if key not in names]
+    return len({*zip([run.optimizer for run in runs], [run.seed for run in runs], *told, strict=True)})
 
 
 def _role(key: str, texts: Sequence[str | None], runs: Sequence[RunSeries], different: int) -> str:
@@ -96,8 +103,8 @@ def _role(key: str, texts: Sequence[str | None], runs: Sequence[RunSeries], diff
     pairs = {(run.optimizer, text) for run, text in zip(runs, texts, strict=True)}
     if len(pairs) == len({run.optimizer for run in runs}):
         return "following"
-    is_unique = len({*texts}) == different  # runs that agree in everything are one run, made again
-    return "naming" if is_unique and all(_is_name(text) for text in texts) else "splitting"
+    is_unique = len({*texts}) in (len(runs), different)
+    return "naming" if is_unique and all(map(_is_name, texts)) else "splitting"
 
 
 def _is_name(text: str | None) -> bool:

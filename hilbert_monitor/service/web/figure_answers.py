@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from hilbert_monitor.runs.json_values import plain
 from hilbert_monitor.service.figures import compare_figures, compare_tables, run_figures
-from hilbert_monitor.service.figures.axes import axes
+from hilbert_monitor.service.figures.axes import axes, with_axis
 from hilbert_monitor.service.figures.comparison import Comparison, compare
 from hilbert_monitor.service.figures.contrasts import Contrast
 from hilbert_monitor.service.figures.final_values import SampleStatistics
@@ -109,6 +109,7 @@ class FigureAnswers:
 
 
 def _figures(comparison: Comparison, options: PlotOptions, choices: Choices) -> dict[str, Any]:
+    options = with_axis(options, comparison.runs)
     figures = {name: draw(comparison, options) for name, draw in compare_figures.PANELS.items()}
     return figures | {name: compare_figures.metric_panel(name)(comparison, options) for name in choices.panels}
 
