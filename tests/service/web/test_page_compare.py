@@ -76,9 +76,9 @@ def write_models(root):
     write("single", "Lion", 1, steps(0.75))
     wild = {"train_loss": 1000.0, "validation_loss": 1000.0}
     for seed in (0, 1):
-        write("broken", "AdamW", seed, steps(0.5, ceiling=0.501))
+        write("broken", "AdamW", seed, steps(lambda step: 0.5 - 0.005 / step, ceiling=0.5))
     write("broken", "AdamW", 2, steps(0.5, **wild), ValueError("lost"))
-    for decades in (0.02, 0.6, 1.2, 1.9, 2.3, 7.0, 40.0):
+    for decades in (0.02, 0.6, 1.2, 1.5, 1.9, 2.3, 7.0, 40.0):
         spread = lambda step, decades=decades: 0.013 * 10 ** (decades * (step - 1) / 59)  # noqa: E731
         write(f"decades {decades}", "AdamW", 0, steps(spread))
 
@@ -264,7 +264,7 @@ def test_no_two_ticks_of_shares_read_alike(show):
     assert len({*shown}) == len(shown)
 
 
-@pytest.mark.parametrize("decades", [0.02, 0.6, 1.2, 1.9, 2.3, 7.0, 40.0])
+@pytest.mark.parametrize("decades", [0.02, 0.6, 1.2, 1.5, 1.9, 2.3, 7.0, 40.0])
 def test_a_logarithmic_axis_has_several_readable_labels_whatever_its_range(compare, decades):
     page = compare(f"model=decades {decades}")
     shown = labels(page, "diameter")
