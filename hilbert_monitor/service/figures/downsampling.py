@@ -40,3 +40,25 @@ def downsample(columns: Sequence[Floats], points: int = POINTS) -> NDArray[np.in
             values = np.where(np.isinf(values), np.nan, values)
         indices.append(_min_max.downsample(values, n_out=2 * stretches).astype(np.int64))
     return np.unique(np.concatenate(indices))
+
+
+def log_downsample(columns: Sequence[Floats], x: Floats, points: int = POINTS) -> NDArray[np.int64]:
+    """Choose which rows to draw on a logarithmic x axis, where every doubling of x has the same room.
+
+    Args:
+        columns: columns of equal length.
+        x: their x coordinates, increasing where they are positive.
+        points: how many rows to keep at most, about.
+    """
+    length = len(columns[0])
+    positive = np.flatnonzero(x > 0)
+    if length <= points or not len(positive):
+        return downsample(columns, points)
+    first = float(x[positive[0]])
+    doublings = int(np.log2(max(float(x[positive].max()) / first, 1.0))) + 1
+    edges = np.unique([0, *np.searchsorted(x, first * 2.0 ** np.arange(1, doublings)), length])
+    parts = list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
+    share = max(points // len(parts), 2)
+    return np.concatenate(
+        [start + downsample([column[start:stop] for column in columns], share) for start, stop in parts]
+    )

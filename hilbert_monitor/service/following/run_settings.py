@@ -21,9 +21,26 @@ COUNT = 2000
 
 def settings(info: RunInfo) -> dict[str, str]:
     """A run's configuration and what it ran on, flat: {"optimizer.lr": "0.1"}."""
-    environment = {"versions": info.versions, "ranks": info.world_size, "panel": info.panel_hash}
+    return _texts({**info.config, **_environment(info)})
+
+
+def configuration(info: RunInfo) -> dict[str, str]:
+    """A run's configuration alone, flat."""
+    return _texts(info.config)
+
+
+def environment(info: RunInfo) -> dict[str, str]:
+    """What a run ran on: versions, ranks, panel. Flat."""
+    return _texts(_environment(info))
+
+
+def _environment(info: RunInfo) -> dict[str, Any]:
+    return {"versions": info.versions, "ranks": info.world_size, "panel": info.panel_hash}
+
+
+def _texts(values: dict[str, Any]) -> dict[str, str]:
     texts: dict[str, str] = {}
-    for key, text in _flat({**info.config, **environment}):
+    for key, text in _flat(values):
         texts.setdefault(clip(key, TEXT), clip(text, TEXT))
         if len(texts) == COUNT:
             break

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from hilbert_monitor.runs.panels import PANELS
 from hilbert_monitor.service.figures import compare_figures
-from hilbert_monitor.service.figures.comparison import BASELINE, CANDIDATE, METRIC_NAMES, Comparison
+from hilbert_monitor.service.figures.comparison import Comparison
+from hilbert_monitor.service.figures.final_values import METRIC_NAMES
 from hilbert_monitor.service.figures.plot_options import PlotOptions
 from hilbert_monitor.service.figures.style import Figure
 
@@ -59,14 +60,13 @@ def write_svg(some: Sequence[Illustration], folder: Path) -> None:
 
 
 def _of_comparison(c: Comparison) -> list[Illustration]:
-    runs, excluded = (*c.counted, *c.excluded), {run.id for run in c.excluded}
     titles = {
         "loss": "Loss",
         "diameter": "Row diameter of a step",
         "perturbation": "Hilbert RMS perturbation",
-        "ratio": f"{BASELINE} over {CANDIDATE}",
+        "ratio": " over ".join(c.sides),
     }
-    drawn = {name: draw(runs, PlotOptions(seeds=True), excluded) for name, draw in compare_figures.PANELS.items()}
+    drawn = {name: draw(c, PlotOptions(seeds=True)) for name, draw in compare_figures.PANELS.items()}
     return [
         Illustration(name, titles[name], " ".join(_caption(c, name, figure)), figure)
         for name, figure in drawn.items()
@@ -94,8 +94,8 @@ def stems(models: Sequence[str]) -> list[str]:
 def _caption(c: Comparison, name: str, figure: Figure) -> Iterator[str]:
     """The sentences of a caption."""
     if name == "ratio":
-        pairs = f"over the {plural(len(c.pairs), 'pair')} of runs with one seed, model and panel"
-        yield f"{BASELINE}'s mean over {CANDIDATE}'s, of D(S) and of the Hilbert RMS, {pairs}."
+        pairs = f"over {plural(len(c.pairs), 'pair')} of runs with one seed, model and panel"
+        yield f"The mean of {c.sides[0]} over that of {c.sides[1]}, of D(S) and of the Hilbert RMS, {pairs}."
         return
     field = {"loss": "validation_loss", "diameter": "diameter", "perturbation": "perturbation_rms"}[name]
     yield {

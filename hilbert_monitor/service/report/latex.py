@@ -6,7 +6,8 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from hilbert_monitor.service.figures.comparison import BASELINE, CANDIDATE, Comparison, SampleStatistics
+from hilbert_monitor.service.figures.comparison import Comparison
+from hilbert_monitor.service.figures.final_values import SampleStatistics
 from hilbert_monitor.service.following.published import PAPER
 from hilbert_monitor.service.following.text import clip
 
@@ -91,15 +92,16 @@ def _numbers(metrics: Mapping[str, Value]) -> Iterator[str]:
 
 
 def _comparing_rows(c: Comparison) -> Iterator[str]:
-    """The ratios and the difference of AdamW and RowNorm, if there are runs of both."""
-    if not {BASELINE, CANDIDATE} <= c.optimizers.keys():
-        return
-    yield r"    \midrule"
-    ratios = (_number(SampleStatistics(c.ratios[metric]), _factor) for metric in ("step_diameter", "perturbation_rms"))
-    yield f"    {BASELINE} / {CANDIDATE} & & {' & '.join(ratios)} & \\\\"
-    if c.difference.mean is not None:
-        difference = _number(c.difference, lambda value: _fixed(value, "+"))
-        yield f"    {CANDIDATE} $-$ {BASELINE} & {difference} & & & {plural(c.difference.runs, 'pair')} \\\\"
+    """The ratios and the differences of the sides that are compared."""
+    if c.contrasts:
+        yield r"    \midrule"
+    for contrast in c.contrasts:
+        a, b = escape(contrast.baseline), escape(contrast.candidate)
+        ratios = (_number(SampleStatistics(ratio), _factor) for ratio in contrast.ratios.values())
+        yield f"    {a} / {b} & & {' & '.join(ratios)} & \\\\"
+        if contrast.difference.mean is not None:
+            difference = _number(contrast.difference, lambda value: _fixed(value, "+"))
+            yield f"    {b} $-$ {a} & {difference} & & & {plural(contrast.difference.runs, 'pair')} \\\\"
 
 
 # Numbers

@@ -9,7 +9,7 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
-from hilbert_monitor.service.figures.comparison import SampleStatistics
+from hilbert_monitor.service.figures.final_values import SampleStatistics
 from hilbert_monitor.service.figures.style import colour
 from hilbert_monitor.service.following.published import Figure
 from hilbert_monitor.service.following.text import clip

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from hilbert_monitor.service.figures.comparison import BASELINE, CANDIDATE, Comparison, SampleStatistics
+from hilbert_monitor.service.figures.comparison import BASELINE, CANDIDATE, Comparison
+from hilbert_monitor.service.figures.contrasts import Contrast
+from hilbert_monitor.service.figures.final_values import SampleStatistics
+from hilbert_monitor.service.figures.looks import looks
 from hilbert_monitor.service.following.published import PAPER, Figure, Published
 
 from .illustrations import Illustration
@@ -14,7 +17,6 @@ from .markup import (
     TIMES,
     Value,
     absolute_difference,
-    dot,
     factor,
     fixed,
     plural,
@@ -39,7 +41,7 @@ def model_section(c: Comparison, some: Sequence[Illustration], *, first: int, wi
         with_title: whether the section needs a title, because there are several.
     """
     title = f"<h2>{text(c.model)}</h2>" if with_title or c.model in PAPER else ""
-    notes = "".join(f"<li>{text(note, 1000)}</li>" for note in (*c.notes, *_length_notes(c)))
+    notes = "".join(f"<li>{text(note, 1000)}</li>" for note in filter(None, (c.about, *c.notes, *_length_notes(c))))
     notes = f'<ul class="notes">{notes}</ul>' if notes else ""
     figures = "".join(_figure(one, number, c.model) for number, one in enumerate(some, first))
     section = f'{title}{_cards(c)}{_table(c)}{notes}<div class="figures">{figures}</div>'
@@ -58,35 +60,41 @@ def _length_notes(c: Comparison) -> Iterator[str]:
 
 
 def _cards(c: Comparison) -> str:
-    """The two ratios and the difference in validation loss, in large type."""
+    """The two ratios and the difference in validation loss, in large type; nothing if there are several contrasts."""
+    paper = _paper_of(c, c.contrast)
     cards = [
-        _ratio_card(c, "step_diameter", "steps", "Row diameter D(S)"),
-        _ratio_card(c, "perturbation_rms", "perturbation", "Hilbert RMS on the panel"),
-        _difference_card(c, PAPER.get(c.model)),
+        _ratio_card(c.contrast, "step_diameter", "steps", "Row diameter D(S)", paper),
+        _ratio_card(c.contrast, "perturbation_rms", "perturbation", "Hilbert RMS on the panel", paper),
+        _difference_card(c.contrast, paper),
     ]
     content = "".join(cards)
     return f'<div class="hero">{content}</div>' if content else ""
 
 
-def _ratio_card(c: Comparison, metric: str, noun: str, title: str) -> str:
-    ratio, paper = c.ratios[metric], PAPER.get(c.model)
+def _paper_of(c: Comparison, contrast: Contrast) -> Published | None:
+    """The paper's numbers of this model, if the contrast is the paper's."""
+    return PAPER.get(c.model) if (contrast.baseline, contrast.candidate) == (BASELINE, CANDIDATE) else None
+
+
+def _ratio_card(c: Contrast, metric: str, noun: str, title: str, paper: Published | None) -> str:
+    ratio = c.ratios[metric]
     if ratio is None or ratio <= 0:
         return ""
     size, word = (ratio, "smaller") if ratio >= 1 else (1 / ratio, "larger")
     number = f"{size:,.{1 if size < 1000 else 0}f}{TIMES}"
     label = f"{word if size >= 1.05 else 'the'} {noun}"
     in_paper = f"; in the paper {paper.ratios[metric].mean}{TIMES}" if paper else ""
-    return _card(number, label, f"{title}, {CANDIDATE} against {BASELINE}{in_paper}")
+    return _card(number, label, f"{title}, {c.candidate} against {c.baseline}{in_paper}")
 
 
-def _difference_card(c: Comparison, paper: Published | None) -> str:
+def _difference_card(c: Contrast, paper: Published | None) -> str:
     d = c.difference
     if d.mean is None:
         return ""
     deviation = f" ± {d.deviation:.4f}" if d.deviation is not None else ""
     below = f"; below at {c.below} of {plural(c.checkpoints, 'checkpoint')}" if c.checkpoints else ""
     in_paper = f"; in the paper {signed(paper.difference.mean)}" if paper else ""
-    details = f"{CANDIDATE} minus {BASELINE}{deviation}, {plural(d.runs, 'pair')}{below}{in_paper}"
+    details = f"{c.candidate} minus {c.baseline}{deviation}, {plural(d.runs, 'pair')}{below}{in_paper}"
     return _card(signed(d.mean), "validation loss", details)
 
 
@@ -99,16 +107,29 @@ def _card(number: str, label: str, details: str) -> str:
 
 def _table(c: Comparison) -> str:
     """The table of the paper, with the numbers of these runs."""
-    paper = PAPER.get(c.model)
-    rows = [(dot(name) + text(name), _optimizer_cells(name, metrics, paper)) for name, metrics in c.optimizers.items()]
-    if {BASELINE, CANDIDATE} <= c.optimizers.keys():
-        ratios = [_ratio_cell(c, metric, paper) for metric in c.ratios]
-        rows.append((f"{BASELINE} / {CANDIDATE}", ["", *ratios, ""]))
-        in_paper = paper.difference if paper else None
-        difference = _with_paper(c.difference, in_paper, signed_fixed, absolute_difference)
-        rows.append((f"{CANDIDATE} {MINUS} {BASELINE}", [difference, "", "", plural(c.difference.runs, "pair")]))
+    paper, how = PAPER.get(c.model), looks(c.groups)
+    rows = [
+        (
+            f'<i class="dot" style="background:{how[name].colour}"></i>{text(name)}',
+            _optimizer_cells(name, metrics, paper),
+        )
+        for name, metrics in c.optimizers.items()
+    ]
+    for contrast in c.contrasts:
+        rows += _contrast_rows(contrast, _paper_of(c, contrast))
     several = any(s.runs > 1 for metrics in c.optimizers.values() for s in metrics.values())
     return table(HEADS, rows, f"Final values{': mean ± one sample standard deviation over seeds' if several else ''}")
+
+
+def _contrast_rows(c: Contrast, paper: Published | None) -> list[tuple[str, list[str]]]:
+    """The ratios of two sides, and the difference of their losses."""
+    ratios = [_ratio_cell(c.ratios[metric], paper.ratios[metric] if paper else None) for metric in c.ratios]
+    difference = _with_paper(c.difference, paper.difference if paper else None, signed_fixed, absolute_difference)
+    a, b = text(c.baseline), text(c.candidate)
+    return [
+        (f"{a} / {b}", ["", *ratios, ""]),
+        (f"{b} {MINUS} {a}", [difference, "", "", plural(c.difference.runs, "pair")]),
+    ]
 
 
 def _optimizer_cells(name: str, metrics: dict[str, SampleStatistics], paper: Published | None) -> list[str]:
@@ -121,9 +142,8 @@ def _optimizer_cells(name: str, metrics: dict[str, SampleStatistics], paper: Pub
     return [loss, *geometry, str(max(s.runs for s in metrics.values()))]
 
 
-def _ratio_cell(c: Comparison, metric: str, paper: Published | None) -> str:
-    in_paper = paper.ratios[metric] if paper else None
-    return _with_paper(SampleStatistics(c.ratios[metric]), in_paper, factor, relative_difference)
+def _ratio_cell(ratio: float | None, paper: Figure | None) -> str:
+    return _with_paper(SampleStatistics(ratio), paper, factor, relative_difference)
 
 
 def _with_paper(

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from hilbert_monitor.runs.record import Alert
-from hilbert_monitor.service.figures.comparison import METRICS, final_value
+from hilbert_monitor.service.figures.final_values import METRICS, final_value
 from hilbert_monitor.service.figures.series import CURVES, RunSeries
 from hilbert_monitor.service.following.run_settings import settings
 from hilbert_monitor.service.following.text import clip

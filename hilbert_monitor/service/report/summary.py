@@ -15,19 +15,13 @@ import numpy as np
 from hilbert_monitor.runs.log import RunReader, RunState, find_runs
 from hilbert_monitor.runs.record import Alert, RunInfo
 from hilbert_monitor.service.figures import run_figures
-from hilbert_monitor.service.figures.comparison import (
-    BASELINE,
-    CANDIDATE,
-    METRIC_NAMES,
-    METRICS,
-    Comparison,
-    SampleStatistics,
-    final_value,
-)
+from hilbert_monitor.service.figures.comparison import BASELINE, CANDIDATE, Comparison
+from hilbert_monitor.service.figures.contrasts import Contrast
+from hilbert_monitor.service.figures.final_values import METRIC_NAMES, METRICS, SampleStatistics, final_value
 from hilbert_monitor.service.figures.series import CURVES, RunSeries, read_run, read_table, run_series
 from hilbert_monitor.service.figures.style import Figure
 from hilbert_monitor.service.following.columns import Table
-from hilbert_monitor.service.following.published import PAPER
+from hilbert_monitor.service.following.published import PAPER, Published
 from hilbert_monitor.service.following.published import Figure as PublishedFigure
 from hilbert_monitor.service.following.snapshot import UNKNOWN
 from hilbert_monitor.service.following.text import clip, csv_lines
@@ -96,16 +90,33 @@ def _mean_efficiency(table: Table) -> Iterator[tuple[str, float]]:
 
 
 def headline(comparison: Comparison) -> str:
-    """One line with a model's ratios and its difference in validation loss."""
-    names = {"step_diameter": "row diameter", "perturbation_rms": "Hilbert RMS"}
+    """The ratios of a model and its difference in validation loss, in a line for each setting; and what else differs.
+
+    Without a ratio it has the final values of each group.
+    """
+    lines = [_contrast_line(contrast) for contrast in comparison.contrasts] or list(_group_lines(comparison))
+    text = "\n".join(f"{clip(comparison.model, 60)}, {line}" for line in lines)
+    return f"{text}\n{comparison.about}" if comparison.about else text
+
+
+RATIO_NAMES = {"step_diameter": "row diameter", "perturbation_rms": "Hilbert RMS"}
+
+
+def _contrast_line(contrast: Contrast) -> str:
+    a, b = contrast.baseline, contrast.candidate
     ratios = [
-        f"{name} {ratio:,.1f}" for metric, name in names.items() if (ratio := comparison.ratios[metric]) is not None
+        f"{name} {ratio:,.1f}" for metric, name in RATIO_NAMES.items() if (ratio := contrast.ratios[metric]) is not None
     ]
-    text = f"{BASELINE} / {CANDIDATE}: {', '.join(ratios)}" if ratios else f"no ratio of {BASELINE} to {CANDIDATE}"
-    difference = comparison.difference.mean
-    if difference is not None:
-        text += f"; {CANDIDATE} - {BASELINE}: loss {difference:+.4f}"
-    return f"{clip(comparison.model, 60)}, {text}"
+    text = f"{a} / {b}: {', '.join(ratios)}" if ratios else f"no ratio of {a} to {b}"
+    difference = contrast.difference.mean
+    return text if difference is None else f"{text}; {b} - {a}: loss {difference:+.4f}"
+
+
+def _group_lines(comparison: Comparison) -> Iterator[str]:
+    names = {"validation_loss": "validation loss", **RATIO_NAMES}
+    for group, metrics in comparison.optimizers.items():
+        means = [f"{text} {mean:.4g}" for name, text in names.items() if (mean := metrics[name].mean) is not None]
+        yield f"{group}: {', '.join(means) or 'no value yet'}"
 
 
 # JSON
@@ -117,7 +128,9 @@ def as_json(runs: Sequence[ReportedRun], comparisons: Sequence[Comparison]) -> d
     return {
         "optimizers": {c.model: {name: _metrics_json(m) for name, m in c.optimizers.items()} for c in comparisons},
         "ratios": {c.model: c.ratios for c in comparisons},
-        "paired_difference": {c.model: _difference_json(c) for c in comparisons},
+        "paired_difference": {c.model: _difference_json(c.contrast) for c in comparisons},
+        "contrasts": {c.model: [_contrast_json(contrast) for contrast in c.contrasts] for c in comparisons},
+        "about": {c.model: c.about for c in comparisons},
         "notes": {c.model: list(c.notes) for c in comparisons},
         "runs": [_run_json(run, counted=run.series.id in counted) for run in runs],
     }
@@ -132,7 +145,12 @@ def _metrics_json(metrics: dict[str, SampleStatistics]) -> dict[str, Any]:
     return {name: {"mean": s.mean, "deviation": s.deviation, "runs": s.runs} for name, s in metrics.items()}
 
 
-def _difference_json(c: Comparison) -> dict[str, Any]:
+def _contrast_json(c: Contrast) -> dict[str, Any]:
+    sides = {"baseline": c.baseline, "candidate": c.candidate, "differs": c.differs}
+    return {**sides, "ratios": c.ratios, "paired_difference": _difference_json(c)}
+
+
+def _difference_json(c: Contrast) -> dict[str, Any]:
     d = c.difference
     statistics = {"mean": d.mean, "deviation": d.deviation, "pairs": d.runs}
     return {**statistics, "below": c.below, "checkpoints": c.checkpoints}
@@ -172,13 +190,19 @@ def _table_rows(c: Comparison) -> Iterator[tuple[Any, ...]]:
         for metric, s in metrics.items():
             paper = published.optimizers.get(name, {}).get(metric) if published else None
             yield c.model, name, metric, s.runs, s.mean, s.deviation, *_paper_cells(paper)
-    for metric, ratio in c.ratios.items():
+    for contrast in c.contrasts:
+        yield from _contrast_rows(c.model, contrast, published)
+
+
+def _contrast_rows(model: str, contrast: Contrast, published: Published | None) -> Iterator[tuple[Any, ...]]:
+    a, b, d = contrast.baseline, contrast.candidate, contrast.difference
+    if (a, b) != (BASELINE, CANDIDATE):
+        published = None
+    for metric, ratio in contrast.ratios.items():
         paper = published.ratios[metric] if published else None
-        yield c.model, f"{BASELINE} / {CANDIDATE}", metric, None, ratio, None, *_paper_cells(paper)
-    d = c.difference
+        yield model, f"{a} / {b}", metric, None, ratio, None, *_paper_cells(paper)
     paper = published.difference if published else None
-    label = f"{CANDIDATE} - {BASELINE}"
-    yield c.model, label, "validation_loss", d.runs, d.mean, d.deviation, *_paper_cells(paper)
+    yield model, f"{b} - {a}", "validation_loss", d.runs, d.mean, d.deviation, *_paper_cells(paper)
 
 
 def _paper_cells(paper: PublishedFigure | None) -> tuple[float | None, float | None]:

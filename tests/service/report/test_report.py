@@ -302,7 +302,7 @@ def test_the_folder_of_a_single_run_is_accepted(tmp_path):
     folder = write_run(tmp_path / "runs").folder
     code, text = invoke("report", folder, "--out", tmp_path / "one.html")
     assert code == 0, text
-    assert "no ratio of AdamW to RowNorm" in text
+    assert "tiny, AdamW: validation loss 3, row diameter 0.5, Hilbert RMS 0.25" in text
     assert "written to" in text
 
 

@@ -34,7 +34,7 @@ def test_captions_say_what_lines_and_bands_are_and_over_how_many_seeds(tmp_path)
     for name in ("loss", "diameter", "perturbation"):
         assert bands in captions[name]
         assert "Dotted" not in captions[name]
-    assert "over the 3 pairs of runs with one seed, model and panel" in captions["ratio"]
+    assert "over 3 pairs of runs with one seed, model and panel" in captions["ratio"]
     text = ParsedPage(page_of(tmp_path)).text
     assert f"Figure 1. Loss. Validation loss, and thinner the mean training loss. {bands}" in text
     assert "Figure 4. AdamW over RowNorm." in text

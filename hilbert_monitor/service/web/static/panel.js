@@ -91,7 +91,7 @@ export class Panel {
       fixedrange: TOUCH.matches,
       title: { ...given.xaxis?.title, font: { size: 12 } },
     };
-    if (range) Object.assign(layout.xaxis, { range: [...range], autorange: false });
+    if (range) Object.assign(layout.xaxis, { range: onAxis(range, given.xaxis), autorange: false });
     if (mark !== null) layout.shapes = [...(given.shapes ?? []), marker(mark)];
     return layout;
   }
@@ -100,7 +100,8 @@ export class Panel {
     const { plot, group } = this;
     plot.on("plotly_relayout", (changed) => {
       const [first, last] = [changed["xaxis.range[0]"], changed["xaxis.range[1]"]];
-      if (first !== undefined && last !== undefined) group.zoom(Number(first), Number(last));
+      const place = (end) => (plot._fullLayout.xaxis.type === "log" ? 10 ** Number(end) : Number(end));
+      if (first !== undefined && last !== undefined) group.zoom(place(first), place(last));
     });
     plot.on("plotly_doubleclick", () => group.reset());
     plot.on("plotly_hover", ({ points, xvals }) => {
@@ -210,6 +211,11 @@ export class Panel {
 function shownAs(trace, hidden) {
   const uid = trace.uid?.replace(/[^A-Za-z0-9-]/g, (sign) => `_${sign.codePointAt(0).toString(16)}`);
   return { ...trace, ...(uid && { uid }), ...(hidden.has(keyOf(trace)) && { visible: false }) };
+}
+
+/** A range of x as Plotly wants it: on a logarithmic axis the logarithms, and no zero. */
+function onAxis([first, last], axis) {
+  return axis?.type === "log" ? [first > 0 ? first : last / 1e6, last].map(Math.log10) : [first, last];
 }
 
 const pick = (colour) => (Array.isArray(colour) ? colour[0] : colour);
