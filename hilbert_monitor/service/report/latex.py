@@ -13,6 +13,7 @@ from hilbert_monitor.service.following.text import clip
 
 from .illustrations import stems
 from .markup import Value, plural
+from .sides import sides
 
 SPECIAL = {
     "\\": r"\textbackslash{}",
@@ -92,16 +93,19 @@ def _numbers(metrics: Mapping[str, Value]) -> Iterator[str]:
 
 
 def _comparing_rows(c: Comparison) -> Iterator[str]:
-    """The ratios and the differences of the sides that are compared."""
+    """Ratios and difference of two sides in two rows, as in the paper; in one row if there are several contrasts."""
     if c.contrasts:
         yield r"    \midrule"
     for contrast in c.contrasts:
-        a, b = escape(contrast.baseline), escape(contrast.candidate)
-        ratios = (_number(SampleStatistics(ratio), _factor) for ratio in contrast.ratios.values())
-        yield f"    {a} / {b} & & {' & '.join(ratios)} & \\\\"
-        if contrast.difference.mean is not None:
-            difference = _number(contrast.difference, lambda value: _fixed(value, "+"))
-            yield f"    {b} $-$ {a} & {difference} & & & {plural(contrast.difference.runs, 'pair')} \\\\"
+        a, b, shared = map(escape, sides(contrast))
+        ratios = " & ".join(_number(SampleStatistics(ratio), _factor) for ratio in contrast.ratios.values())
+        difference = _number(contrast.difference, lambda value: _fixed(value, "+"))
+        pairs = plural(contrast.difference.runs, "pair")
+        if len(c.contrasts) > 1:
+            yield rf"    {b} against {a}{shared} & {difference} & {ratios} & {pairs} \\"
+        else:
+            yield rf"    {a} / {b}{shared} & & {ratios} & \\"
+            yield rf"    {b} $-$ {a}{shared} & {difference} & & & {pairs} \\"
 
 
 # Numbers

@@ -27,6 +27,7 @@ from .markup import (
     table,
     text,
 )
+from .sides import sides
 
 HEADS = ("LM head", "Validation loss", "D(S)", "Hilbert RMS", "Runs")
 
@@ -115,21 +116,31 @@ def _table(c: Comparison) -> str:
         )
         for name, metrics in c.optimizers.items()
     ]
-    for contrast in c.contrasts:
-        rows += _contrast_rows(contrast, _paper_of(c, contrast))
+    if len(c.contrasts) == 1:
+        rows += _contrast_rows(c.contrast, _paper_of(c, c.contrast))
+    else:
+        rows += [_contrast_row(contrast) for contrast in c.contrasts]
     several = any(s.runs > 1 for metrics in c.optimizers.values() for s in metrics.values())
     return table(HEADS, rows, f"Final values{': mean ± one sample standard deviation over seeds' if several else ''}")
 
 
 def _contrast_rows(c: Contrast, paper: Published | None) -> list[tuple[str, list[str]]]:
-    """The ratios of two sides, and the difference of their losses."""
+    """The ratios of two sides, and the difference of their losses, as the paper has them."""
     ratios = [_ratio_cell(c.ratios[metric], paper.ratios[metric] if paper else None) for metric in c.ratios]
     difference = _with_paper(c.difference, paper.difference if paper else None, signed_fixed, absolute_difference)
-    a, b = text(c.baseline), text(c.candidate)
+    a, b, shared = map(text, sides(c))
     return [
-        (f"{a} / {b}", ["", *ratios, ""]),
-        (f"{b} {MINUS} {a}", [difference, "", "", plural(c.difference.runs, "pair")]),
+        (f"{a} / {b}{shared}", ["", *ratios, ""]),
+        (f"{b} {MINUS} {a}{shared}", [difference, "", "", plural(c.difference.runs, "pair")]),
     ]
+
+
+def _contrast_row(c: Contrast) -> tuple[str, list[str]]:
+    """One of several contrasts, in one row: the difference of the losses, and the ratios."""
+    a, b, shared = map(text, sides(c))
+    ratios = [_ratio_cell(ratio, None) for ratio in c.ratios.values()]
+    difference = _with_paper(c.difference, None, signed_fixed, absolute_difference)
+    return f"{b} against {a}{shared}", [difference, *ratios, plural(c.difference.runs, "pair")]
 
 
 def _optimizer_cells(name: str, metrics: dict[str, SampleStatistics], paper: Published | None) -> list[str]:

@@ -26,6 +26,8 @@ from hilbert_monitor.service.following.published import Figure as PublishedFigur
 from hilbert_monitor.service.following.snapshot import UNKNOWN
 from hilbert_monitor.service.following.text import clip, csv_lines
 
+from .sides import sides
+
 EFFICIENCY_FIELDS = (
     "efficiency_lower",
     "efficiency_upper",
@@ -103,11 +105,11 @@ RATIO_NAMES = {"step_diameter": "row diameter", "perturbation_rms": "Hilbert RMS
 
 
 def _contrast_line(contrast: Contrast) -> str:
-    a, b = contrast.baseline, contrast.candidate
+    a, b, shared = sides(contrast)
     ratios = [
         f"{name} {ratio:,.1f}" for metric, name in RATIO_NAMES.items() if (ratio := contrast.ratios[metric]) is not None
     ]
-    text = f"{a} / {b}: {', '.join(ratios)}" if ratios else f"no ratio of {a} to {b}"
+    text = f"{a} / {b}{shared}: {', '.join(ratios)}" if ratios else f"no ratio of {a} to {b}{shared}"
     difference = contrast.difference.mean
     return text if difference is None else f"{text}; {b} - {a}: loss {difference:+.4f}"
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hilbert_monitor.service.report import latex
-from tests.service.report.test_report import comparisons_of, invoke, write_run, write_six_runs
+from tests.service.report.test_report import ParsedPage, comparisons_of, invoke, page_of, write_run, write_six_runs
 
 HOSTILE = r"a_b & 100% $x$ #1 {c} \input{x} ~^<>|[]* 🦉 é" + "\n\x00"
 
@@ -50,6 +50,19 @@ def test_a_size_of_the_paper_stands_beside_its_numbers(tmp_path):
         write_run(tmp_path, optimizer, config={"size": "190M"})
     rows = {row[0]: row for row in rows_of(latex.tables(comparisons_of(tmp_path)))}
     assert rows["AdamW, paper"][1:3] == [r"$3.1588 \pm 0.0027$", r"$(2.870 \pm 0.140) \times 10^{-2}$"]
+
+
+def test_sides_that_differ_in_the_optimizer_alone_share_one_row_and_say_their_settings_once(tmp_path):
+    for rate in (0.1, 0.2):
+        for seed in range(2):
+            for optimizer in ("AdamW", "RowNorm"):
+                config = {"size": "tiny", "lr": rate}
+                write_run(tmp_path, optimizer, seed, name=f"{optimizer} {seed} {rate}", config=config)
+    rows = rows_of(latex.tables(comparisons_of(tmp_path)))[5:]
+    assert [row[0] for row in rows] == [f"RowNorm against AdamW, lr={rate}" for rate in (0.1, 0.2)]
+    assert rows[0][1:] == [r"$+0.0000 \pm 0.0000$", r"$1.0\times$", r"$1.0\times$", "2 pairs"]
+    text = ParsedPage(page_of(tmp_path)).text
+    assert "RowNorm against AdamW, lr=0.1+0.0000 ± 0.00001.0×1.0×2 pairs" in text  # noqa: RUF001
 
 
 def test_each_model_has_a_table_with_a_label_of_its_own(tmp_path):
