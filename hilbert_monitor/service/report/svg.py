@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from hilbert_monitor.service.figures.style import GREY, INK, Figure, Trace
+from hilbert_monitor.service.following.text import clip
 
 from .scale import Scale, Tick
 
@@ -30,6 +31,8 @@ THICKNESS = 0.6
 FONT = "Helvetica, Arial, sans-serif"
 DASHES = {"dash": "5 3", "dot": "1.2 2.2", "dashdot": "5 2 1.2 2", "longdash": "9 3"}
 DARK, LIGHT = INK["light"]
+GAP = 10.0
+"""Between two names of the legend."""
 NARROW, WIDE = "ijltfI.,:;|!'() ", "mwMW%@"
 UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML does not allow."""
@@ -196,7 +199,7 @@ def _legend(traces: Sequence[Trace]) -> Iterator[str]:
                 yield _stroke(_path(ends), line["color"], line["width"] * THICKNESS, line.get("dash", "solid"), opacity)
             else:
                 yield _mark((x + 8, y), trace, 1.0)
-            yield _words(_name(trace), x + 20, y + 0.35 * size, "start", size=size)
+            yield _words(_name(trace, size), x + 20, y + 0.35 * size, "start", size=size)
 
 
 def _legend_rows(traces: Sequence[Trace]) -> list[list[tuple[float, Trace]]]:
@@ -204,7 +207,7 @@ def _legend_rows(traces: Sequence[Trace]) -> list[list[tuple[float, Trace]]]:
     rows: list[list[tuple[float, Trace]]] = []
     x, size = math.inf, _legend_size(traces)
     for trace in _named(traces):
-        length = 34 + _length(_name(trace), size)
+        length = 20 + _length(_name(trace, size), size) + GAP
         if x + length > WIDTH:
             rows.append([])
             x = 8.0
@@ -225,8 +228,9 @@ def _named(traces: Sequence[Trace]) -> list[Trace]:
     return sorted(named, key=lambda trace: trace.get("legendrank", 1000))
 
 
-def _name(trace: Trace) -> str:
-    return html.unescape(trace.get("name", ""))
+def _name(trace: Trace, size: float) -> str:
+    """The name of a trace, cut to what fits into the figure."""
+    return clip(html.unescape(trace.get("name", "")), round((WIDTH - 40) / (0.5 * size)))
 
 
 # Pieces of SVG

@@ -78,6 +78,12 @@ def test_a_long_legend_takes_no_room_from_the_curves():
     assert low < float(roots[1].get("viewBox").split()[3])
 
 
+def test_a_name_that_is_too_long_for_the_figure_is_cut():
+    (name,) = [text for text in texts(parsed(trace([1, 2], [1, 2], name="lr=0.0003, " * 20))) if text.startswith("lr")]
+    assert name.endswith("…")
+    assert 50 < len(name) < 70
+
+
 def test_a_gap_stays_a_gap_and_a_band_is_between_its_edges():
     root = parsed(trace([1, 2, 3, 4, 5], [1, 1, None, 1, 1]))
     assert [len(part) for part in paths(root, "#123456")[:2]] == [2, 2]
