@@ -175,9 +175,12 @@ def _finished(groups: Sequence[Group], notes: list[str]) -> list[Group]:
 
 
 def _unbroken(groups: Sequence[Group], notes: list[str]) -> list[Group]:
-    """The runs that did not fail. Failed and killed runs count only if their group has no other run."""
+    """The runs that did not fail. Failed and killed runs count only if their group has no other run with a curve."""
     whole = {run.id for group in groups for run in group.runs if run.status not in ("failed", "killed")}
-    counted = [_only(group, whole) if any(run.id in whole for run in group.runs) else group for group in groups]
+    counted = [
+        _only(group, whole) if any(run.id in whole and run.has_curve for run in group.runs) else group
+        for group in groups
+    ]
     if broken := _lost(groups, counted):
         notes.append(f"Broken off, and therefore in no mean: {_labels(broken)}.")
     return counted

@@ -220,7 +220,7 @@ def _difference(pairs: Sequence[Pair]) -> SampleStatistics:
 def _last_difference(a: Series, b: Series) -> float | None:
     """The second curve minus the first, at their last common step."""
     _, rows_a, rows_b = np.intersect1d(a.steps, b.steps, return_indices=True)
-    return float(b.values[rows_b[-1]] - a.values[rows_a[-1]]) if len(rows_a) else None
+    return float(b.values[rows_b[-1]]) - float(a.values[rows_a[-1]]) if len(rows_a) else None
 
 
 def _count_below(a: Side, b: Side, pairs: Sequence[Pair]) -> tuple[int, int]:

@@ -13,6 +13,8 @@ from hilbert_monitor.service.following.columns import Floats
 
 POINTS = 2000
 """Largest number of points in a trace."""
+DOUBLINGS = 50
+"""How many doublings of x have points of their own on a logarithmic axis, counted from the right."""
 
 # The downsampler ignores nan. For a stretch of nothing but nan it returns the first index.
 _min_max: Any = MinMaxDownsampler()  # type: ignore[no-untyped-call]
@@ -54,8 +56,9 @@ def log_downsample(columns: Sequence[Floats], x: Floats, points: int = POINTS) -
     positive = np.flatnonzero(x > 0)
     if length <= points or not len(positive):
         return downsample(columns, points)
-    first = float(x[positive[0]])
-    doublings = int(np.log2(max(float(x[positive].max()) / first, 1.0))) + 1
+    largest = float(x[positive].max())
+    first = max(float(x[positive[0]]), largest / 2.0**DOUBLINGS)
+    doublings = int(np.log2(max(largest / first, 1.0))) + 1
     edges = np.unique([0, *np.searchsorted(x, first * 2.0 ** np.arange(1, doublings)), length])
     parts = list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
     share = max(points // len(parts), 2)

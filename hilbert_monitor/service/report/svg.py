@@ -31,7 +31,7 @@ THICKNESS = 0.6
 FONT = "Helvetica, Arial, sans-serif"
 DASHES = {"dash": "5 3", "dot": "1.2 2.2", "dashdot": "5 2 1.2 2", "longdash": "9 3"}
 DARK, LIGHT = INK["light"]
-GAP = 10.0
+GAP = 14.0
 """Between two names of the legend."""
 NARROW, WIDE = "ijltfI.,:;|!'() ", "mwMW%@"
 UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -311,7 +311,7 @@ def test_the_ratio_is_over_pairs_only():
     assert list(line.y) == [4.0]
     apart = [make_run(seed=0, diameter=[8.0]), make_run("RowNorm", seed=1, diameter=[2.0])]
     assert not figures.ratio(apart).data
-    again = make_run("RowNorm", seed=7, status="running")
+    again = make_run("RowNorm", seed=8, status="running", diameter=[2.0])
     assert not figures.ratio([*runs[:1], make_run("RowNorm", seed=0, status="failed", diameter=[2.0]), again]).data
 
 

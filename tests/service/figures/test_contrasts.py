@@ -68,8 +68,9 @@ def test_the_runs_of_a_pair_agree_in_seed_and_in_all_settings_that_split(specs):
 def test_a_failed_run_is_not_replaced_by_one_of_another_learning_rate():
     runs = [head("AdamW", seed, 1.0, id=f"a{lr}{seed}", config={"lr": lr}) for lr in (1, 2) for seed in (0, 1)]
     failed = head("AdamW", 2, 9.0, id="failed", status="failed", config={"lr": 2})
+    waiting = make_run("AdamW", 1, id="waiting", status="running", config={"lr": 3})
     alone = head("AdamW", 0, 5.0, id="alone", status="failed", config={"lr": 3})
-    comparison = compared([*runs, failed, alone])
+    comparison = compared([*runs, failed, alone, waiting])
     assert [run.id for run in comparison.excluded] == ["failed"]
     assert comparison.optimizers["AdamW, lr=2"]["step_diameter"].mean == 1.0
     assert comparison.optimizers["AdamW, lr=3"]["step_diameter"].mean == 5.0

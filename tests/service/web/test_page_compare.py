@@ -210,7 +210,7 @@ def test_a_range_can_be_dragged_out_on_a_logarithmic_x(compare):
 
 def test_runs_are_found_by_their_settings_in_the_list(compare):
     page = compare("model=sweep")
-    page.locator(".selection:not(.choose) summary").click()
+    page.locator(".selection summary").click()
     page.get_by_label("Find runs").fill("lr=0.4 rownorm")
     until(page, "document.querySelectorAll('.choices input[type=checkbox]').length === 2")
     page.get_by_role("button", name="Only the 2 runs found").click()

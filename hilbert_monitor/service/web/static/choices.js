@@ -31,7 +31,7 @@ export class Choices {
       h("span", { class: "sides" }, h("label", { class: "pick-one" }, "Panels", this.metric), this.panels),
       h("label", { class: "check" }, this.logx, "Logarithmic x"),
     );
-    this.element = h("details", { class: "selection choose" }, this.title, rows);
+    this.element = h("details", { class: "choose" }, this.title, rows);
   }
 
   /** Show what an answer offers, and what the address has chosen. */
