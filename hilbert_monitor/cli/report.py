@@ -23,7 +23,7 @@ def report(
     """Compare runs on one page: the paper's table and figures, and the state of each run.
 
     It shows means and sample deviations over seeds for each optimizer of the LM head, ratios of AdamW to RowNorm, and
-    differences over pairs that share seed, model and panel.
+    differences over pairs that share seed, model, panel and settings.
 
     Example: hilbert-monitor report runs --out report.html --json report.json
     """

@@ -26,7 +26,7 @@ from .series import RunSeries, Settings
 
 FIRST = ("AdamW", "RowNorm")
 """The optimizers that come first, in this order; the others follow by name."""
-SEED = re.compile(r"(^|[._-])seeds?$", re.IGNORECASE)
+SEED = re.compile(r"(^|[._-])seeds?(_everything)?$", re.IGNORECASE)
 """The end of a key that holds a seed."""
 NAME = re.compile(r"[\d/\\]")
 """What a path, a date or a name has that tells runs apart, and a word such as "cosine" has not."""

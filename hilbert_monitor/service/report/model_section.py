@@ -129,7 +129,7 @@ def _contrast_rows(c: Contrast, paper: Published | None) -> list[tuple[str, list
     difference = _with_paper(c.difference, paper.difference if paper else None, signed_fixed, absolute_difference)
     a, b = text(c.baseline), text(c.candidate)
     return [
-        (f"{a} / {b}", ["", *ratios, ""]),
+        (f"{a} / {b}", ["", *ratios, plural(len(c.pairs), "pair") if c.pairs else ""]),
         (f"{b} {MINUS} {a}", [difference, "", "", plural(c.difference.runs, "pair")]),
     ]
 
