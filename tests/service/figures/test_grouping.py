@@ -183,6 +183,16 @@ def test_keys_that_end_alike_are_named_in_full():
     assert next(iter(groups_of(runs))) == "AdamW, body.lr=1, head.lr=1"
 
 
+def test_settings_that_read_alike_once_they_are_cut_have_names_of_their_own():
+    runs = sweep([("AdamW", 0, {"text": "x" * 100 + end}) for end in "abc"])
+    assert [name.partition("…")[2] for name in groups_of(runs)] == ["", " (2)", " (3)"]
+
+
+@pytest.mark.parametrize("text", ["[" * 499, "\ud800/1", "{1", "1" * 400])
+def test_any_text_may_be_a_setting(text):
+    assert len(groups_of(sweep([("AdamW", 0, {"text": text}), ("AdamW", 1, {"text": "/2"})]))) in (1, 2)
+
+
 def test_a_reader_can_split_by_a_key_that_splits_nothing_by_itself():
     runs = sweep(
         grid(head_lr=lambda optimizer, seed: len(optimizer), out=lambda optimizer, seed: f"/{optimizer}{seed}")
