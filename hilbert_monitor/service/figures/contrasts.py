@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -133,13 +134,14 @@ def _sides(groups: Sequence[Group], baseline: str, candidate: str) -> Iterator[t
         agree = True
     else:
         first, second, agree = baseline, candidate, False
-    others = [_side(group) for group in groups]
-    for a in _named(groups, first) if first else others:
-        for b in _named(groups, second) if second else others:
-            a_rest, b_rest = _without(a, b) if b.is_run else a, _without(b, a) if a.is_run else b
-            differ = a.name != b.name and a_rest.runs and b_rest.runs
-            if differ and (not agree or (a.optimizer != b.optimizer and a.settings == b.settings)):
-                yield a_rest, b_rest
+    everyone = [_side(group) for group in groups]
+    baselines, candidates = (_named(groups, name) if name else everyone for name in (first, second))
+    for a, b in product(baselines, candidates):
+        if a.name == b.name or (agree and (a.optimizer == b.optimizer or a.settings != b.settings)):
+            continue
+        a_rest, b_rest = _without(a, b) if b.is_run else a, _without(b, a) if a.is_run else b
+        if a_rest.runs and b_rest.runs:
+            yield a_rest, b_rest
 
 
 def _ordered(optimizers: set[str]) -> list[str]:
