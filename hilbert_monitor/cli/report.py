@@ -29,8 +29,9 @@ def report(
     """Compare runs on one page: the paper's table and figures, and the state of each run.
 
     It shows means and sample deviations over seeds for each optimizer of the LM head, ratios of AdamW to RowNorm, and
-    differences over pairs that share seed, model and panel. Then come the settings, those that differ first, and the
-    versions of the software. The page prints well, with vector figures. For a single run it has the panels of that run.
+    differences over pairs that share seed, model, panel and settings. Then come the settings, those that differ first,
+    and the versions of the software. The page prints well, with vector figures. For a single run it has the panels of
+    that run.
 
     Example: hilbert-monitor report runs --out report.html --latex table.tex --figures figures
     """

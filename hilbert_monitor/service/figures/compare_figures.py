@@ -73,10 +73,6 @@ class Drawing:
         ]
         return [group for group in groups if group.runs]
 
-    def look_of(self, run: RunSeries) -> Look:
-        """The look of a run's group."""
-        return next(self.looks[group.name] for group in self.comparison.groups if run in group.runs)
-
     def _takes_part(self, run: RunSeries) -> bool:
         return self.draws_runs or run.id not in self.excluded
 
@@ -113,11 +109,14 @@ def ratio(comparison: Comparison, options: PlotOptions = PLAIN) -> Figure:
     """
     drawing = _drawing(comparison, options, log=False)
     contrasts = [contrast for contrast in comparison.contrasts if contrast.pairs]
+    colours = {run.id: drawing.looks[group.name].colour for group in comparison.groups for run in group.runs}
     traces = [
         trace
         for name in RATIO_STYLES
         for contrast in contrasts
-        for trace in _ratio_traces(drawing, contrast, name, is_only=len(contrasts) == 1)
+        for trace in _ratio_traces(
+            drawing, contrast, name, "" if len(contrasts) == 1 else colours[contrast.pairs[0][1].id]
+        )
     ]
     yaxis = {} if drawing.log else {"rangemode": "tozero"}
     title = " / ".join(label(side) for side in comparison.sides)
@@ -320,14 +319,21 @@ def _training_traces(drawing: Drawing) -> list[Trace]:
     return traces
 
 
-def _ratio_traces(drawing: Drawing, contrast: Contrast, name: str, *, is_only: bool) -> list[Trace]:
-    """The ratio of the pairs' means; if it is smoothed, the unsmoothed ratio comes first, faint."""
+def _ratio_traces(drawing: Drawing, contrast: Contrast, name: str, own_color: str) -> list[Trace]:
+    """The ratio of the pairs' means; if it is smoothed, the unsmoothed ratio comes first, faint.
+
+    Args:
+        drawing: what it is part of.
+        contrast: the two sides.
+        name: the curve.
+        own_color: the colour that tells the contrast from others; empty if it is the only one.
+    """
     traces, options = [], drawing.options
     text, color, dash = RATIO_STYLES[name]
     sides = f"{label(contrast.baseline, 120)} / {label(contrast.candidate, 120)}"
-    if not is_only:
-        color = drawing.look_of(contrast.pairs[0][1]).colour
-        text = f"{text}, {sides}"
+    meta = f"{text}, {sides}"
+    if own_color:
+        text, color = meta, own_color
     for smooth in sorted({0.0, options.smooth}):
         ratios = pair_ratios(contrast.pairs, name, options.x_axis, smooth)
         ratios = ratios[style.window(ratios.x, options)]
@@ -337,7 +343,6 @@ def _ratio_traces(drawing: Drawing, contrast: Contrast, name: str, *, is_only: b
         rows = style.drawn_rows([y], ratios.x, options, ratios.breaks, _points(2 * len(drawing.comparison.contrasts)))
         trace = style.xy(ratios.x, y, rows, options.x_axis, ratios.breaks) | _legend_group(text)
         trace |= {"line": {"color": color, "width": 2 if strong else 1, "dash": dash}}
-        meta = f"{text}, {sides}" if is_only else text
         trace |= {"meta": meta} if strong else {"opacity": FAINT, "hoverinfo": "skip"}
         traces.append(trace)
     return traces

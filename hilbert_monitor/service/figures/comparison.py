@@ -220,6 +220,9 @@ def _contrast_notes(
         if not any(name in (group.optimizer, group.name, *(run.id for run in group.runs)) for group in groups):
             yield f"No optimizer, group or counted run is called '{clip(name, 100)}': there is nothing to compare with."
             return
+    if not contrasts and (choices.baseline or choices.candidate):
+        yield "The two sides that were chosen are the same, or share no settings: there is nothing to compare."
+        return
     if len(contrasts) == 1 and (differs := contrasts[0].differs):
         settings = listed(f"{key} ({values})" for key, values in differs.items())
         yield f"{contrasts[0].baseline} and {contrasts[0].candidate} also differ in {settings}."

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -62,10 +63,10 @@ class Contrast:
     differs: dict[str, str] = field(default_factory=dict)
     """The settings that split groups and in which the two sides differ: {"lr": "0.1 against 0.2"}."""
     same_panel: bool = True
-    """Whether all runs of both sides have the same panel."""
+    """Whether all runs that the ratios are of have the same panel."""
     pairs: tuple[Pair, ...] = field(default=(), repr=False)
     ratios: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(RATIO_METRICS))
-    """Mean final value of the baseline over that of the candidate, by metric."""
+    """Mean final value of the baseline over that of the candidate, by metric: over the pairs, or else all runs."""
     current_ratios: dict[str, CurrentRatio] = field(default_factory=lambda: {n: CurrentRatio() for n in RATIO_CURVES})
     """Mean of the baseline over mean of the candidate, over the pairs, by curve."""
     difference: SampleStatistics = field(default_factory=SampleStatistics)
@@ -133,13 +134,14 @@ def _sides(groups: Sequence[Group], baseline: str, candidate: str) -> Iterator[t
         agree = True
     else:
         first, second, agree = baseline, candidate, False
-    others = [_side(group) for group in groups]
-    for a in _named(groups, first) if first else others:
-        for b in _named(groups, second) if second else others:
-            a_rest, b_rest = _without(a, b) if b.is_run else a, _without(b, a) if a.is_run else b
-            differ = a.name != b.name and a_rest.runs and b_rest.runs
-            if differ and (not agree or (a.optimizer != b.optimizer and a.settings == b.settings)):
-                yield a_rest, b_rest
+    everyone = [_side(group) for group in groups]
+    baselines, candidates = (_named(groups, name) if name else everyone for name in (first, second))
+    for a, b in product(baselines, candidates):
+        if a.name == b.name or (agree and (a.optimizer == b.optimizer or a.settings != b.settings)):
+            continue
+        a_rest, b_rest = _without(a, b) if b.is_run else a, _without(b, a) if a.is_run else b
+        if a_rest.runs and b_rest.runs:
+            yield a_rest, b_rest
 
 
 def _ordered(optimizers: set[str]) -> list[str]:
@@ -173,14 +175,15 @@ def _without(side: Side, other: Side) -> Side:
 
 def _contrast(a: Side, b: Side, pairs: Sequence[Pair], roles: Roles) -> Contrast:
     below, checkpoints = _count_below(a, b, pairs)
+    ours, theirs = _paired(a, b, pairs)
     return Contrast(
         baseline=a.name,
         candidate=b.name,
         optimizers=(a.optimizer, b.optimizer),
         differs=_differing_settings(a, b, roles),
-        same_panel=same_panel((*a.runs, *b.runs)),
+        same_panel=same_panel((*ours, *theirs)),
         pairs=tuple(pairs),
-        ratios=_final_ratios(a, b),
+        ratios=_final_ratios(ours, theirs),
         current_ratios={name: _current_ratio(pairs, name) for name in RATIO_CURVES},
         difference=_difference(pairs),
         below=below,
@@ -194,10 +197,16 @@ def _differing_settings(a: Side, b: Side, roles: Roles) -> dict[str, str]:
     return {names[key]: f"{one or 'none'} against {other or 'none'}" for key, one, other in both if one != other}
 
 
-def _final_ratios(a: Side, b: Side) -> dict[str, float | None]:
+def _paired(a: Side, b: Side, pairs: Sequence[Pair]) -> tuple[list[RunSeries], list[RunSeries]]:
+    """The runs of each side that are in a pair, each of them once; all runs if there is no pair."""
+    first, second = ({pair[i].id: pair[i] for pair in pairs}.values() or side.runs for i, side in enumerate((a, b)))
+    return list(first), list(second)
+
+
+def _final_ratios(a: list[RunSeries], b: list[RunSeries]) -> dict[str, float | None]:
     """Ratios of the mean final values. Hilbert RMS has one only if all runs share a panel."""
-    ratios = {name: ratio(*(final_statistics(side.runs, name).mean for side in (a, b))) for name in RATIO_METRICS}
-    if not same_panel((*a.runs, *b.runs)):
+    ratios = {name: ratio(*(final_statistics(runs, name).mean for runs in (a, b))) for name in RATIO_METRICS}
+    if not same_panel((*a, *b)):
         ratios["perturbation_rms"] = None
     return ratios
 

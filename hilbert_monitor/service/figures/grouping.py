@@ -26,7 +26,7 @@ from .series import RunSeries, Settings
 
 FIRST = ("AdamW", "RowNorm")
 """The optimizers that come first, in this order; the others follow by name."""
-SEED = re.compile(r"(^|[._-])seeds?$", re.IGNORECASE)
+SEED = re.compile(r"(^|[._-])seeds?(_everything)?$", re.IGNORECASE)
 """The end of a key that holds a seed."""
 NAME = re.compile(r"[\d/\\]")
 """What a path, a date or a name has that tells runs apart, and a word such as "cosine" has not."""
@@ -113,7 +113,7 @@ def _is_name(text: str | None) -> bool:
         return False
     try:
         msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, ValueError, RecursionError):  # no JSON, or none that can be read
         return True
     return False
 
@@ -138,19 +138,23 @@ def group_runs(runs: Sequence[RunSeries], roles: Roles, by: str = "") -> list[Gr
 def _names(keys: Sequence[tuple[Any, ...]], splitting: Sequence[str], by: str) -> list[str]:
     """A name for each group, with the settings in which the groups of its optimizer differ. No two are equal."""
     short = short_names([*splitting, by] if by else splitting)
-    names: list[str] = []
+    differs = {
+        optimizer: [len({key[1][place] for key in keys if key[0] == optimizer}) > 1 for place in range(len(splitting))]
+        for optimizer in {key[0] for key in keys}
+    }
+    names: dict[str, None] = {}
     for optimizer, settings, chosen in keys:
-        own = [key for key in keys if key[0] == optimizer]
         parts = [clip(optimizer, SHOWN)]
         if by:
             parts.append(_part(short[by], chosen))
-        for place, name in enumerate(splitting):
-            if name != by and len({key[1][place] for key in own}) > 1:
-                parts.append(_part(short[name], settings[place]))
-        name = ", ".join(parts)
-        taken = sum(other == name or other.startswith(f"{name} (") for other in names)
-        names.append(f"{name} ({taken + 1})" if taken else name)
-    return names
+        for key, value, tells in zip(splitting, settings, differs[optimizer], strict=True):
+            if tells and key != by:
+                parts.append(_part(short[key], value))
+        name, count = ", ".join(parts), 1
+        while (unique := name if count == 1 else f"{name} ({count})") in names:
+            count += 1
+        names[unique] = None
+    return list(names)
 
 
 def _part(key: str, value: str | None) -> str:

@@ -233,7 +233,7 @@ def unbroken_parts(rows: Rows, breaks: Breaks) -> list[Rows]:
 
 def _cuts(rows: Rows, breaks: Breaks) -> Rows:
     """The places among some rows before which the line is broken."""
-    return np.flatnonzero(np.diff(np.cumsum(breaks)[rows])) + 1
+    return np.flatnonzero(np.diff(np.cumsum(breaks)[rows])) + 1 if breaks.any() else np.empty(0, np.int64)
 
 
 def xy(x: Floats, y: Floats, rows: Rows, axis: Axis, breaks: Breaks | None = None, hover: Sequence[str] = ()) -> Trace:

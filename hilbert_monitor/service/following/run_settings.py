@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ TEXT = 500
 """Characters of a value, or of a key, at most."""
 COUNT = 2000
 """Settings of a run, at most."""
+WHOLE = re.compile(r"-?\d+\.0")
+"""A whole number that is written as a fraction."""
 
 
 def settings(info: RunInfo) -> dict[str, str]:
@@ -25,8 +28,8 @@ def settings(info: RunInfo) -> dict[str, str]:
 
 
 def configuration(info: RunInfo) -> dict[str, str]:
-    """A run's configuration alone, flat."""
-    return _texts(info.config)
+    """A run's configuration alone, flat. Equal numbers have equal texts, also 0 and 0.0."""
+    return {key: _same_number(text) for key, text in _texts(info.config).items()}
 
 
 def environment(info: RunInfo) -> dict[str, str]:
@@ -36,6 +39,10 @@ def environment(info: RunInfo) -> dict[str, str]:
 
 def _environment(info: RunInfo) -> dict[str, Any]:
     return {"versions": info.versions, "ranks": info.world_size, "panel": info.panel_hash}
+
+
+def _same_number(text: str) -> str:
+    return text[: -len(".0")] if WHOLE.fullmatch(text) else text
 
 
 def _texts(values: dict[str, Any]) -> dict[str, str]:

@@ -72,7 +72,7 @@ def _caption(c: Comparison) -> str:
     """What the numbers are."""
     several = any(s.runs > 1 for metrics in c.optimizers.values() for s in metrics.values())
     spread = r": mean $\pm$ one sample standard deviation over seeds" if several else ""
-    ratios = " Ratios are of means; differences are over pairs of one seed and panel." if c.pairs else ""
+    ratios = " Ratios of means, and differences, are over pairs of one seed and panel." if c.pairs else ""
     return f"Final values of {escape(c.model)}{spread}.{ratios}"
 
 
@@ -100,12 +100,12 @@ def _comparing_rows(c: Comparison) -> Iterator[str]:
         a, b, shared = map(escape, sides(contrast))
         ratios = " & ".join(_number(SampleStatistics(ratio), _factor) for ratio in contrast.ratios.values())
         difference = _number(contrast.difference, lambda value: _fixed(value, "+"))
-        pairs = plural(contrast.difference.runs, "pair")
+        pairs = plural(len(contrast.pairs), "pair") if contrast.pairs else ""
         if len(c.contrasts) > 1:
             yield rf"    {b} against {a}{shared} & {difference} & {ratios} & {pairs} \\"
         else:
-            yield rf"    {a} / {b}{shared} & & {ratios} & \\"
-            yield rf"    {b} $-$ {a}{shared} & {difference} & & & {pairs} \\"
+            yield rf"    {a} / {b}{shared} & & {ratios} & {pairs} \\"
+            yield rf"    {b} $-$ {a}{shared} & {difference} & & & {plural(contrast.difference.runs, 'pair')} \\"
 
 
 # Numbers

@@ -130,7 +130,7 @@ def _contrast_rows(c: Contrast, paper: Published | None) -> list[tuple[str, list
     difference = _with_paper(c.difference, paper.difference if paper else None, signed_fixed, absolute_difference)
     a, b, shared = map(text, sides(c))
     return [
-        (f"{a} / {b}{shared}", ["", *ratios, ""]),
+        (f"{a} / {b}{shared}", ["", *ratios, plural(len(c.pairs), "pair") if c.pairs else ""]),
         (f"{b} {MINUS} {a}{shared}", [difference, "", "", plural(c.difference.runs, "pair")]),
     ]
 

@@ -96,7 +96,9 @@ def headline(comparison: Comparison) -> str:
 
     Without a ratio it has the final values of each group.
     """
-    lines = [_contrast_line(contrast) for contrast in comparison.contrasts] or list(_group_lines(comparison))
+    contrasts = comparison.contrasts
+    lines = [_contrast_line(contrast, is_only=len(contrasts) == 1) for contrast in contrasts]
+    lines = lines or list(_group_lines(comparison))
     text = "\n".join(f"{clip(comparison.model, 60)}, {line}" for line in lines)
     return f"{text}\n{comparison.about}" if comparison.about else text
 
@@ -104,14 +106,16 @@ def headline(comparison: Comparison) -> str:
 RATIO_NAMES = {"step_diameter": "row diameter", "perturbation_rms": "Hilbert RMS"}
 
 
-def _contrast_line(contrast: Contrast) -> str:
+def _contrast_line(contrast: Contrast, *, is_only: bool) -> str:
     a, b, shared = sides(contrast)
     ratios = [
         f"{name} {ratio:,.1f}" for metric, name in RATIO_NAMES.items() if (ratio := contrast.ratios[metric]) is not None
     ]
     text = f"{a} / {b}{shared}: {', '.join(ratios)}" if ratios else f"no ratio of {a} to {b}{shared}"
     difference = contrast.difference.mean
-    return text if difference is None else f"{text}; {b} - {a}: loss {difference:+.4f}"
+    if difference is None:
+        return text
+    return f"{text}; {b} - {a}: loss {difference:+.4f}" if is_only else f"{text}; loss {difference:+.4f}"
 
 
 def _group_lines(comparison: Comparison) -> Iterator[str]:

@@ -153,6 +153,13 @@ def test_groups_that_differ_in_settings_are_compared_on_request_and_it_is_said()
     )
 
 
+def test_an_optimizer_against_itself_is_no_comparison_and_a_note_says_so():
+    comparison = compared(three_optimizers(), baseline="AdamW", candidate="AdamW")
+    assert comparison.contrasts == ()
+    assert len(comparison.notes) == 1
+    assert "nothing to compare" in comparison.notes[0]
+
+
 def test_a_side_that_nothing_is_called_is_named_in_a_note():
     comparison = compared(four_runs(), baseline="Nobody")
     assert comparison.contrasts == ()

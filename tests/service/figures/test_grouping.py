@@ -138,7 +138,7 @@ def test_words_lists_and_flags_are_no_names_even_if_every_run_has_its_own(values
     assert find_roles(runs).splitting == ("setting",)
 
 
-@pytest.mark.parametrize("key", ["seed", "data.seed", "data_seed", "loader.seeds", "number"])
+@pytest.mark.parametrize("key", ["seed", "data.seed", "data_seed", "loader.seeds", "seed_everything", "number"])
 def test_seeds_split_nothing_whatever_they_are_called(key):
     runs = sweep(grid(**{key: lambda optimizer, seed: seed}))
     assert find_roles(runs).seeding == (key,)
@@ -156,7 +156,12 @@ def test_a_run_that_was_made_again_under_its_name_is_not_split_from_the_others()
 
 def test_a_missing_key_is_a_value():
     runs = sweep([("AdamW", 0, {"clip": 1.0}), ("AdamW", 0, {}), ("RowNorm", 0, {})])
-    assert [*groups_of(runs)] == ["AdamW, clip=1.0", "AdamW, no clip", "RowNorm"]
+    assert [*groups_of(runs)] == ["AdamW, clip=1", "AdamW, no clip", "RowNorm"]
+
+
+def test_equal_numbers_are_one_value_however_they_are_written():
+    runs = sweep([("AdamW", 0, {"decay": 0, "lr": 1e-3}), ("AdamW", 1, {"decay": 0.0, "lr": 0.001})])
+    assert [*groups_of(runs)] == ["AdamW"]
 
 
 def test_a_run_without_a_curve_has_no_say():
@@ -176,6 +181,16 @@ def test_groups_are_in_the_order_of_optimizers_and_numbers():
 def test_keys_that_end_alike_are_named_in_full():
     runs = sweep([("AdamW", 0, {"head": {"lr": a}, "body": {"lr": b}}) for a in (1, 2) for b in (1, 2)])
     assert next(iter(groups_of(runs))) == "AdamW, body.lr=1, head.lr=1"
+
+
+def test_settings_that_read_alike_once_they_are_cut_have_names_of_their_own():
+    runs = sweep([("AdamW", 0, {"text": "x" * 100 + end}) for end in "abc"])
+    assert [name.partition("…")[2] for name in groups_of(runs)] == ["", " (2)", " (3)"]
+
+
+@pytest.mark.parametrize("text", ["[" * 499, "\ud800/1", "{1", "1" * 400])
+def test_any_text_may_be_a_setting(text):
+    assert len(groups_of(sweep([("AdamW", 0, {"text": text}), ("AdamW", 1, {"text": "/2"})]))) in (1, 2)
 
 
 def test_a_reader_can_split_by_a_key_that_splits_nothing_by_itself():

@@ -33,7 +33,7 @@ def test_the_table_has_means_deviations_ratios_and_the_difference(tmp_path):
     assert adamw[:3] == ["AdamW", r"$3.2500 \pm 0.2500$", r"$(5.000 \pm 2.500) \times 10^{-1}$"]
     assert rownorm[0] == "RowNorm"
     assert rownorm[-1] == "3"
-    assert ratio == ["AdamW / RowNorm", "", r"$16.0\times$", r"$1.0\times$", ""]
+    assert ratio == ["AdamW / RowNorm", "", r"$16.0\times$", r"$1.0\times$", "3 pairs"]
     assert difference == ["RowNorm $-$ AdamW", r"$+0.2500 \pm 0.1250$", "", "", "3 pairs"]
 
 
