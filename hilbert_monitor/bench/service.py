@@ -231,9 +231,8 @@ class ServiceBench:
             yield _limited("service folders", case, used, 0.02 * load.idle, f"{used / load.idle:.1%} of a core")
         run = ContinuedRun(root, 0, load.short)
         (written,) = run.write()
-        while _run(service.port, run.id)["summary"]["status"] != "running":
-            time.sleep(0.01)
-        yield _limited("service folders", "a finished run is continued: until it is seen", time.time() - written, 10)
+        seen = _moment_it_runs(service.port, run.id)
+        yield _limited("service folders", "a finished run is continued: until it is seen", seen - written, 10)
         run.close()
         service.stop()
         yield from self._memory(f"peak memory with {load.folders:,} folders", after)
@@ -324,9 +323,18 @@ async def _stop(service: Service, count: int) -> tuple[float, Usage | None]:
         return await asyncio.to_thread(service.stop), usage
 
 
-def _run(port: int, id: str) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(ask(port, f"/api/runs/{id}"))
-    return answer
+def _moment_it_runs(port: int, id: str, patience: float = 120.0) -> float:
+    """When the service shows a run as running, in seconds since the epoch.
+
+    Raises:
+        RuntimeError: if it does not for so many seconds.
+    """
+    deadline = time.monotonic() + patience
+    while (status := json.loads(ask(port, f"/api/runs/{id}"))["summary"]["status"]) != "running":
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the service shows run '{id}' as {status}, {patience:g} s after it was continued")
+        time.sleep(0.01)
+    return time.time()
 
 
 def _limited(subject: str, case: str, amount: float, limit: float, note: str = "") -> BenchResult:

@@ -125,7 +125,7 @@ def make_short_runs(root: Path, count: int, records: int) -> None:
     patterns = [{path.name: path.read_bytes() for path in (root / id).iterdir()} for id in ids]
     for place in range(2, count):
         id, files = ids[place % 2], patterns[place % 2]
-        folder = root / f"{id}-{place}"
+        folder = root / f"{id}-{place // 2 + 1}"  # as RunWriter numbers runs of one name
         folder.mkdir()
         for name, content in files.items():
             (folder / name).write_bytes(content)

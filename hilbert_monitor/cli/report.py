@@ -19,18 +19,27 @@ def report(
         Path | None, output("Also write table.csv and curves.csv into this folder.", file_okay=False)
     ] = None,
     json: Annotated[Path | None, output("Also write the numbers to this file, as JSON.")] = None,
+    latex: Annotated[
+        Path | None, output("Also write the table to this file, in LaTeX with booktabs.", dir_okay=False)
+    ] = None,
+    figures: Annotated[
+        Path | None, output("Also write each figure into this folder, as an SVG.", file_okay=False)
+    ] = None,
 ) -> None:
     """Compare runs on one page: the paper's table and figures, and the state of each run.
 
     It shows means and sample deviations over seeds for each optimizer of the LM head, ratios of AdamW to RowNorm, and
-    differences over pairs that share seed, model and panel.
+    differences over pairs that share seed, model, panel and settings. Then come the settings, those that differ first,
+    and the versions of the software. The page prints well, with vector figures. For a single run it has the panels of
+    that run.
 
-    Example: hilbert-monitor report runs --out report.html --json report.json
+    Example: hilbert-monitor report runs --out report.html --latex table.tex --figures figures
     """
     from rich.console import Console
 
     from hilbert_monitor.service.figures.comparison import compare
-    from hilbert_monitor.service.report import page, summary
+    from hilbert_monitor.service.report import illustrations, page, summary
+    from hilbert_monitor.service.report import latex as latex_form
 
     try:
         loaded = summary.load(runs)
@@ -40,6 +49,11 @@ def report(
             summary.write_csv(comparisons, csv)
         if json is not None:
             summary.write_json(loaded, comparisons, json)
+        if latex is not None:
+            latex.write_text(latex_form.tables(comparisons), encoding="utf-8")
+        if figures is not None:
+            illustrated = illustrations.illustrations(loaded, comparisons)
+            illustrations.write_svg([one for some in illustrated for one in some], figures)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     except OSError as error:
@@ -47,4 +61,4 @@ def report(
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for comparison in comparisons:
         console.print(summary.headline(comparison))
-    console.print("written to " + ", ".join(str(path) for path in (out, csv, json) if path is not None))
+    console.print("written to " + ", ".join(str(path) for path in (out, csv, json, latex, figures) if path is not None))

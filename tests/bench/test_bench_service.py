@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections import namedtuple
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hilbert_monitor.bench.service_runs import ContinuedRun, make_runs, records_
 from hilbert_monitor.cli import app
 from hilbert_monitor.runs.log import RunReader
 from hilbert_monitor.service.following.index import Index
+from tests.support.services import running_service
 
 STARTS = {"service start", "service memory", "service folders"}
 SUBJECTS = STARTS | {"first paint", "refresh", "browsers", "scalars of TensorBoard"}
@@ -96,6 +98,18 @@ def test_a_disk_without_room_is_one_sentence_before_anything_runs(monkeypatch, t
     assert result.exit_code == 1
     assert "GB: make room there, or set TMPDIR to a folder with more" in text
     assert not list(tmp_path.iterdir())
+
+
+def test_a_service_that_never_sees_a_continued_run_ends_the_bench(tmp_path):
+    (id, _) = make_runs(tmp_path, 2, 5)
+    with running_service(tmp_path, "--port", 0, "--no-cache") as (_, url, _first):
+        port = urlsplit(url).port
+        with pytest.raises(RuntimeError, match=f"shows run '{id}' as finished, 0.2 s after it was continued"):
+            service._moment_it_runs(port, id, patience=0.2)
+        run = ContinuedRun(tmp_path, 0, 5)
+        (written,) = run.write()
+        assert 0 < service._moment_it_runs(port, run.id) - written < 60
+        run.close()
 
 
 def test_synthetic_runs_read_as_runs_that_were_written(tmp_path):

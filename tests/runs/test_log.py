@@ -1,5 +1,6 @@
 """The run log, with real processes, real kills and real short writes."""
 
+import collections
 import contextlib
 import errno
 import fcntl
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 from hilbert_monitor.monitor.sinks import Sink
 from hilbert_monitor.runs import _lines
 from hilbert_monitor.runs._reader import as_record
-from hilbert_monitor.runs.log import RunReader, RunWriter, _file_name, find_runs
+from hilbert_monitor.runs.log import RunReader, RunWriter, _file_name, _last_number, find_runs
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
 FILES = ["info.jsonl", "steps.jsonl", "alerts.jsonl", "end.jsonl", "heartbeat"]
@@ -746,6 +747,79 @@ def test_an_id_says_exactly_which_run_is_gone_on_with(begin, tmp_path):
     writer = RunWriter.open(tmp_path, RunInfo(id="a"), first_step=1)
     assert (writer.id, writer.info.attempt) == ("a", 3)
     writer.close()
+
+
+@contextlib.contextmanager
+def file_operations(monkeypatch):
+    """Counts what a block asks of the file system: files opened, looked up and made, and names listed in folders."""
+    counts = collections.Counter()
+
+    def counted(name, call):
+        def counting(*args, **options):
+            counts[name] += 1
+            result = call(*args, **options)
+            counts["names listed"] += len(result) if name == "listdir" else 0
+            return result
+
+        return counting
+
+    for name in ("open", "mkdir", "stat", "lstat", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, counted(name, getattr(os, name)))
+    yield counts
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", ["its own", "that of all"])
+@pytest.mark.parametrize("first_step", [0, 1])
+def test_a_run_begins_as_fast_among_many_others_as_among_few(tmp_path, monkeypatch, name, first_step):
+    def operations(others):
+        root = tmp_path / str(others)
+        for n in range(others):
+            number = "" if name == "that of all" and n == 0 else f"-{n + 1}"
+            folder = by_hand(root / f"a{number}", name="a" if name == "that of all" else f"a{number}")
+            (folder / "end.jsonl").write_text('{"attempt": 1, "time": 1.0}\n')
+        with file_operations(monkeypatch) as counts:
+            writer = RunWriter.open(root, RunInfo(name="a" if name == "that of all" else "b"), first_step=first_step)
+        writer.close()
+        return writer.id, counts
+
+    many_id, many = operations(2000)
+    few_id, few = operations(100)
+    if name == "that of all":
+        assert (many_id, few_id) == (("a-2001", "a-101") if first_step == 0 else ("a-2000", "a-100"))
+    assert many.total() <= few.total() + 16, f"{many} among 2,000 others, {few} among 100"
+
+
+def test_the_newest_unfinished_run_of_a_name_is_resumed_and_an_old_one_by_its_id(tmp_path):
+    for n in range(1, 101):
+        folder = by_hand(tmp_path / ("a" if n == 1 else f"a-{n}"), name="a")
+        if n not in (1, 80, 90):
+            (folder / "end.jsonl").write_text('{"attempt": 1, "time": 1.0}\n')
+        aged(folder / "heartbeat", 0.0)
+    for info, expected in (
+        (RunInfo(name="a"), "a-90"),
+        (RunInfo(name="a"), "a-80"),
+        (RunInfo(name="a"), "a-101"),
+        (RunInfo(id="a", name="a"), "a"),
+    ):
+        writer = RunWriter.open(tmp_path, info, first_step=0)
+        assert writer.id == expected
+        writer.close()
+
+
+def test_a_number_whose_run_was_deleted_is_not_taken_before_a_run_that_can_be_resumed(begin, tmp_path):
+    for name in ("a", "a-2", "a-4"):
+        by_hand(tmp_path / name, name="a")
+    for name in ("a-2", "a-4"):
+        (tmp_path / name / "end.jsonl").write_text('{"attempt": 1, "time": 1.0}\n')
+    assert [begin().id, begin("a", first_step=1).id] == ["a", "a-4"]
+
+
+@pytest.mark.parametrize("last", [*range(20), 63, 64, 65, 1000])
+def test_the_last_number_is_found_in_few_lookups(last):
+    lookups = []
+    assert _last_number(lambda n: not lookups.append(n) and n <= last) == last
+    assert len(lookups) <= 2 * max(last, 1).bit_length()
 
 
 def test_names_that_make_one_file_name_are_different_runs(begin):

@@ -1,6 +1,8 @@
 """Runs made of given values, as the statistics and the figures take them."""
 
+from hilbert_monitor.runs.record import RunInfo
 from hilbert_monitor.service.figures.series import RunSeries, Series
+from hilbert_monitor.service.following.run_settings import configuration
 
 
 def curve(values, every=10, pace=36.0):
@@ -9,7 +11,18 @@ def curve(values, every=10, pace=36.0):
     return Series(steps, [100.0 * step for step in steps], [5e8 + pace * step for step in steps], values, 5e8)
 
 
-def make_run(optimizer="AdamW", seed=0, *, panel="p", id="", status="finished", model="model", started=0.0, **values):
+def make_run(
+    optimizer="AdamW",
+    seed=0,
+    *,
+    panel="p",
+    id="",
+    status="finished",
+    model="model",
+    started=0.0,
+    config=None,
+    **values,
+):
     """A run whose curves have these values at steps 10, 20, 30 and so on."""
     curves = {name: curve(column) for name, column in values.items()}
     return RunSeries(
@@ -20,6 +33,7 @@ def make_run(optimizer="AdamW", seed=0, *, panel="p", id="", status="finished", 
         status=status,
         model=model,
         started=started,
+        settings=frozenset(configuration(RunInfo(config=config or {})).items()),
         **curves,
     )
 

@@ -1,12 +1,14 @@
 """Combine the curves of several runs point by point: means, deviations and ratios.
 
 Points are matched by update or by token count. Two runs never measure at the same moment, so for a time axis points are
-matched by update as well, and the combined point is drawn at the mean of the runs' times.
+matched by update as well, and the combined point is drawn at the mean of the times at which the runs made that update.
+All runs that were under way then count, also those that measured nothing at that update. The line has a gap where
+a run begins or ends, as the mean time jumps there, and where a run paused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +18,11 @@ from numpy.typing import NDArray
 from hilbert_monitor.service.following.columns import Floats
 
 from .plot_options import Axis
-from .series import Series
+from .series import Series, pauses
 
 Counts = NDArray[np.int64]
+Breaks = NDArray[np.bool_]
+"""Where the line to a point is broken."""
 Keys = NDArray[Any]
 """What points are matched by: the steps or the token counts of a curve."""
 Positions = slice | NDArray[np.int64]
@@ -38,9 +42,11 @@ class MeanCurve:
     """How many curves have a finite value."""
     smallest: Floats
     """The smallest positive value; infinite where no value is positive."""
+    breaks: Breaks
 
     def __getitem__(self, rows: slice) -> MeanCurve:
-        return MeanCurve(self.x[rows], self.mean[rows], self.deviation[rows], self.runs[rows], self.smallest[rows])
+        columns: tuple[Any, ...] = (self.x, self.mean, self.deviation, self.runs, self.smallest, self.breaks)
+        return MeanCurve(*(column[rows] for column in columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +58,10 @@ class RatioCurve:
     """nan where it is not finite."""
     pairs: Counts
     """How many pairs have two finite values."""
+    breaks: Breaks
 
     def __getitem__(self, rows: slice) -> RatioCurve:
-        return RatioCurve(self.x[rows], self.ratio[rows], self.pairs[rows])
+        return RatioCurve(self.x[rows], self.ratio[rows], self.pairs[rows], self.breaks[rows])
 
 
 def mean_curve(curves: Sequence[Series], axis: Axis, *, smooth: float = 0.0, spread: bool = True) -> MeanCurve:
@@ -89,17 +96,19 @@ def _mean_curve(curves: Sequence[Series], axis: Axis, smooth: float, spread: boo
         deviation, smallest = (
             _deviation_and_smallest(aligned, mean, count) if spread else np.full((2, len(keys)), np.nan)
         )
-        x = _mean_times(aligned, count) if axis == "time" else keys.astype(np.float64)
-    columns = (x, np.where(np.isfinite(mean), mean, np.nan), deviation, count, smallest)
     rows = count > 0
-    return MeanCurve(*(columns if rows.all() else [column[rows] for column in columns]))
+    columns: tuple[Any, ...] = (np.where(np.isfinite(mean), mean, np.nan), deviation, count, smallest)
+    if not rows.all():
+        columns = tuple(column[rows] for column in columns)
+    x, breaks = _places(zip(curves, positions, strict=True), keys, rows, axis)
+    return MeanCurve(*(x, *columns, breaks))
 
 
 def ratio_curve(pairs: Sequence[tuple[Series, Series]], axis: Axis, *, smooth: float = 0.0) -> RatioCurve:
     """Mean of the first curves over mean of the second ones; a pair counts where both have a finite value."""
     pairs = [(a, b) for a, b in ((a.with_x(axis), b.with_x(axis)) for a, b in pairs) if len(a) and len(b)]
     keys, positions = align([_keys(curve, axis) for pair in pairs for curve in pair])
-    numerator, denominator, hours = np.zeros((3, len(keys)))
+    numerator, denominator = np.zeros((2, len(keys)))
     count = np.zeros(len(keys), np.int64)
     with np.errstate(all="ignore"):
         for number, (a, b) in enumerate(pairs):
@@ -107,14 +116,11 @@ def ratio_curve(pairs: Sequence[tuple[Series, Series]], axis: Axis, *, smooth: f
             numerator[at] += a.smoothed(smooth)[rows[0]]
             denominator[at] += b.smoothed(smooth)[rows[1]]
             count[at] += 1
-            if axis == "time":
-                hours[at] += (a.x(axis)[rows[0]] + b.x(axis)[rows[1]]) / 2
         ratio = numerator / denominator
-        x = hours / count if axis == "time" else keys.astype(np.float64)
-    rows_with_pairs = count > 0
-    return RatioCurve(
-        x[rows_with_pairs], np.where(np.isfinite(ratio), ratio, np.nan)[rows_with_pairs], count[rows_with_pairs]
-    )
+    paired = count > 0
+    curves = zip((curve for pair in pairs for curve in pair), positions, strict=True)
+    x, breaks = _places(curves, keys, paired, axis)
+    return RatioCurve(x, np.where(np.isfinite(ratio), ratio, np.nan)[paired], count[paired], breaks)
 
 
 def _common_points(
@@ -199,12 +205,31 @@ def _deviation_and_smallest(curves: Sequence[_AlignedCurve], mean: Floats, count
     return np.where((count > 1) & np.isfinite(deviation), deviation, np.nan), smallest
 
 
-def _mean_times(curves: Sequence[_AlignedCurve], count: Counts) -> Floats:
-    """The mean time of the curves that have a finite value, in hours since the start of each run."""
-    total = np.zeros(len(count))
-    for curve in curves:
-        total[curve.at] += curve.zero_filled(curve.curve.x("time"))
-    return total / count
+def _places(
+    curves: Iterable[tuple[Series, Positions]], keys: Keys, rows: NDArray[np.bool_], axis: Axis
+) -> tuple[Floats, Breaks]:
+    """The x coordinates of combined points, and where the line between them is broken.
+
+    Args:
+        curves: curves, and their positions among the keys.
+        keys: what all points are matched by.
+        rows: those of the keys that have a point.
+        axis: the x axis.
+    """
+    if axis != "time":
+        return keys[rows].astype(np.float64), np.zeros(np.count_nonzero(rows), bool)
+    total, under_way = np.zeros(len(keys)), np.zeros(len(keys), np.int64)
+    for curve, at in curves:
+        part, seconds = at, curve.times - curve.start_time
+        if not isinstance(at, slice):  # it measured at some of these steps, and made the others too
+            part = slice(int(at[0]), int(at[-1]) + 1)
+            seconds = np.interp(keys[part], curve.steps, seconds)
+        total[part] += seconds
+        under_way[part] += 1
+    hours, under_way = total[rows] / (3600 * np.maximum(under_way[rows], 1)), under_way[rows]
+    breaks = pauses(keys[rows], hours)
+    breaks[1:] |= np.diff(under_way) != 0
+    return hours, breaks
 
 
 def _keys(curve: Series, axis: Axis) -> Keys:

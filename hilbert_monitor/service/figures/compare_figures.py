@@ -1,89 +1,138 @@
-"""Figures that compare runs: RunSeries in, plotly figures as plain dicts out. No file is read or written.
+"""Figures that compare runs: a Comparison in, plotly figures as plain dicts out. No file is read or written.
 
-Runs are grouped by the optimizer of their LM head. A group of several runs is drawn as its mean, with a band of one
-sample standard deviation; on request with the line of each run behind it. A single run is drawn as a line. The options
-may also ask for one line per run, without means.
+A group of several runs is drawn as its mean, with a band of one sample standard deviation while there are few groups;
+on request with the line of each run behind it. A single run is drawn as a line. The options may also ask for one line
+per run, without means. A run that enters no mean is drawn where each run has a line.
 
 - Smoothing is applied to each run before the mean is taken. The unsmoothed curve is drawn behind, faint, so that
   smoothing hides nothing.
 - On a logarithmic axis a value that is not positive is a gap. The lower edge of a band stays positive there: it is at
   least half the smallest value of the runs.
-- A trace has at most 2,000 points, see `downsampling`.
+- Over time a line has a gap where training paused.
+- A trace has at most about 2,000 points, see `downsampling`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from hilbert_monitor.runs.metrics import CATALOGUE, Metric
 from hilbert_monitor.service.following.columns import Floats
 from hilbert_monitor.service.following.text import label
 
 from . import style
 from .averages import MeanCurve, mean_curve
-from .comparison import BASELINE, CANDIDATE, Pair, by_optimizer, pair_ratios, pair_up, same_panel, with_axis
-from .downsampling import POINTS, downsample
+from .axes import with_axis
+from .comparison import Comparison
+from .contrasts import Contrast, pair_ratios
+from .downsampling import POINTS
+from .final_values import same_panel
+from .grouping import Group
+from .looks import Look, looks
 from .plot_options import PLAIN, PlotOptions
 from .series import RunSeries, Series
-from .style import Figure, Trace, colour, template
+from .style import Figure, Trace, template
 
-__all__ = ["PANELS", "diameter", "loss", "perturbation", "ratio", "template"]
+__all__ = ["METRIC_PANELS", "PANELS", "diameter", "loss", "metric_panel", "perturbation", "ratio", "template"]
 
 FAINT = 0.35
 """Opacity of the lines behind a mean or a smoothed line."""
 LEGEND_RUNS = 24
-"""The largest number of runs that the legend names one by one. If there are more it names the optimizers."""
+"""The largest number of runs that the legend names one by one. If there are more it names their groups."""
+BANDS = 8
+"""The largest number of groups whose means have a band. More bands would hide each other."""
 RATIO_STYLES = {"diameter": ("D(S)", "#8A6FD1", "solid"), "perturbation_rms": ("Hilbert RMS", "#009E73", "dot")}
 """The curves that have a ratio, and the name, colour and dash of each ratio."""
 
 
-def loss(runs: Sequence[RunSeries], options: PlotOptions = PLAIN, excluded: Collection[str] = ()) -> Figure:
-    """The validation loss, and the training loss as a thinner line.
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What the traces of a figure are made of."""
 
-    Args:
-        runs: runs of one model.
-        options: how to draw them.
-        excluded: ids of runs that are drawn but enter no mean.
-    """
-    options, log = with_axis(options, runs), options.logarithmic(False)
-    unsmoothed = replace(options, smooth=0.0)  # validation losses are few, and smooth by themselves
-    traces = _training_traces(runs, options, excluded, log=log)
-    traces += _metric_traces(runs, "validation_loss", unsmoothed, excluded, log=log)
+    comparison: Comparison
+    options: PlotOptions
+    log: bool
+    looks: dict[str, Look]
+    excluded: frozenset[str]
+    """Ids of the runs that enter no mean."""
+
+    @property
+    def draws_runs(self) -> bool:
+        """Whether each run has a line of its own, also behind the mean of its group."""
+        return self.options.group == "run" or self.options.seeds
+
+    def groups(self, name: str) -> list[Group]:
+        """The groups, with those of their runs that have a curve and are drawn or in a mean."""
+        groups = [
+            replace(group, runs=tuple(run for run in group.runs if len(run.curve(name)) and self._takes_part(run)))
+            for group in self.comparison.groups
+        ]
+        return [group for group in groups if group.runs]
+
+    def _takes_part(self, run: RunSeries) -> bool:
+        return self.draws_runs or run.id not in self.excluded
+
+
+def loss(comparison: Comparison, options: PlotOptions = PLAIN) -> Figure:
+    """The validation loss, and the training loss as a thinner line."""
+    drawing = _drawing(comparison, options, log=False)
+    unsmoothed = replace(
+        drawing, options=replace(drawing.options, smooth=0.0)
+    )  # they are few, and smooth by themselves
+    traces = _training_traces(drawing) + _metric_traces(unsmoothed, "validation_loss")
     style.name_groups(traces)
-    losses = [curve for run in runs for curve in (run.validation_loss, run.train_loss)]
-    y_range = None if log else style.late_range(losses, options)
-    return style.figure("Loss", traces, options, log=log, **({"range": y_range} if y_range else {}))
+    y_range = None if drawing.log else style.late_range(traces, drawing.options)
+    return style.figure("Loss", traces, drawing.options, log=drawing.log, **({"range": y_range} if y_range else {}))
 
 
-def diameter(runs: Sequence[RunSeries], options: PlotOptions = PLAIN, excluded: Collection[str] = ()) -> Figure:
-    """The row diameter D(S) of the step, by default on a logarithmic axis. Arguments as for `loss`."""
-    options, log = with_axis(options, runs), options.logarithmic(True)
-    traces = style.name_groups(_metric_traces(runs, "diameter", options, excluded, log=log))
-    return style.figure("Row diameter D(S)", traces, options, log=log)
+def diameter(comparison: Comparison, options: PlotOptions = PLAIN) -> Figure:
+    """The row diameter D(S) of the step, by default on a logarithmic axis."""
+    return _metric_figure(comparison, options, "diameter", "Row diameter D(S)", log=True)
 
 
-def perturbation(runs: Sequence[RunSeries], options: PlotOptions = PLAIN, excluded: Collection[str] = ()) -> Figure:
-    """The Hilbert RMS perturbation of the panel, by default on a logarithmic axis. Arguments as for `loss`.
+def perturbation(comparison: Comparison, options: PlotOptions = PLAIN) -> Figure:
+    """The Hilbert RMS perturbation of the panel, by default on a logarithmic axis.
 
     Runs with different panels have no mean.
     """
-    options, log = with_axis(options, runs), options.logarithmic(True)
-    traces = style.name_groups(_metric_traces(runs, "perturbation_rms", options, excluded, log=log))
-    return style.figure("Hilbert RMS", traces, options, log=log)
+    return _metric_figure(comparison, options, "perturbation_rms", "Hilbert RMS", log=True)
 
 
-def ratio(runs: Sequence[RunSeries], options: PlotOptions = PLAIN, excluded: Collection[str] = ()) -> Figure:
-    """AdamW's mean over RowNorm's, of D(S) and of Hilbert RMS, over the pairs. Arguments as for `loss`.
+def ratio(comparison: Comparison, options: PlotOptions = PLAIN) -> Figure:
+    """The baseline's mean over the candidate's, of D(S) and of Hilbert RMS, over the pairs of each contrast.
 
     Without a pair the figure has no trace.
     """
-    options, log = with_axis(options, runs), options.logarithmic(False)
-    pairs = pair_up(run for run in runs if run.id not in excluded)
-    traces = style.name_groups([trace for name in RATIO_STYLES for trace in _ratio_traces(pairs, name, options)])
-    yaxis = {} if log else {"rangemode": "tozero"}
-    return style.figure(f"{BASELINE} / {CANDIDATE}", traces, options, log=log, **yaxis)
+    drawing = _drawing(comparison, options, log=False)
+    contrasts = [contrast for contrast in comparison.contrasts if contrast.pairs]
+    colours = {run.id: drawing.looks[group.name].colour for group in comparison.groups for run in group.runs}
+    traces = [
+        trace
+        for name in RATIO_STYLES
+        for contrast in contrasts
+        for trace in _ratio_traces(
+            drawing, contrast, name, "" if len(contrasts) == 1 else colours[contrast.pairs[0][1].id]
+        )
+    ]
+    yaxis = {} if drawing.log else {"rangemode": "tozero"}
+    title = " / ".join(label(side) for side in comparison.sides)
+    return style.figure(title, style.name_groups(traces), drawing.options, log=drawing.log, **yaxis)
+
+
+def metric_panel(field: str) -> Callable[..., Figure]:
+    """A function that draws any metric of the catalogue, on the axis and in the unit that the metric has."""
+    metric = METRIC_PANELS[field]
+
+    def draw(comparison: Comparison, options: PlotOptions = PLAIN) -> Figure:
+        options = options if metric.is_smoothed else replace(options, smooth=0.0)
+        ticks = {"tickformat": style.SHARE_TICKS} if metric.unit == "ratio" else {}
+        return _metric_figure(comparison, options, field, metric.name, log=metric.axis == "log", **ticks)
+
+    return draw
 
 
 PANELS: dict[str, Callable[..., Figure]] = {
@@ -92,81 +141,102 @@ PANELS: dict[str, Callable[..., Figure]] = {
     "perturbation": perturbation,
     "ratio": ratio,
 }
+"""The panels that are always drawn."""
+METRIC_PANELS: dict[str, Metric] = {metric.field: metric for metric in CATALOGUE if metric.field not in PANELS}
+"""The metrics that a panel can be asked for, by field; all but those that are always drawn."""
+
+
+def _drawing(comparison: Comparison, options: PlotOptions, *, log: bool) -> Drawing:
+    """A drawing whose scale, if the options choose none, is logarithmic or not."""
+    options = with_axis(options, comparison.runs)
+    excluded = frozenset(run.id for run in comparison.excluded)
+    return Drawing(comparison, options, options.logarithmic(log), looks(comparison.groups), excluded)
+
+
+def _metric_figure(
+    comparison: Comparison, options: PlotOptions, name: str, title: str, *, log: bool, **yaxis: Any
+) -> Figure:
+    drawing = _drawing(comparison, options, log=log)
+    traces = style.name_groups(_metric_traces(drawing, name))
+    return style.figure(title, traces, drawing.options, log=drawing.log, **yaxis)
 
 
 # Lines of single runs
 
 
-def _metric_traces(
-    runs: Sequence[RunSeries], name: str, options: PlotOptions, excluded: Collection[str], *, log: bool
-) -> list[Trace]:
+def _metric_traces(drawing: Drawing, name: str) -> list[Trace]:
     """All traces of a metric: means and bands of the groups, and the lines of runs that are asked for."""
-    runs = [run for run in runs if len(run.curve(name))]
-    if options.group == "run":
-        return _traces_by_run(runs, name, options, excluded, log=log)
-    traces: list[Trace] = []
-    for optimizer, group in by_optimizer(runs).items():
-        counted = [run for run in group if run.id not in excluded]
+    groups, traces = drawing.groups(name), list[Trace]()
+    if drawing.options.group == "run":
+        return _traces_by_run(drawing, name)
+    lines = sum(len(group.runs) for group in groups) if drawing.draws_runs else len(groups)
+    for group in groups:
+        counted = [run for run in group.runs if run.id not in drawing.excluded]
         has_mean = len(counted) > 1 and (name != "perturbation_rms" or same_panel(counted))
-        for run in group:
-            if not has_mean and run.id not in excluded:
-                traces += _run_lines(run, name, options, len(runs), log=log)
-            elif options.seeds or not has_mean:
-                traces.append(_faint_line(run, name, options, len(runs), log=log, excluded=run.id in excluded))
+        for run in group.runs:
+            if not has_mean and run.id not in drawing.excluded:
+                traces += _run_lines(drawing, group, run, name, lines)
+            elif drawing.options.seeds:
+                traces.append(_faint_line(drawing, group, run, name, lines))
         if has_mean:
-            traces += _mean_traces(optimizer, [run.curve(name) for run in counted], options, log=log)
+            traces += _mean_traces(drawing, group, [run.curve(name) for run in counted], len(groups))
     return traces
 
 
-def _traces_by_run(
-    runs: Sequence[RunSeries], name: str, options: PlotOptions, excluded: Collection[str], *, log: bool
-) -> list[Trace]:
-    """A line for each run, in a shade of its optimizer's colour. It has a legend entry of its own if there is room."""
-    traces: list[Trace] = []
-    for optimizer, group in by_optimizer(runs).items():
-        for number, run in enumerate(group):
-            color, dash = style.shade(colour(optimizer), number)
-            for trace in _run_lines(run, name, options, len(runs), log=log):
+def _traces_by_run(drawing: Drawing, name: str) -> list[Trace]:
+    """A line for each run, in a shade of its colour. It has a legend entry of its own if there is room."""
+    groups, traces = drawing.groups(name), list[Trace]()
+    lines, numbers = sum(len(group.runs) for group in groups), dict[str, int]()
+    for group in groups:
+        color = drawing.looks[group.name].colour if group.chosen is not None else style.colour(group.optimizer)
+        for run in group.runs:
+            numbers[color] = numbers.get(color, -1) + 1
+            shade, dash = style.shade(color, numbers[color])
+            for trace in _run_lines(drawing, group, run, name, lines):
                 width = min(trace["line"]["width"], 1.75)
-                trace["line"] = {"color": color, "width": width, "dash": "dot" if run.id in excluded else dash}
-                if len(runs) <= LEGEND_RUNS:
+                trace["line"] = {"color": shade, "width": width, "dash": _dash(drawing, run, dash)}
+                if lines <= LEGEND_RUNS:
                     trace |= {"name": label(run.label), "legendgroup": label(run.id, 200)}
                 traces.append(trace)
     return traces
 
 
-def _run_lines(run: RunSeries, name: str, options: PlotOptions, line_count: int, *, log: bool) -> list[Trace]:
+def _run_lines(drawing: Drawing, group: Group, run: RunSeries, name: str, lines: int) -> list[Trace]:
     """One run's line; if it is smoothed, the unsmoothed curve comes first, faint.
 
     Args:
+        drawing: what it is part of.
+        group: the run's group.
         run: the run.
         name: the curve.
-        options: how to draw it.
-        line_count: the number of lines in the figure, which limits the points of each.
-        log: whether the y axis is logarithmic.
+        lines: the number of lines in the figure, which limits the points of each.
     """
-    line = style.line(run.curve(name), options, log=log, points=_points(line_count), smooth=options.smooth)
-    line |= _run_labels(run) | {"opacity": 1.0, "line": {"color": colour(run.optimizer), "width": 2.5}}
+    options, look = drawing.options, drawing.looks[group.name]
+    line = style.line(run.curve(name), options, log=drawing.log, points=_points(lines), smooth=options.smooth)
+    line |= _run_labels(group, run) | {"opacity": 1.0, "line": {"color": look.colour, "width": 2.5, "dash": look.dash}}
     if not options.smooth:
         return [line]
-    return [_faint_line(run, name, options, line_count, log=log, excluded=False) | {"hoverinfo": "skip"}, line]
+    return [_faint_line(drawing, group, run, name, lines) | {"hoverinfo": "skip"}, line]
 
 
-def _faint_line(
-    run: RunSeries, name: str, options: PlotOptions, line_count: int, *, log: bool, excluded: bool
-) -> Trace:
+def _faint_line(drawing: Drawing, group: Group, run: RunSeries, name: str, lines: int) -> Trace:
     """One run's curve, unsmoothed and faint; dotted if the run enters no mean."""
-    trace = style.line(run.curve(name), options, log=log, points=_points(line_count)) | _run_labels(run)
-    if excluded:
-        trace["meta"] += f", {label(run.status)}"
-    trace["line"] = {"color": colour(run.optimizer), "width": 1, "dash": "dot" if excluded else "solid"}
+    trace = style.line(run.curve(name), drawing.options, log=drawing.log, points=_points(lines))
+    trace |= _run_labels(group, run)
+    if run.id in drawing.excluded:
+        trace["meta"] += f", {label(run.status)}, in no mean"
+    trace["line"] = {"color": drawing.looks[group.name].colour, "width": 1, "dash": _dash(drawing, run, "solid")}
     return trace | {"opacity": FAINT}
 
 
-def _run_labels(run: RunSeries) -> Trace:
+def _dash(drawing: Drawing, run: RunSeries, dash: str) -> str:
+    return "dot" if run.id in drawing.excluded else dash
+
+
+def _run_labels(group: Group, run: RunSeries) -> Trace:
     """A run's legend group and the name in its hover text."""
     seed = f"seed {run.seed}" if run.seed is not None else "no seed"
-    return _legend_group(label(run.optimizer)) | {"meta": f"{label(run.label)}, {seed}"}
+    return _legend_group(label(group.name, 200)) | {"meta": f"{label(run.label)}, {seed}"}
 
 
 def _legend_group(name: str) -> Trace:
@@ -174,80 +244,106 @@ def _legend_group(name: str) -> Trace:
     return {"type": "scatter", "name": name, "legendgroup": name}
 
 
-def _points(line_count: int) -> int:
+def _points(lines: int) -> int:
     """The number of points of each line in a figure with so many lines."""
-    return POINTS if line_count <= 12 else max(24_000 // line_count, 100)
+    return POINTS if lines <= 12 else max(24_000 // lines, 100)
 
 
 # Means and ratios
 
 
-def _mean_traces(optimizer: str, curves: Sequence[Series], options: PlotOptions, *, log: bool) -> list[Trace]:
+def _mean_traces(drawing: Drawing, group: Group, curves: Sequence[Series], groups: int) -> list[Trace]:
     """The band and the mean of some curves, the mean last."""
-    axis, color, group = options.x_axis, colour(optimizer), _legend_group(label(optimizer))
+    options, look, names = drawing.options, drawing.looks[group.name], _legend_group(label(group.name, 200))
     means = _visible_means(curves, options)
-    mean, lower, upper = style.plottable(means.mean, log), *_band_edges(means, log)
-    rows = downsample([lower, upper, mean])
-    forward = means.x[rows] >= np.maximum.accumulate(means.x[rows]) if len(rows) else np.empty(0, bool)
-    band_rows = rows[forward & ~np.isnan(lower[rows]) & ~np.isnan(upper[rows])]
-    edge = group | {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
-    fill = {"fill": "tonexty", "fillcolor": style.faded(color)}
-    mean_line = style.xy(means.x, mean, rows, axis, [_hover_text(means, row) for row in rows.tolist()])
-    traces = [
-        style.xy(means.x, lower, band_rows, axis) | edge,
-        style.xy(means.x, upper, band_rows, axis) | edge | fill,
-    ]
+    mean, lower, upper = style.plottable(means.mean, drawing.log), *_band_edges(means, drawing.log)
+    has_band = groups <= BANDS
+    columns = [lower, upper, mean] if has_band else [mean]
+    rows = style.drawn_rows(columns, means.x, options, means.breaks, _points(groups))
+    texts = [_hover_text(means, row) for row in rows.tolist()]
+    traces = [trace | names for trace in _band(means, lower, upper, rows, options, look)] if has_band else []
     if options.smooth and not options.seeds:  # with seeds, the lines of the runs show the unsmoothed values
-        traces.append(_thin_mean(curves, replace(options, smooth=0.0), color, log=log) | group)
-    return [*traces, mean_line | group | {"line": {"color": color, "width": 2.5}, "meta": label(optimizer)}]
+        traces.append(_thin_mean(curves, replace(options, smooth=0.0), look.colour, log=drawing.log) | names)
+    mean_line = style.xy(means.x, mean, rows, options.x_axis, means.breaks, texts) | names
+    line = {"color": look.colour, "width": 2.5, "dash": look.dash}
+    return [*traces, mean_line | {"line": line, "meta": label(group.name, 120)}]
 
 
-def _thin_mean(curves: Sequence[Series], options: PlotOptions, color: str, *, log: bool) -> Trace:
+def _band(
+    means: MeanCurve, lower: Floats, upper: Floats, rows: style.Rows, options: PlotOptions, look: Look
+) -> list[Trace]:
+    """The area between two edges: two traces for each part between gaps."""
+    edge: Trace = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+    fill = {"fill": "tonexty", "fillcolor": style.faded(look.colour)}
+    traces: list[Trace] = []
+    for part in style.unbroken_parts(rows, means.breaks):
+        part = part[~np.isnan(lower[part]) & ~np.isnan(upper[part])]
+        traces.append(style.xy(means.x, lower, part, options.x_axis) | edge)
+        traces.append(style.xy(means.x, upper, part, options.x_axis) | edge | fill)
+    return traces
+
+
+def _thin_mean(curves: Sequence[Series], options: PlotOptions, color: str, *, log: bool, points: int = POINTS) -> Trace:
     """The mean of some curves as a thin, faint line without a hover text."""
     means = _visible_means(curves, options, spread=False)
     mean = style.plottable(means.mean, log)
-    trace = style.xy(means.x, mean, downsample([mean]), options.x_axis)
+    rows = style.drawn_rows([mean], means.x, options, means.breaks, points)
+    trace = style.xy(means.x, mean, rows, options.x_axis, means.breaks)
     return trace | {"opacity": FAINT, "line": {"color": color, "width": 1}, "hoverinfo": "skip"}
 
 
-def _training_traces(
-    runs: Sequence[RunSeries], options: PlotOptions, excluded: Collection[str], *, log: bool
-) -> list[Trace]:
-    """The training loss as thin lines: the mean of each optimizer, or each run."""
-    runs = [run for run in runs if len(run.train_loss)]
-    traces: list[Trace] = []
+def _training_traces(drawing: Drawing) -> list[Trace]:
+    """The training loss as thin lines: the mean of each group, or each run."""
+    options, traces = drawing.options, list[Trace]()
     if options.group == "run":
-        for trace in _traces_by_run(runs, "train_loss", options, excluded, log=log):
+        for trace in _traces_by_run(drawing, "train_loss"):
             line = trace["line"] | {"width": 1}
             traces.append(
                 trace | {"meta": f"{trace['meta']}, training", "opacity": 0.5 * trace["opacity"], "line": line}
             )
         return traces
-    for optimizer, group in by_optimizer(run for run in runs if run.id not in excluded).items():
-        name, curves = f"{label(optimizer)}, training", [run.train_loss for run in group]
+    groups = drawing.groups("train_loss")
+    for group in groups:
+        curves = [run.train_loss for run in group.runs if run.id not in drawing.excluded]
+        if not curves:
+            continue
+        name, color = f"{label(group.name, 200)}, training", drawing.looks[group.name].colour
         common = _legend_group(name) | {"legendrank": 2000, "meta": name}
+        points = _points(len(groups))
         if options.smooth:
-            unsmoothed = _thin_mean(curves, replace(options, smooth=0.0), colour(optimizer), log=log)
+            unsmoothed = _thin_mean(curves, replace(options, smooth=0.0), color, log=drawing.log, points=points)
             traces.append(unsmoothed | common | {"opacity": 0.2})
-        mean = _thin_mean(curves, options, colour(optimizer), log=log) | common | {"opacity": 0.55}
+        mean = _thin_mean(curves, options, color, log=drawing.log, points=points) | common | {"opacity": 0.55}
         del mean["hoverinfo"]
         traces.append(mean)
     return traces
 
 
-def _ratio_traces(pairs: Sequence[Pair], name: str, options: PlotOptions) -> list[Trace]:
-    """The ratio of the pairs' means; if it is smoothed, the unsmoothed ratio comes first, faint."""
-    traces = []
+def _ratio_traces(drawing: Drawing, contrast: Contrast, name: str, own_color: str) -> list[Trace]:
+    """The ratio of the pairs' means; if it is smoothed, the unsmoothed ratio comes first, faint.
+
+    Args:
+        drawing: what it is part of.
+        contrast: the two sides.
+        name: the curve.
+        own_color: the colour that tells the contrast from others; empty if it is the only one.
+    """
+    traces, options = [], drawing.options
     text, color, dash = RATIO_STYLES[name]
+    sides = f"{label(contrast.baseline, 120)} / {label(contrast.candidate, 120)}"
+    meta = f"{text}, {sides}"
+    if own_color:
+        text, color = meta, own_color
     for smooth in sorted({0.0, options.smooth}):
-        ratios = pair_ratios(pairs, name, options.x_axis, smooth)
+        ratios = pair_ratios(contrast.pairs, name, options.x_axis, smooth)
         ratios = ratios[style.window(ratios.x, options)]
         if not len(ratios.x):
             continue
         y, strong = style.plottable(ratios.ratio, log=True), smooth == options.smooth
-        trace = style.xy(ratios.x, y, downsample([y]), options.x_axis) | _legend_group(text)
+        rows = style.drawn_rows([y], ratios.x, options, ratios.breaks, _points(2 * len(drawing.comparison.contrasts)))
+        trace = style.xy(ratios.x, y, rows, options.x_axis, ratios.breaks) | _legend_group(text)
         trace |= {"line": {"color": color, "width": 2 if strong else 1, "dash": dash}}
-        trace |= {"meta": f"{text}, {BASELINE} / {CANDIDATE}"} if strong else {"opacity": FAINT, "hoverinfo": "skip"}
+        trace |= {"meta": meta} if strong else {"opacity": FAINT, "hoverinfo": "skip"}
         traces.append(trace)
     return traces
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hilbert_monitor.service.following.columns import Floats
 
 from . import style
 from .averages import mean_curve
-from .comparison import RATIO_CURVES, Pair, by_optimizer, pair_ratios, pair_up, same_panel, with_axis
+from .axes import with_axis
+from .comparison import Comparison
+from .contrasts import RATIO_CURVES, Contrast, pair_ratios
+from .final_values import same_panel
+from .grouping import Group
 from .plot_options import PLAIN, Axis, PlotOptions
 from .series import RunSeries
 
@@ -18,42 +22,42 @@ PANEL_CURVES = {
     "diameter": ("diameter",),
     "perturbation": ("perturbation_rms",),
 }
-"""The curves of each panel but that of the ratios."""
+"""The curves of each panel but that of the ratios and those of one metric."""
 X_COLUMNS: tuple[Axis, ...] = ("updates", "tokens", "time")
 """The axes of the columns step, tokens and hours."""
 COLUMNS = ("optimizer", "run", "seed", "metric", "step", "tokens", "hours", "value", "smoothed", "deviation", "runs")
-RATIO_COLUMNS = ("metric", "step", "tokens", "hours", "ratio", "smoothed", "pairs")
+RATIO_COLUMNS = ("metric", "step", "tokens", "hours", "ratio", "smoothed", "pairs", "baseline", "candidate")
 Row = tuple[Any, ...]
 
 
 def panel_table(
-    panel: str, runs: Sequence[RunSeries], options: PlotOptions = PLAIN, excluded: Collection[str] = ()
+    panel: str, comparison: Comparison, options: PlotOptions = PLAIN
 ) -> tuple[tuple[str, ...], Iterator[Row]]:
     """The header and the rows of a panel's table, with every value in the visible range.
 
+    The column "optimizer" has the name of a mean's group: the optimizer, and the settings that groups differ in.
+
     Args:
-        panel: one of `compare_figures.PANELS`.
-        runs: runs of one model.
-        options: those of the figure. If they group by optimizer, the means of a metric follow its runs.
-        excluded: ids of runs that enter no mean.
+        panel: one of `compare_figures.PANELS`, or a field of `compare_figures.METRIC_PANELS`.
+        comparison: the runs of one model.
+        options: those of the figure. If they draw means, the means of a metric follow its runs.
     """
-    options = with_axis(options, runs)
-    counted = [run for run in runs if run.id not in excluded]
+    options = with_axis(options, comparison.runs)
     if panel == "ratio":
-        pairs = pair_up(counted)
-        return RATIO_COLUMNS, (row for name in RATIO_CURVES for row in _ratio_rows(pairs, name, options))
-    return COLUMNS, _panel_rows(PANEL_CURVES[panel], runs, counted, options)
+        pairs = ((contrast, name) for name in RATIO_CURVES for contrast in comparison.contrasts)
+        return RATIO_COLUMNS, (row for contrast, name in pairs for row in _ratio_rows(contrast, name, options))
+    return COLUMNS, _panel_rows(PANEL_CURVES.get(panel, (panel,)), comparison, options)
 
 
-def _panel_rows(
-    names: Sequence[str], runs: Sequence[RunSeries], counted: Sequence[RunSeries], options: PlotOptions
-) -> Iterator[Row]:
+def _panel_rows(names: Sequence[str], comparison: Comparison, options: PlotOptions) -> Iterator[Row]:
+    counted = {run.id for run in comparison.counted}
     for name in names:
-        for run in runs:
+        for run in comparison.runs:
             yield from _run_rows(run, name, options)
-        for optimizer, group in by_optimizer(counted).items() if options.group == "optimizer" else ():
-            if name != "perturbation_rms" or same_panel(group):
-                yield from _mean_rows(optimizer, group, name, options)
+        for group in comparison.groups if options.group == "optimizer" else ():
+            runs = [run for run in group.runs if run.id in counted]
+            if name != "perturbation_rms" or same_panel(runs):
+                yield from _mean_rows(group, runs, name, options)
 
 
 def _run_rows(run: RunSeries, name: str, options: PlotOptions) -> Iterator[Row]:
@@ -67,8 +71,8 @@ def _run_rows(run: RunSeries, name: str, options: PlotOptions) -> Iterator[Row]:
         yield run.optimizer, run.id, run.seed, name, *row, None, None
 
 
-def _mean_rows(optimizer: str, group: Sequence[RunSeries], name: str, options: PlotOptions) -> Iterator[Row]:
-    curves, axis, smooth = [run.curve(name) for run in group], options.x_axis, options.smooth
+def _mean_rows(group: Group, runs: Sequence[RunSeries], name: str, options: PlotOptions) -> Iterator[Row]:
+    curves, axis, smooth = [run.curve(name) for run in runs], options.x_axis, options.smooth
     means = mean_curve(curves, axis)
     rows = style.inside(means.x, options)
     smoothed = mean_curve(curves, axis, smooth=smooth, spread=False).mean[rows] if smooth else None
@@ -79,17 +83,17 @@ def _mean_rows(optimizer: str, group: Sequence[RunSeries], name: str, options: P
         means.runs[rows].tolist(),
     )
     for x, *row in zip(means.x[rows].tolist(), *columns, strict=True):
-        yield optimizer, "mean", None, name, *_x_cells(x, axis), *row
+        yield group.name, "mean", None, name, *_x_cells(x, axis), *row
 
 
-def _ratio_rows(pairs: Sequence[Pair], name: str, options: PlotOptions) -> Iterator[Row]:
-    axis, smooth = options.x_axis, options.smooth
+def _ratio_rows(contrast: Contrast, name: str, options: PlotOptions) -> Iterator[Row]:
+    axis, smooth, pairs = options.x_axis, options.smooth, contrast.pairs
     ratios = pair_ratios(pairs, name, axis)
     rows = style.inside(ratios.x, options)
     smoothed = pair_ratios(pairs, name, axis, smooth).ratio[rows] if smooth else None
     columns = (style.numbers(ratios.ratio[rows]), _column(smoothed, len(rows)), ratios.pairs[rows].tolist())
     for x, *row in zip(ratios.x[rows].tolist(), *columns, strict=True):
-        yield name, *_x_cells(x, axis), *row
+        yield name, *_x_cells(x, axis), *row, contrast.baseline, contrast.candidate
 
 
 def _column(values: Floats | None, length: int) -> list[float | None]:

@@ -1,4 +1,4 @@
-"""The options of a plot: axis, scale, smoothing, grouping and the visible range. A web page sends them."""
+"""The options of a plot, and what of several runs is compared. A web page sends both."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ class PlotOptions:
     scale: Scale = "auto"
     """The scale of the y axis. With "auto" each panel chooses its own."""
     group: Group = "optimizer"
-    """Whether to draw one mean per optimizer or one line per run."""
+    """Whether to draw one mean per group, that is optimizer and settings, or one line per run."""
     seeds: bool = False
-    """Whether to draw the line of each run behind the mean of its optimizer."""
+    """Whether to draw the line of each run behind the mean of its group."""
     x0: float | None = None
     """Start of the visible range of the x axis, or None for no limit."""
     x1: float | None = None
     """End of the visible range of the x axis, or None for no limit."""
+    log_x: bool = False
+    """Whether the x axis is logarithmic."""
 
     @property
     def x_axis(self) -> Axis:
@@ -44,3 +46,17 @@ class PlotOptions:
 
 PLAIN = PlotOptions()
 """The default options: whole curves, not smoothed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What a reader chose to compare."""
+
+    by: str = ""
+    """A key of the configuration that groups are split and coloured by; empty for none."""
+    baseline: str = ""
+    """Name of an optimizer or a group, or id of a run; empty for the usual, AdamW if it is there."""
+    candidate: str = ""
+    """The same; by default RowNorm if it is there, and all other groups if the baseline is a group or a run."""
+    panels: tuple[str, ...] = ()
+    """Metrics of the catalogue that have a panel of their own, by field."""

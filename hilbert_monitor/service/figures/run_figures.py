@@ -159,9 +159,9 @@ def _draw(run: RunData, panel: RunPanel, columns: Values) -> Figure | None:
     traces = _lines(run, metrics, columns, log=log)
     yaxis: dict[str, Any] = {}
     if any(metric.unit == "ratio" for metric in metrics):
-        yaxis["tickformat"] = ".0%"
+        yaxis["tickformat"] = style.SHARE_TICKS
     if panel.skips_start and not log:
-        late = style.late_range([run.series(values) for values in columns.values()], run.options)
+        late = style.late_range(traces, run.options)
         yaxis |= {"range": late} if late else {}
     return _figure(run, panel.axis_title, traces, columns, log=log, **yaxis)
 
@@ -255,15 +255,20 @@ def _band(run: RunData, name: str, bounds: Sequence[Floats], color: str, *, log:
     both = present(bounds[0]) & present(bounds[1])
     lower, upper = (run.series(np.where(both, values, MISSING)).with_x(run.axis) for values in bounds)
     x, text = lower.x(run.axis), label(name)
-    part = style.window(x, run.options)
-    x, low, high = x[part], style.plottable(lower.values[part], log), style.plottable(upper.values[part], log)
+    part, breaks = style.window(x, run.options), style.line_breaks(lower, run.axis)
+    x, breaks = x[part], breaks[part]
+    low, high = style.plottable(lower.values[part], log), style.plottable(upper.values[part], log)
     places = downsample([low, high]) if len(x) else np.empty(0, np.int64)
     places = places[~np.isnan(low[places]) & ~np.isnan(high[places])]
     edge: Trace = {"type": "scatter", "name": text, "legendgroup": text, "mode": "lines"}
     edge |= {"line": {"width": 0.75, "color": style.faded(color, 0.4)}, "hoverinfo": "skip"}
-    texts = [f"{a:.4g} to {b:.4g}" for a, b in zip(low[places].tolist(), high[places].tolist(), strict=True)]
     fill = {"fill": "tonexty", "fillcolor": style.faded(color, 0.22), "meta": text, "says": "", "hoverinfo": "all"}
-    return [style.xy(x, low, places, run.axis) | edge, style.xy(x, high, places, run.axis, texts) | edge | fill]
+    traces = []
+    for rows in style.unbroken_parts(places, breaks):
+        texts = [f"{a:.4g} to {b:.4g}" for a, b in zip(low[rows].tolist(), high[rows].tolist(), strict=True)]
+        traces += [style.xy(x, low, rows, run.axis) | edge]
+        traces += [style.xy(x, high, rows, run.axis, hover=texts) | edge | fill]
+    return traces
 
 
 def _figure(

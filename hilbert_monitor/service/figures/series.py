@@ -1,6 +1,6 @@
 """The curves of a run as arrays in memory, for the statistics and the figures.
 
-A `Series` is one metric of one run. A `RunSeries` is one run with its four curves.
+A `Series` is one metric of one run. A `RunSeries` is one run with its four curves, and others on request.
 """
 
 from __future__ import annotations
@@ -12,13 +12,25 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hilbert_monitor.runs.log import RunReader, RunState
 from hilbert_monitor.runs.record import RunInfo
 from hilbert_monitor.service.following.columns import Columns, Floats, Steps, Table, present
+from hilbert_monitor.service.following.run_settings import configuration, environment
 from hilbert_monitor.service.following.snapshot import model_of
 
 from .plot_options import Axis
+
+Settings = frozenset[tuple[str, str]]
+"""Keys and their texts. What all runs share is found quickly as an intersection."""
+
+PAUSE = 20.0
+"""A pause is at least so many times as long as the steps in it usually take,"""
+PAUSE_SECONDS = 60.0
+"""and at least so long,"""
+PAUSE_SHARE = 0.02
+"""and at least this share of the whole curve, so that it can be seen."""
 
 _EMPTY: Floats = np.empty(0)
 
@@ -111,7 +123,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSeries:
-    """One run: its four curves, and the properties by which runs are grouped and compared."""
+    """One run: its curves, and the properties by which runs are grouped and compared."""
 
     id: str
     name: str = ""
@@ -129,16 +141,36 @@ class RunSeries:
     train_loss: Series = field(default_factory=Series)
     diameter: Series = field(default_factory=Series)
     perturbation_rms: Series = field(default_factory=Series)
+    settings: Settings = field(default=frozenset(), repr=False)
+    """The configuration, flat."""
+    environment: Settings = field(default=frozenset(), repr=False)
+    """What the run ran on, flat."""
+    table: Table | None = field(default=None, repr=False, compare=False)
+    """The records that curves of other metrics are made from; None if the four curves are all that is known."""
+    start_time: float = 0.0
+    others: dict[str, Series] = field(default_factory=dict, repr=False, compare=False)
+    """Curves of other metrics that were made so far."""
 
     @property
     def label(self) -> str:
         """The name that the user gave the run, or its id."""
         return self.name or self.id
 
+    @property
+    def has_curve(self) -> bool:
+        """Whether any of the four curves has a value."""
+        return any(len(self.curve(name)) for name in CURVES)
+
     def curve(self, name: str) -> Series:
-        """The curve with this field name."""
-        series: Series = getattr(self, name)
-        return series
+        """The curve with this field name, which may be any metric's."""
+        if name in CURVES:
+            series: Series = getattr(self, name)
+            return series
+        if name not in self.others:
+            table = self.table or Table()
+            values = table.get(name)
+            self.others[name] = Series() if values is None else series_of(table, values, self.start_time)
+        return self.others[name]
 
 
 CURVES = ("validation_loss", "train_loss", "diameter", "perturbation_rms")
@@ -171,7 +203,7 @@ def run_series(info: RunInfo, state: RunState, table: Table, started: float | No
     """
     start_time = origin(table, started)
     curves: dict[str, Any] = {name: series_of(table, table.column(name), start_time) for name in CURVES}
-    return RunSeries(**_description(info, state), **curves)
+    return RunSeries(**_description(info, state), **curves, start_time=start_time)
 
 
 class RunSeriesCache:
@@ -184,7 +216,7 @@ class RunSeriesCache:
         """The RunSeries with this id. The other arguments are those of `run_series`."""
         entry = self._entries.get(id)
         if entry is None or entry[0] is not table:
-            run = replace(run_series(info, state, table, started), id=id)
+            run = replace(run_series(info, state, table, started), id=id, table=table)
         elif entry[1] is info and entry[2] is state:
             return entry[3]
         else:
@@ -215,6 +247,25 @@ def origin(table: Table, started: float | None) -> float:
     times = table.columns.get("time")
     first = float(times[0]) if times is not None and len(times) else 0.0
     return started if started and (started <= first or not math.isfinite(first)) else first
+
+
+def pauses(steps: Steps | Floats, hours: Floats) -> NDArray[np.bool_]:
+    """Where a line over time is broken: at points that follow a pause in training, or that lie before the last one.
+
+    Args:
+        steps: the step of each point, increasing.
+        hours: when each was made.
+    """
+    breaks = np.zeros(len(hours), bool)
+    if len(hours) < 3:
+        return breaks
+    waits, counts = np.diff(hours), np.maximum(np.diff(steps), 1)
+    paces = (waits / counts)[waits > 0]
+    middle = (len(paces) - 1) // 2
+    usual = float(np.partition(paces, middle)[middle]) if len(paces) else 0.0
+    shortest = max(PAUSE_SECONDS / 3600, PAUSE_SHARE * float(hours.max() - hours.min()))
+    breaks[1:] = (waits < 0) | ((waits > PAUSE * usual * counts) & (waits >= shortest))
+    return breaks
 
 
 def moving_average(values: Floats, weight: float) -> Floats:
@@ -259,4 +310,6 @@ def _description(info: RunInfo, state: RunState) -> dict[str, Any]:
         "started": info.started,
         "status": state.status,
         "step": state.step,
+        "settings": frozenset(configuration(info).items()),
+        "environment": frozenset(environment(info).items()),
     }

@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 
 from hilbert_monitor.service.following.columns import Floats
 
-from .downsampling import POINTS, downsample
+from .downsampling import POINTS, downsample, log_downsample
 from .plot_options import Axis, PlotOptions
-from .series import Series
+from .series import Series, pauses
 
 Theme = Literal["light", "dark"]
 Trace = dict[str, Any]
+Rows = NDArray[np.int64]
+Breaks = NDArray[np.bool_]
+"""Where the line to a point is broken."""
 Figure = dict[str, Any]
 """A plotly figure: {"data": traces, "layout": ...}. Plotly's own classes would take most of the time of an answer."""
 
@@ -43,6 +46,10 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 TITLES: dict[Axis, str] = {"updates": "updates", "tokens": "training tokens", "time": "hours since the run began"}
 HOVER_X: dict[Axis, str] = {"updates": "%{x:,} updates", "tokens": "%{x:,} tokens", "time": "%{x:.2f} hours"}
 """How a hover text writes an x coordinate."""
+SHARE_TICKS = ".6~%"
+"""How an axis writes shares: with as many decimals as its ticks need, so that no two read alike."""
+FEW_DECADES = 2.5
+"""A logarithmic axis of fewer decades has labels between the powers of ten too."""
 UNIFIED = 12
 """How many lines can share one hover box. If there are more, each line has its own."""
 
@@ -55,21 +62,30 @@ def colour(optimizer: str) -> str:
 
 def shade(color: str, number: int) -> tuple[str, str]:
     """The colour and the dash of the run with this number, among runs whose optimizer has a given colour."""
-    hue, lightness, saturation = colorsys.rgb_to_hls(*(part / 255 for part in _rgb(color)))
-    lightness = min(max(lightness + SHADES[number % len(SHADES)], 0.15), 0.85)
-    red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(hue, lightness, saturation))
     dash = DASHES[number // len(SHADES) % len(DASHES)]
-    return (f"#{red:02X}{green:02X}{blue:02X}" if number % len(SHADES) else color), dash
+    return (lighter(color, SHADES[number % len(SHADES)]) if number % len(SHADES) else color), dash
+
+
+def lighter(color: str, change: float) -> str:
+    """A colour whose lightness, from 0 to 1, is changed."""
+    hue, lightness, saturation = colorsys.rgb_to_hls(*(part / 255 for part in rgb(color)))
+    return hexadecimal(*colorsys.hls_to_rgb(hue, min(max(lightness + change, 0.15), 0.85), saturation))
 
 
 def faded(color: str, opacity: float = 0.18) -> str:
     """A colour made transparent."""
-    red, green, blue = _rgb(color)
+    red, green, blue = rgb(color)
     return f"rgba({red},{green},{blue},{opacity})"
 
 
-def _rgb(color: str) -> tuple[int, int, int]:
+def rgb(color: str) -> tuple[int, int, int]:
+    """Red, green and blue, from 0 to 255."""
     return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
+
+
+def hexadecimal(red: float, green: float, blue: float) -> str:
+    """A colour from its parts, from 0 to 1."""
+    return "#" + "".join(f"{round(255 * part):02X}" for part in (red, green, blue))
 
 
 def template(theme: Theme) -> dict[str, Any]:
@@ -111,7 +127,7 @@ def figure(title: str, traces: list[Trace], options: PlotOptions, *, log: bool =
     _set_uids(traces)
     y = {"title": {"text": title}, "uirevision": f"{axis} {log}", "exponentformat": "power", **yaxis}
     if log:
-        y |= {"type": "log", "nticks": _log_ticks(traces)}
+        y = _log_ticks(traces) | y | {"type": "log"}
     x: dict[str, Any] = {
         "title": {"text": TITLES[axis]},
         "uirevision": axis,
@@ -119,7 +135,9 @@ def figure(title: str, traces: list[Trace], options: PlotOptions, *, log: bool =
     }
     if axis != "time":
         x["exponentformat"] = "B"
-    if options.x0 is not None and options.x1 is not None and options.x0 < options.x1:
+    if options.log_x:
+        x |= {"type": "log", "uirevision": f"{axis} log", "tickformat": ".4~g" if axis == "time" else "~s"}
+    elif options.x0 is not None and options.x1 is not None and options.x0 < options.x1:
         x["range"] = [options.x0, options.x1]
     layout = {"uirevision": "kept", "hovermode": "x unified" if unified else "closest", "xaxis": x, "yaxis": y}
     return {"data": traces, "layout": layout}
@@ -149,11 +167,16 @@ def _set_uids(traces: list[Trace]) -> None:
         trace["uid"] = f"{group} {counts[group]}"
 
 
-def _log_ticks(traces: list[Trace]) -> int:
-    """The number of ticks on a logarithmic axis that puts one at every decade; plotly adds finer ones on zooming."""
+def _log_ticks(traces: list[Trace]) -> dict[str, Any]:
+    """Settings that give a logarithmic axis two labels at least: powers of ten, or numbers between them as well.
+
+    Plotly adds finer ones on zooming.
+    """
     values = [value for trace in traces if "yaxis" not in trace for value in trace["y"] if value is not None]
-    span = math.log10(max(values)) - math.log10(min(values)) if values else 0.0
-    return max(math.ceil(1.11 * span), 2)
+    decades = math.log10(max(values)) - math.log10(min(values)) if values else 0.0
+    if decades < FEW_DECADES:
+        return {"nticks": max(math.ceil(2 * decades), 3), "tickformat": ".4~g"}
+    return {"nticks": min(math.ceil(1.11 * decades), 10)}
 
 
 def name_groups(traces: list[Trace]) -> list[Trace]:
@@ -175,37 +198,60 @@ def name_groups(traces: list[Trace]) -> list[Trace]:
 def line(series: Series, options: PlotOptions, *, log: bool, points: int = POINTS, smooth: float = 0.0) -> Trace:
     """x, y and mode of a downsampled curve, with a gap where a value cannot be drawn. The result is cached."""
     axis = options.x_axis
-    key = ("line", axis, options.x0, options.x1, log, points, smooth)
+    key = ("line", axis, options.x0, options.x1, options.log_x, log, points, smooth)
     trace: Trace | None = series.cache.get(key)
     if trace is None:
         curve = series.with_x(axis)
         x, y = curve.x(axis), plottable(curve.smoothed(smooth), log)
-        rows = window(x, options)
-        x, y = x[rows], y[rows]
-        trace = xy(x, y, downsample([y], points), axis)
+        rows, breaks = window(x, options), line_breaks(curve, axis)
+        x, y, breaks = x[rows], y[rows], breaks[rows]
+        trace = xy(x, y, drawn_rows([y], x, options, breaks, points), axis, breaks)
         if len(series.cache) > 24:  # a user who zooms asks for many ranges, and rarely for one again
             series.cache.clear()
         series.cache[key] = trace
     return dict(trace)
 
 
-def xy(x: Floats, y: Floats, rows: NDArray[np.int64], axis: Axis, hover: Sequence[str] = ()) -> Trace:
-    """x, y and mode of a trace, for some rows of a curve.
+def line_breaks(curve: Series, axis: Axis) -> Breaks:
+    """Where the line of a curve is broken: over time, at pauses."""
+    return pauses(curve.steps, curve.x(axis)) if axis == "time" else np.zeros(len(curve), bool)
 
-    The mean time of several runs jumps back where the slow ones end. The line has a gap there.
+
+def drawn_rows(
+    columns: Sequence[Floats], x: Floats, options: PlotOptions, breaks: Breaks, points: int = POINTS
+) -> Rows:
+    """Which rows of some columns to draw: those of `downsample`, and both ends of every gap."""
+    rows = log_downsample(columns, x, points) if options.log_x else downsample(columns, points)
+    ends = np.flatnonzero(breaks)
+    return np.unique(np.concatenate([rows, ends, ends[ends > 0] - 1])) if len(ends) else rows
+
+
+def unbroken_parts(rows: Rows, breaks: Breaks) -> list[Rows]:
+    """Some rows, cut where the line is broken."""
+    return np.split(rows, _cuts(rows, breaks)) if len(rows) else []
+
+
+def _cuts(rows: Rows, breaks: Breaks) -> Rows:
+    """The places among some rows before which the line is broken."""
+    return np.flatnonzero(np.diff(np.cumsum(breaks)[rows])) + 1 if breaks.any() else np.empty(0, np.int64)
+
+
+def xy(x: Floats, y: Floats, rows: Rows, axis: Axis, breaks: Breaks | None = None, hover: Sequence[str] = ()) -> Trace:
+    """x, y and mode of a trace, for some rows of a curve.
 
     Args:
         x: the x coordinates of the curve.
         y: its values.
         rows: the indices of the points to draw.
         axis: the x axis.
+        breaks: where the line is broken; None for nowhere.
         hover: a text for each of these points, which follows the value in the hover box.
     """
+    cuts = _cuts(rows, breaks) if breaks is not None else np.empty(0, np.int64)
     x, y = x[rows], y[rows]
-    jumps = np.flatnonzero(x[1:] < x[:-1]) + 1
-    if len(jumps):
-        x, y = np.insert(x, jumps, x[jumps]), np.insert(y, jumps, np.nan)
-    texts: Trace = {"customdata": np.insert(np.array(hover, object), jumps, "").tolist()} if hover else {}
+    if len(cuts):
+        x, y = np.insert(x, cuts, x[cuts]), np.insert(y, cuts, np.nan)
+    texts: Trace = {"customdata": np.insert(np.array(hover, object), cuts, "").tolist()} if hover else {}
     return {"x": places(x, axis), "y": numbers(y), "mode": "lines" if len(rows) > 30 else "lines+markers"} | texts
 
 
@@ -245,24 +291,18 @@ def numbers(y: Floats) -> list[float | None]:
     return [None if value != value else value for value in values] if np.isnan(y).any() else values
 
 
-def late_range(curves: Sequence[Series], options: PlotOptions) -> list[float] | None:
+def late_range(traces: Sequence[Trace], options: PlotOptions) -> list[float] | None:
     """A range of the y axis that leaves out the high losses of the start, or None for plotly's own range.
 
-    It fits the values after the first twentieth of the longest run. There is none for a zoomed plot or fewer than 20
-    values.
+    It fits what the traces draw after the first twentieth of x. There is none for a zoomed plot or for few points.
     """
-    axis = options.x_axis
-    if options.x0 is not None or options.x1 is not None:
+    drawn = [trace for trace in traces if trace["x"]]
+    if options.x0 is not None or options.x1 is not None or not drawn:
         return None
-    curves = [curve for curve in (curve.with_x(axis) for curve in curves) if len(curve)]
-    start = max((curve.last_x(axis) for curve in curves), default=0.0) / 20
-    count, low, high = 0, math.inf, -math.inf
-    for curve in curves:
-        values = curve.values[curve.index_after(axis, start) :]
-        values = values if curve.all_finite else values[np.isfinite(values)]
-        if len(values):
-            count, low, high = count + len(values), min(low, float(values.min())), max(high, float(values.max()))
+    start = max(trace["x"][-1] for trace in drawn) / 20
+    values = [y for trace in drawn for x, y in zip(trace["x"], trace["y"], strict=True) if y is not None and x > start]
+    if len(values) < 20:
+        return None
+    low, high = min(values), max(values)
     margin = (high - low) / 20
-    if count < 20 or not math.isfinite(abs(low) + abs(high) + margin):
-        return None
-    return [low - margin, high + margin]
+    return [low - margin, high + margin] if math.isfinite(abs(low) + abs(high) + margin) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,13 +18,36 @@ TEXT = 500
 """Characters of a value, or of a key, at most."""
 COUNT = 2000
 """Settings of a run, at most."""
+WHOLE = re.compile(r"-?\d+\.0")
+"""A whole number that is written as a fraction."""
 
 
 def settings(info: RunInfo) -> dict[str, str]:
     """A run's configuration and what it ran on, flat: {"optimizer.lr": "0.1"}."""
-    environment = {"versions": info.versions, "ranks": info.world_size, "panel": info.panel_hash}
+    return _texts({**info.config, **_environment(info)})
+
+
+def configuration(info: RunInfo) -> dict[str, str]:
+    """A run's configuration alone, flat. Equal numbers have equal texts, also 0 and 0.0."""
+    return {key: _same_number(text) for key, text in _texts(info.config).items()}
+
+
+def environment(info: RunInfo) -> dict[str, str]:
+    """What a run ran on: versions, ranks, panel. Flat."""
+    return _texts(_environment(info))
+
+
+def _environment(info: RunInfo) -> dict[str, Any]:
+    return {"versions": info.versions, "ranks": info.world_size, "panel": info.panel_hash}
+
+
+def _same_number(text: str) -> str:
+    return text[: -len(".0")] if WHOLE.fullmatch(text) else text
+
+
+def _texts(values: dict[str, Any]) -> dict[str, str]:
     texts: dict[str, str] = {}
-    for key, text in _flat({**info.config, **environment}):
+    for key, text in _flat(values):
         texts.setdefault(clip(key, TEXT), clip(text, TEXT))
         if len(texts) == COUNT:
             break

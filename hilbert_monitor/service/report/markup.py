@@ -9,12 +9,13 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
-from hilbert_monitor.service.figures.comparison import SampleStatistics
+from hilbert_monitor.service.figures.final_values import SampleStatistics
 from hilbert_monitor.service.figures.style import colour
 from hilbert_monitor.service.following.published import Figure
 from hilbert_monitor.service.following.text import clip
 
-DASH, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"
+DASH, MINUS, TIMES, SPACE = "\u2013", "\u2212", "\u00d7", "\u00a0"
+"""The last is a space where no line breaks: a number stays on one line."""
 
 Value = SampleStatistics | Figure
 """A mean with its deviation, of these runs or of the paper's."""
@@ -63,7 +64,7 @@ def optimizer_cell(optimizer: str) -> str:
 def fixed(value: Value) -> str:
     """3.1588 ± 0.0027."""
     mean = with_minus(f"{value.mean:.4f}")
-    return mean if value.deviation is None else f"{mean} ± {value.deviation:.4f}"
+    return mean if value.deviation is None else f"{mean}{SPACE}±{SPACE}{value.deviation:.4f}"
 
 
 def signed_fixed(value: Value) -> str:
@@ -77,8 +78,8 @@ def scientific(value: Value) -> str:
     unit = 10.0**power
     number = f"{mean / unit:.3f}"
     if value.deviation is not None:
-        number = f"({number} ± {value.deviation / unit:.3f})"
-    return f"{number} {TIMES} 10<sup>{with_minus(str(power))}</sup>"
+        number = f"({number}{SPACE}±{SPACE}{value.deviation / unit:.3f})"
+    return f"{number}{SPACE}{TIMES}{SPACE}10<sup>{with_minus(str(power))}</sup>"
 
 
 def factor(value: Value) -> str:

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
+from hilbert_monitor import __version__
 from hilbert_monitor.service.figures.comparison import Comparison
-from hilbert_monitor.service.figures.style import Theme, template
+from hilbert_monitor.service.figures.style import Figure, Theme, template
 
+from .illustrations import Illustration, illustrations
 from .markup import plural
 from .model_section import model_section
-from .run_sections import alerts_section, efficiency_section, remarks_section, runs_section, settings_section
+from .run_sections import alerts_section, efficiency_section, remarks_section, runs_section
+from .settings_section import settings_section, software_section
 from .summary import ReportedRun
+from .svg import extra_rows
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """The content security policy: the browser loads nothing from anywhere, whatever a run's texts contain."""
 
 STYLE, SCRIPT = (files(__package__).joinpath(name).read_text("utf-8") for name in ("report.css", "report.js"))
+HEIGHT, ROW = 380, 19
+"""Pixels of a figure on the page, and of each row of its legend beyond two."""
 THEMES: tuple[Theme, ...] = ("light", "dark")
 
 
@@ -33,19 +39,19 @@ def page(runs: Sequence[ReportedRun], comparisons: Sequence[Comparison], *, now:
         comparisons: their comparisons, one per model.
         now: the time to print, in seconds since the epoch; by default the current time.
     """
-    sections = [model_section(c, with_title=len(comparisons) > 1) for c in comparisons]
-    date = time.strftime("%d %B %Y, %H:%M", time.localtime(now))
+    illustrated = illustrations(runs, comparisons)
+    made = f"{time.strftime('%d %B %Y, %H:%M', time.localtime(now))}, hilbert-monitor {__version__}"
     body = [
-        f"<header><h1>LM-head step geometry</h1><p>{plural(len(runs), 'run')}, {date}</p></header>",
-        "".join(html for html, _ in sections),
+        f"<header><h1>LM-head step geometry</h1><p>{plural(len(runs), 'run')}, {made}</p></header>",
+        *_model_sections(comparisons, illustrated),
         runs_section(runs, counted={run.id for c in comparisons for run in c.counted}),
         efficiency_section(runs),
         alerts_section(runs),
         remarks_section(runs),
         settings_section(runs),
-        "<footer>Made with hilbert-monitor report.</footer>",
+        software_section(runs),
     ]
-    figures = [figure for _, section_figures in sections for figure in section_figures]
+    figures = [_on_page(one.figure) for some in illustrated for one in some]
     data = _script_json({"figures": figures, "themes": {theme: template(theme) for theme in THEMES}})
     return "\n".join(
         [
@@ -59,6 +65,18 @@ def page(runs: Sequence[ReportedRun], comparisons: Sequence[Comparison], *, now:
             f"<script>{get_plotlyjs()}</script>\n<script>{SCRIPT}</script>\n</body>\n</html>\n",
         ]
     )
+
+
+def _model_sections(comparisons: Sequence[Comparison], illustrated: Sequence[Sequence[Illustration]]) -> Iterator[str]:
+    first = 1
+    for c, some in zip(comparisons, illustrated, strict=True):
+        yield model_section(c, some, first=first, with_title=len(comparisons) > 1)
+        first += len(some)
+
+
+def _on_page(figure: Figure) -> Figure:
+    """A figure with its height on the page."""
+    return {**figure, "layout": {**figure["layout"], "height": HEIGHT + ROW * extra_rows(figure)}}
 
 
 def _script_json(value: Any) -> str:

@@ -1,24 +1,24 @@
-"""The sections of a report about single runs: their states, efficiency, alerts, remarks and settings."""
+"""The sections of a report about single runs: their states, efficiency, alerts and remarks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from hilbert_monitor.runs.record import Alert
-from hilbert_monitor.service.figures.comparison import METRICS, final_value
+from hilbert_monitor.service.figures.final_values import METRICS, final_value
 from hilbert_monitor.service.figures.series import CURVES, RunSeries
 from hilbert_monitor.service.following.run_settings import settings
 from hilbert_monitor.service.following.text import clip
 
 from .markup import DASH, optimizer_cell, plural, table, text, with_minus
+from .settings_section import differences, item_of_runs
 from .summary import ReportedRun
 
 ALERTS = 30
 """The largest number of alerts of a run on the page; it shows the last ones."""
-SETTINGS = 100
-"""The largest number of settings on the page."""
 
 RUN_HEADS = ("Run", "LM head", "Seed", "State", "Last step", "Validation loss", "D(S)", "Hilbert RMS")
 EFFICIENCY_HEADS = ("Run", "LM head", "For the moment", "For the batch's gradient", "Gauge waste")
@@ -29,11 +29,26 @@ EFFICIENCY_HEADS = ("Run", "LM head", "For the moment", "For the batch's gradien
 
 def runs_section(runs: Sequence[ReportedRun], counted: Collection[str]) -> str:
     """A table of all runs, with their states and final values. `counted` has the ids of those that enter a mean."""
-    rows = [_run_row(run, run.series.id in counted) for run in runs]
-    return f"<section><h2>Runs</h2>{table(RUN_HEADS, rows)}</section>"
+    differing = differences(runs)
+    rows = [_run_row(run, run.series.id in counted, _own_settings(run, differing)) for run in sorted(runs, key=_rank)]
+    caption = "The lowest validation loss first" if len(runs) > 1 else ""
+    return f"<section><h2>Runs</h2>{table(RUN_HEADS, rows, caption)}</section>"
 
 
-def _run_row(run: ReportedRun, counted: bool) -> tuple[str, Sequence[str]]:
+def _rank(run: ReportedRun) -> tuple[str, float]:
+    """Runs are in the order of their models, and of their validation losses."""
+    loss = final_value(run.series, "validation_loss")
+    return run.series.model, math.inf if loss is None or math.isnan(loss) else loss
+
+
+def _own_settings(run: ReportedRun, differing: Sequence[str]) -> str:
+    """The settings of a run that other runs do not share, with the last parts of their keys: "lr=0.001"."""
+    own = settings(run.info)
+    pairs = [f"{key.rpartition('.')[2]}={clip(own[key], 40)}" for key in differing if key in own]
+    return clip(", ".join(pairs), 200)
+
+
+def _run_row(run: ReportedRun, counted: bool, own_settings: str) -> tuple[str, Sequence[str]]:
     s = run.series
     error = f": {run.state.error} {run.state.message}" if run.state.error else f": {run.problem}" if run.problem else ""
     state = f'<em class="{s.status}">{s.status}</em><span>{text(error, 400)}</span>' + (
@@ -42,7 +57,8 @@ def _run_row(run: ReportedRun, counted: bool) -> tuple[str, Sequence[str]]:
     finals = (final_value(s, metric) for metric in METRICS)
     values = [DASH if value is None else with_minus(f"{value:.5g}") for value in finals]
     seed, step = (DASH if number is None else f"{number:,}" for number in (s.seed, s.step))
-    name = text(s.label) + (f"<small>{text(s.id)}</small>" if s.label != s.id else "")
+    details = [detail for detail in (s.id if s.label != s.id else "", own_settings) if detail]
+    name = text(s.label) + "".join(f"<small>{text(detail, 200)}</small>" for detail in details)
     return name, (optimizer_cell(s.optimizer), seed, state, step, *values)
 
 
@@ -99,7 +115,7 @@ def remarks_section(runs: Sequence[ReportedRun]) -> str:
     for run in runs:
         for remark in (*run.info.remarks, *_nonfinite_remarks(run.series)):
             runs_of_remark.setdefault(remark, []).append(run)
-    items = "".join(_item(remark, 1000, some, runs) for remark, some in runs_of_remark.items())
+    items = "".join(item_of_runs(remark, 1000, some, runs) for remark, some in runs_of_remark.items())
     return f"<section><h2>Remarks</h2><ul>{items}</ul></section>" if items else ""
 
 
@@ -109,36 +125,3 @@ def _nonfinite_remarks(series: RunSeries) -> Iterator[str]:
         steps = curve.steps[~np.isfinite(curve.values)]
         if len(steps):
             yield f"{name} is nan or infinite at {plural(len(steps), 'step')}, first at {steps[0]:,}."
-
-
-# Settings
-
-
-def settings_section(runs: Sequence[ReportedRun]) -> str:
-    """The settings that are not the same in all runs; empty for a single run."""
-    if len(runs) < 2:
-        return ""
-    settings_of_runs = [settings(run.info) for run in runs]
-    rows = []
-    for key in sorted({key for run_settings in settings_of_runs for key in run_settings}):
-        runs_of_value: dict[str, list[ReportedRun]] = {}
-        for run, run_settings in zip(runs, settings_of_runs, strict=True):
-            runs_of_value.setdefault(run_settings.get(key, DASH), []).append(run)
-        if len(runs_of_value) > 1:
-            items = "".join(_item(value, 200, some, runs) for value, some in runs_of_value.items())
-            rows.append(f'<tr><th scope="row">{text(key)}</th><td><ul>{items}</ul></td></tr>')
-    cut = f"<p>The first {SETTINGS} of {len(rows):,}.</p>" if len(rows) > SETTINGS else ""
-    content = f'{cut}<table class="settings"><tbody>{"".join(rows[:SETTINGS])}</tbody></table>'
-    return f"<section><h2>Configuration differences</h2>{content if rows else '<p>None.</p>'}</section>"
-
-
-def _item(value: str, limit: int, some: Sequence[ReportedRun], runs: Sequence[ReportedRun]) -> str:
-    """A list item: a text, and the names of those runs that it is about."""
-    return f"<li>{text(value, limit)} <small>{_run_names(some, runs)}</small></li>"
-
-
-def _run_names(some: Sequence[ReportedRun], runs: Sequence[ReportedRun]) -> str:
-    if len(some) == len(runs):
-        return "all runs"
-    names = ", ".join(clip(run.series.label, 40) for run in some[:6])
-    return text(names + (f" and {len(some) - 6} more" if len(some) > 6 else ""), 400)

@@ -14,20 +14,19 @@ import numpy as np
 
 from hilbert_monitor.runs.log import RunReader, RunState, find_runs
 from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.service.figures.comparison import (
-    BASELINE,
-    CANDIDATE,
-    METRIC_NAMES,
-    METRICS,
-    Comparison,
-    SampleStatistics,
-    final_value,
-)
+from hilbert_monitor.service.figures import run_figures
+from hilbert_monitor.service.figures.comparison import BASELINE, CANDIDATE, Comparison
+from hilbert_monitor.service.figures.contrasts import Contrast
+from hilbert_monitor.service.figures.final_values import METRIC_NAMES, METRICS, SampleStatistics, final_value
 from hilbert_monitor.service.figures.series import CURVES, RunSeries, read_run, read_table, run_series
+from hilbert_monitor.service.figures.style import Figure
 from hilbert_monitor.service.following.columns import Table
-from hilbert_monitor.service.following.published import PAPER, Figure
+from hilbert_monitor.service.following.published import PAPER, Published
+from hilbert_monitor.service.following.published import Figure as PublishedFigure
 from hilbert_monitor.service.following.snapshot import UNKNOWN
 from hilbert_monitor.service.following.text import clip, csv_lines
+
+from .sides import sides
 
 EFFICIENCY_FIELDS = (
     "efficiency_lower",
@@ -51,6 +50,8 @@ class ReportedRun:
     """Means over the run of those EFFICIENCY_FIELDS that were measured."""
     problem: str = ""
     """Why the run cannot be read, in a sentence; else empty."""
+    panels: Mapping[str, Figure] = field(default_factory=dict)
+    """The figures of the run's page, by panel, if the report is about this run alone."""
 
 
 def load(root: str | os.PathLike[str]) -> list[ReportedRun]:
@@ -64,15 +65,18 @@ def load(root: str | os.PathLike[str]) -> list[ReportedRun]:
     readers = [RunReader(root)] if RunReader(root).attempts else find_runs(root)
     if not readers:
         raise ValueError(f"there are no runs in '{root}': train with HilbertMonitor(run_dir='{root}') first")
-    return [_load_run(reader) for reader in readers]
+    return [_load_run(reader, alone=len(readers) == 1) for reader in readers]
 
 
-def _load_run(reader: RunReader) -> ReportedRun:
+def _load_run(reader: RunReader, *, alone: bool) -> ReportedRun:
     """A run, or that it cannot be read: anything may be in a log, and it must not cost the report of the others."""
     try:
         state, table = reader.state(), read_table(reader)
         series = read_run(reader, state, table)
-        return ReportedRun(series, reader.info, state, tuple(reader.alerts()), dict(_mean_efficiency(table)))
+        alerts, efficiency = tuple(reader.alerts()), dict(_mean_efficiency(table))
+        panels = run_figures.figures(table, reader.info, reader.attempts, alerts) if alone else {}
+        panels = {name: figure for name, figure in panels.items() if name != "cost"}  # that of the monitor
+        return ReportedRun(series, reader.info, state, alerts, efficiency, panels=panels)
     except Exception as error:
         info = reader.info
         series = replace(run_series(info, UNKNOWN, Table()), status="unreadable")
@@ -88,16 +92,37 @@ def _mean_efficiency(table: Table) -> Iterator[tuple[str, float]]:
 
 
 def headline(comparison: Comparison) -> str:
-    """One line with a model's ratios and its difference in validation loss."""
-    names = {"step_diameter": "row diameter", "perturbation_rms": "Hilbert RMS"}
+    """The ratios of a model and its difference in validation loss, in a line for each setting; and what else differs.
+
+    Without a ratio it has the final values of each group.
+    """
+    contrasts = comparison.contrasts
+    lines = [_contrast_line(contrast, is_only=len(contrasts) == 1) for contrast in contrasts]
+    lines = lines or list(_group_lines(comparison))
+    text = "\n".join(f"{clip(comparison.model, 60)}, {line}" for line in lines)
+    return f"{text}\n{comparison.about}" if comparison.about else text
+
+
+RATIO_NAMES = {"step_diameter": "row diameter", "perturbation_rms": "Hilbert RMS"}
+
+
+def _contrast_line(contrast: Contrast, *, is_only: bool) -> str:
+    a, b, shared = sides(contrast)
     ratios = [
-        f"{name} {ratio:,.1f}" for metric, name in names.items() if (ratio := comparison.ratios[metric]) is not None
+        f"{name} {ratio:,.1f}" for metric, name in RATIO_NAMES.items() if (ratio := contrast.ratios[metric]) is not None
     ]
-    text = f"{BASELINE} / {CANDIDATE}: {', '.join(ratios)}" if ratios else f"no ratio of {BASELINE} to {CANDIDATE}"
-    difference = comparison.difference.mean
-    if difference is not None:
-        text += f"; {CANDIDATE} - {BASELINE}: loss {difference:+.4f}"
-    return f"{clip(comparison.model, 60)}, {text}"
+    text = f"{a} / {b}{shared}: {', '.join(ratios)}" if ratios else f"no ratio of {a} to {b}{shared}"
+    difference = contrast.difference.mean
+    if difference is None:
+        return text
+    return f"{text}; {b} - {a}: loss {difference:+.4f}" if is_only else f"{text}; loss {difference:+.4f}"
+
+
+def _group_lines(comparison: Comparison) -> Iterator[str]:
+    names = {"validation_loss": "validation loss", **RATIO_NAMES}
+    for group, metrics in comparison.optimizers.items():
+        means = [f"{text} {mean:.4g}" for name, text in names.items() if (mean := metrics[name].mean) is not None]
+        yield f"{group}: {', '.join(means) or 'no value yet'}"
 
 
 # JSON
@@ -109,7 +134,9 @@ def as_json(runs: Sequence[ReportedRun], comparisons: Sequence[Comparison]) -> d
     return {
         "optimizers": {c.model: {name: _metrics_json(m) for name, m in c.optimizers.items()} for c in comparisons},
         "ratios": {c.model: c.ratios for c in comparisons},
-        "paired_difference": {c.model: _difference_json(c) for c in comparisons},
+        "paired_difference": {c.model: _difference_json(c.contrast) for c in comparisons},
+        "contrasts": {c.model: [_contrast_json(contrast) for contrast in c.contrasts] for c in comparisons},
+        "about": {c.model: c.about for c in comparisons},
         "notes": {c.model: list(c.notes) for c in comparisons},
         "runs": [_run_json(run, counted=run.series.id in counted) for run in runs],
     }
@@ -124,7 +151,12 @@ def _metrics_json(metrics: dict[str, SampleStatistics]) -> dict[str, Any]:
     return {name: {"mean": s.mean, "deviation": s.deviation, "runs": s.runs} for name, s in metrics.items()}
 
 
-def _difference_json(c: Comparison) -> dict[str, Any]:
+def _contrast_json(c: Contrast) -> dict[str, Any]:
+    sides = {"baseline": c.baseline, "candidate": c.candidate, "differs": c.differs}
+    return {**sides, "ratios": c.ratios, "paired_difference": _difference_json(c)}
+
+
+def _difference_json(c: Contrast) -> dict[str, Any]:
     d = c.difference
     statistics = {"mean": d.mean, "deviation": d.deviation, "pairs": d.runs}
     return {**statistics, "below": c.below, "checkpoints": c.checkpoints}
@@ -164,16 +196,22 @@ def _table_rows(c: Comparison) -> Iterator[tuple[Any, ...]]:
         for metric, s in metrics.items():
             paper = published.optimizers.get(name, {}).get(metric) if published else None
             yield c.model, name, metric, s.runs, s.mean, s.deviation, *_paper_cells(paper)
-    for metric, ratio in c.ratios.items():
+    for contrast in c.contrasts:
+        yield from _contrast_rows(c.model, contrast, published)
+
+
+def _contrast_rows(model: str, contrast: Contrast, published: Published | None) -> Iterator[tuple[Any, ...]]:
+    a, b, d = contrast.baseline, contrast.candidate, contrast.difference
+    if (a, b) != (BASELINE, CANDIDATE):
+        published = None
+    for metric, ratio in contrast.ratios.items():
         paper = published.ratios[metric] if published else None
-        yield c.model, f"{BASELINE} / {CANDIDATE}", metric, None, ratio, None, *_paper_cells(paper)
-    d = c.difference
+        yield model, f"{a} / {b}", metric, None, ratio, None, *_paper_cells(paper)
     paper = published.difference if published else None
-    label = f"{CANDIDATE} - {BASELINE}"
-    yield c.model, label, "validation_loss", d.runs, d.mean, d.deviation, *_paper_cells(paper)
+    yield model, f"{b} - {a}", "validation_loss", d.runs, d.mean, d.deviation, *_paper_cells(paper)
 
 
-def _paper_cells(paper: Figure | None) -> tuple[float | None, float | None]:
+def _paper_cells(paper: PublishedFigure | None) -> tuple[float | None, float | None]:
     return (paper.mean, paper.deviation) if paper else (None, None)
 
 

@@ -30,6 +30,8 @@ from .figure_answers import FigureAnswers, choose
 from .parameters import (
     POINTS,
     SEARCH,
+    CompareChoices,
+    CompareOptions,
     ComparePanelName,
     Fields,
     Id,
@@ -269,12 +271,14 @@ def _add_figures(app: FastAPI, responder: Responder) -> None:
     @app.get(
         "/api/compare", tags=["figures"], summary="Runs of a model, compared", responses=ok(schema.ComparisonAnswer)
     )
-    def compare(request: Request, options: Options, model: ModelName = "", runs: Ids = "") -> Response:
+    def compare(
+        request: Request, options: CompareOptions, choices: CompareChoices, model: ModelName = "", runs: Ids = ""
+    ) -> Response:
         version, known = index.version, index.runs
         choice = choose(known, model, ids(runs))
         figures.forget_others(known.keys())
-        key = (*choice.versions, options)
-        return responder.cached(request, key, lambda: figures.compared(choice, options, version))
+        key = (*choice.versions, options, choices)
+        return responder.cached(request, key, lambda: figures.compared(choice, options, choices, version))
 
     @app.get(
         "/api/compare/{panel}.csv",
@@ -285,12 +289,13 @@ def _add_figures(app: FastAPI, responder: Responder) -> None:
     )
     def compare_csv(
         panel: Annotated[ComparePanelName, Path(description="One of the figures.")],
-        options: Options,
+        options: CompareOptions,
+        choices: CompareChoices,
         model: ModelName = "",
         runs: Ids = "",
     ) -> Response:
         choice = choose(index.runs, model, ids(runs))
-        return _csv(f"{choice.model or 'runs'}-{panel}", figures.compared_csv(choice, panel, options))
+        return _csv(f"{choice.model or 'runs'}-{panel}", figures.compared_csv(choice, panel, options, choices))
 
     @app.get("/api/themes", tags=["figures"], summary="Plotly's templates", responses=ok(schema.Themes))
     def themes(request: Request) -> Response:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from hilbert_monitor.service.figures.compare_figures import METRIC_PANELS
 from hilbert_monitor.service.figures.run_figures import PANELS
 from hilbert_monitor.service.figures.style import COLOURS
 from hilbert_monitor.service.following.snapshot import SHOWN_STATUSES
@@ -19,8 +20,13 @@ def script() -> bytes:
         {"key": panel.name, "title": panel.title, "about": panel.help, "none": panel.if_empty}
         for panel in PANELS.values()
     ]
+    metrics = [
+        {"key": field, "title": metric.name.replace("_", " ").capitalize(), "about": metric.help}
+        for field, metric in METRIC_PANELS.items()
+    ]
     constants: dict[str, tuple[str, Any]] = {
         "RUN_PANELS": ("The panels of a run's page.", panels),
+        "METRICS": ("The metrics that runs can be compared by, beside those that always are.", metrics),
         "STATES": ("The states of a run, in the order in which they want attention.", SHOWN_STATUSES),
         "COLOURS": ("The colours of optimizers.", COLOURS),
     }

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hilbert_monitor.runs.json_values import plain
 from hilbert_monitor.service.figures import compare_figures, compare_tables, run_figures
-from hilbert_monitor.service.figures.comparison import Comparison, SampleStatistics, axes, compare
-from hilbert_monitor.service.figures.plot_options import PlotOptions
+from hilbert_monitor.service.figures.axes import axes, with_axis
+from hilbert_monitor.service.figures.comparison import Comparison, compare
+from hilbert_monitor.service.figures.contrasts import Contrast
+from hilbert_monitor.service.figures.final_values import SampleStatistics
+from hilbert_monitor.service.figures.looks import looks
+from hilbert_monitor.service.figures.plot_options import Choices, PlotOptions
 from hilbert_monitor.service.figures.series import RunSeries, RunSeriesCache
 from hilbert_monitor.service.following.snapshot import RunSnapshot, model_of
 from hilbert_monitor.service.following.text import csv_lines
 
 from .answers import newest, stamp
+
+NOTHING = Comparison(model="", groups=(), optimizers={}, contrasts=(), excluded=(), notes=())
+"""The comparison of no runs."""
 
 
 class Choice(NamedTuple):
@@ -72,74 +79,103 @@ class FigureAnswers:
         """Every value of the curves of a run's panel."""
         return csv_lines(*run_figures.curves(panel, run.table, run.info, run.attempts, options))
 
-    def compared(self, choice: Choice, options: PlotOptions, version: int) -> dict[str, Any]:
+    def compared(self, choice: Choice, options: PlotOptions, choices: Choices, version: int) -> dict[str, Any]:
         """The runs of one model, compared."""
-        comparison = self._compare(choice)
+        comparison = self._compare(choice, choices)
         answer: dict[str, Any] = {
             "models": [{"name": name, "runs": count} for name, count in choice.models.items()],
             "model": choice.model,
             "version": version,
             **_numbers(comparison, choice),
         }
-        return {**plain(answer), "figures": _figures(comparison, options) if comparison else {}}
+        return {**plain(answer), "figures": _figures(comparison, options, choices) if comparison.groups else {}}
 
-    def compared_csv(self, choice: Choice, panel: str, options: PlotOptions) -> Iterator[str]:
+    def compared_csv(self, choice: Choice, panel: str, options: PlotOptions, choices: Choices) -> Iterator[str]:
         """Every value of the curves of a panel."""
-        comparison = self._compare(choice)
-        runs, excluded = _drawn_runs(comparison) if comparison else ([], set())
-        return csv_lines(*compare_tables.panel_table(panel, runs, options, excluded))
+        return csv_lines(*compare_tables.panel_table(panel, self._compare(choice, choices), options))
 
     def forget_others(self, ids: Collection[str]) -> None:
         """Free the series of all runs but these."""
         with self._lock:
             self._loaded.keep_only(ids)
 
-    def _compare(self, choice: Choice) -> Comparison | None:
+    def _compare(self, choice: Choice, choices: Choices) -> Comparison:
         with self._lock:
             series = [self._load(run) for run in choice.runs]
-        return next(iter(compare(series, live=True)), None)
+        return next(iter(compare(series, live=True, choices=choices)), NOTHING)
 
     def _load(self, run: RunSnapshot) -> RunSeries:
         return self._loaded.get(run.id, run.info, run.state, run.table, run.attempts[0].started)
 
 
-def _drawn_runs(comparison: Comparison) -> tuple[Sequence[RunSeries], set[str]]:
-    """All runs of a comparison, and the ids of those that are in no mean."""
-    return [*comparison.counted, *comparison.excluded], {run.id for run in comparison.excluded}
+def _figures(comparison: Comparison, options: PlotOptions, choices: Choices) -> dict[str, Any]:
+    options = with_axis(options, comparison.runs)
+    figures = {name: draw(comparison, options) for name, draw in compare_figures.PANELS.items()}
+    return figures | {name: compare_figures.metric_panel(name)(comparison, options) for name in choices.panels}
 
 
-def _figures(comparison: Comparison, options: PlotOptions) -> dict[str, Any]:
-    runs, excluded = _drawn_runs(comparison)
-    return {name: panel(runs, options, excluded) for name, panel in compare_figures.PANELS.items()}
-
-
-def _numbers(comparison: Comparison | None, choice: Choice) -> dict[str, Any]:
+def _numbers(comparison: Comparison, choice: Choice) -> dict[str, Any]:
     notes = [f"There is no run '{id[:100]}' any more, or not yet." for id in choice.unknown[:20]]
-    if comparison is None:
-        nothing: dict[str, Any] = {"optimizers": {}, "ratios": {}, "difference": None, "pairs": [], "counted": []}
-        return {**nothing, "notes": notes, "aside": [], "axes": ["updates"]}
-    runs, _ = _drawn_runs(comparison)
+    contrast = comparison.contrast
     return {
         "optimizers": {
             name: {metric: _spread(spread) for metric, spread in spreads.items()}
             for name, spreads in comparison.optimizers.items()
         },
-        "ratios": {
-            name: {"now": now.ratio, "step": now.step, "pairs": now.pairs}
-            for name, now in comparison.current_ratios.items()
-        },
-        "difference": {
-            "mean": comparison.difference.mean,
-            "deviation": comparison.difference.deviation,
-            "pairs": comparison.difference.runs,
-            "below": comparison.below,
-            "checkpoints": comparison.checkpoints,
-        },
+        **(_contrast(contrast) if comparison.groups else {"ratios": {}, "difference": None}),
+        "contrasts": [
+            {"baseline": one.baseline, "candidate": one.candidate, "differs": one.differs, **_contrast(one)}
+            for one in comparison.contrasts
+        ],
+        "sides": comparison.sides,
+        "groups": _groups(comparison),
+        "about": comparison.about,
+        "keys": comparison.keys,
         "notes": [*notes, *comparison.notes],
         "pairs": comparison.pairs,
         "counted": [run.id for run in comparison.counted],
         "aside": [run.id for run in comparison.excluded],
-        "axes": axes(runs),
+        "axes": axes(comparison.runs) if comparison.groups else ["updates"],
+        "measured": _measured(comparison.runs),
+    }
+
+
+def _groups(comparison: Comparison) -> list[dict[str, Any]]:
+    how = looks(comparison.groups)
+    return [
+        {
+            "name": group.name,
+            "optimizer": group.optimizer,
+            "colour": how[group.name].colour,
+            "runs": [run.id for run in group.runs],
+        }
+        for group in comparison.groups
+    ]
+
+
+def _measured(runs: Collection[RunSeries]) -> list[str]:
+    """The metrics that some run has, by field."""
+    columns = {name for run in runs if run.table is not None for name in run.table.columns}
+    return [
+        field
+        for field, metric in compare_figures.METRIC_PANELS.items()
+        if ({*metric.formula.fields} if metric.formula else {field}) <= columns
+    ]
+
+
+def _contrast(contrast: Contrast) -> dict[str, Any]:
+    return {
+        "ratios": {
+            name: {"now": now.ratio, "step": now.step, "pairs": now.pairs}
+            for name, now in contrast.current_ratios.items()
+        },
+        "difference": {
+            "mean": contrast.difference.mean,
+            "deviation": contrast.difference.deviation,
+            "pairs": contrast.difference.runs,
+            "below": contrast.below,
+            "checkpoints": contrast.checkpoints,
+        },
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import Depends, Path, Query
@@ -14,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hilbert_monitor.service.figures import compare_figures, run_figures
-from hilbert_monitor.service.figures.plot_options import Axis, Group, PlotOptions, Scale
+from hilbert_monitor.service.figures.plot_options import Axis, Choices, Group, PlotOptions, Scale
 
 from .answers import FIELDS
 from .schema import Problem
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     ComparePanelName = str
 else:
     RunPanelName = Literal[tuple(run_figures.PANELS)]
-    ComparePanelName = Literal[tuple(compare_figures.PANELS)]
+    ComparePanelName = Literal[(*compare_figures.PANELS, *compare_figures.METRIC_PANELS)]
 
 SEARCH = (
     "Words that must all occur in a run's id, name, optimizer, model, state or settings; `lr=0.1` and `status:failed`"
@@ -69,7 +70,9 @@ def plot_options(
         float, Query(ge=0, le=0.999, description="Weight of earlier values in a moving average; 0 for no smoothing.")
     ] = 0.0,
     scale: Annotated[Scale, Query(description="Scale of the y axis.")] = "auto",
-    group: Annotated[Group, Query(description="A mean for each optimizer, or a line for each run.")] = "optimizer",
+    group: Annotated[
+        Group, Query(description="A mean for each optimizer and its settings, or a line for each run.")
+    ] = "optimizer",
     seeds: Annotated[bool, Query(description="Draw the line of each run behind the means.")] = False,
     x0: Annotated[
         float | None, Query(allow_inf_nan=False, description="Start of the range of x (time: in hours).")
@@ -81,6 +84,49 @@ def plot_options(
 
 
 Options = Annotated[PlotOptions, Depends(plot_options)]
+
+
+def compare_options(
+    options: Options, logx: Annotated[bool, Query(description="Draw a logarithmic x axis.")] = False
+) -> PlotOptions:
+    """The options of a plot that compares runs, from the query."""
+    return replace(options, log_x=logx)
+
+
+SIDE = "Name of an optimizer or a group, or id of a run"
+_METRICS = "|".join(map(re.escape, compare_figures.METRIC_PANELS))
+
+
+def compare_choices(
+    by: Annotated[
+        str, Query(max_length=500, description="Key of the settings that groups are split and coloured by.")
+    ] = "",
+    base: Annotated[
+        str, Query(max_length=300, description=f"{SIDE}: ratios are of this. By default AdamW.", examples=["AdamW"])
+    ] = "",
+    over: Annotated[
+        str, Query(max_length=300, description=f"{SIDE}: ratios are to this. By default RowNorm.", examples=["Muon"])
+    ] = "",
+    panels: Annotated[
+        str,
+        Query(
+            max_length=1000,
+            description="Metrics that get a panel of their own: fields with commas between them.",
+            examples=["efficiency_lower,gauge_waste"],
+            json_schema_extra={"pattern": f"^(({_METRICS})(,({_METRICS})){{0,11}})?$"},
+        ),
+    ] = "",
+) -> Choices:
+    """What of the runs is compared, from the query."""
+    for name in ids(panels):
+        if name not in compare_figures.METRIC_PANELS:
+            known = ", ".join(compare_figures.METRIC_PANELS)
+            raise HTTPException(422, f"panels: there is no metric '{name[:80]}'; there are {known}.")
+    return Choices(by=by, baseline=base, candidate=over, panels=tuple(dict.fromkeys(ids(panels))))
+
+
+CompareOptions = Annotated[PlotOptions, Depends(compare_options)]
+CompareChoices = Annotated[Choices, Depends(compare_choices)]
 
 
 def ids(text: str) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hilbert_monitor.service.figures.averages import align, mean_curve
+from hilbert_monitor.service.figures.averages import align, mean_curve, ratio_curve
 from hilbert_monitor.service.figures.series import Series
 
 VALUES = st.one_of(st.floats(-1e3, 1e3), st.sampled_from([math.nan, math.inf, -math.inf]))
@@ -45,3 +45,34 @@ def test_every_array_is_found_at_its_positions_among_all_keys(arrays):
     keys, positions = align([np.array(array, np.int64) for array in arrays])
     assert set(keys.tolist()) == {key for array in arrays for key in array}
     assert [keys[at].tolist() for at in positions] == arrays
+
+
+# Over time
+
+
+def run_of(values, pace, pause=()):
+    """A curve from {step: value} of a run whose steps take `pace` seconds; (step, seconds) is a pause before a step."""
+    steps = sorted(values)
+    times = [100.0 + pace * step + sum(seconds for at, seconds in pause if step >= at) for step in steps]
+    return Series(steps, [], times, [values[step] for step in steps], 100.0)
+
+
+def test_a_point_is_at_the_mean_time_of_its_step_also_where_one_run_measured_nothing():
+    fast = run_of({step: 0.1 for step in range(1, 101, 2)}, pace=36.0)
+    slow = run_of({step: 3.0 if step == 50 else 0.1 for step in range(2, 101, 2)}, pace=360.0)
+    means = mean_curve([fast, slow], "time")
+    inside = slice(1, -1)  # at the first and the last step only one run is under way
+    assert means.x[inside].tolist() == pytest.approx([(0.01 + 0.1) / 2 * step for step in range(2, 100)])
+    assert np.flatnonzero(means.breaks).tolist() == [1, 99]
+    assert means.x[means.mean > 1].tolist() == pytest.approx([0.055 * 50])
+
+
+def test_a_mean_is_broken_where_one_of_its_runs_paused_and_where_one_ended():
+    steps = range(1, 41)
+    paused = run_of(dict.fromkeys(steps, 1.0), pace=10.0, pause=[(21, 36_000.0)])
+    others = [run_of(dict.fromkeys(steps, 1.0), pace=10.0), run_of(dict.fromkeys(range(1, 31), 1.0), pace=12.0)]
+    means = mean_curve([paused, *others], "time")
+    assert np.flatnonzero(means.breaks).tolist() == [20, 30]
+    ratios = ratio_curve([(paused, others[0])], "time")
+    assert np.flatnonzero(ratios.breaks).tolist() == [20]
+    assert not mean_curve([paused, *others], "updates").breaks.any()

@@ -13,20 +13,28 @@ from hypothesis import strategies as st
 
 from hilbert_monitor.service.figures import compare_figures
 from hilbert_monitor.service.figures.compare_tables import panel_table
+from hilbert_monitor.service.figures.comparison import Comparison, compare
 from hilbert_monitor.service.figures.downsampling import POINTS
-from hilbert_monitor.service.figures.plot_options import PlotOptions
+from hilbert_monitor.service.figures.plot_options import Choices, PlotOptions
 from hilbert_monitor.service.figures.series import RunSeries, Series
 from hilbert_monitor.service.figures.style import UNIFIED, colour
+from hilbert_monitor.service.following.columns import Table
 from tests.support.run_series import curve, make_run, moving_average
 
 SEEDS = PlotOptions(seeds=True)
+NOTHING = Comparison(model="", groups=(), optimizers={}, contrasts=(), excluded=(), notes=())
+
+
+def compared(runs, **choices):
+    """The live comparison of runs of one model."""
+    return next(iter(compare(runs, live=True, choices=Choices(**choices))), NOTHING)
 
 
 def checked(panel):
-    """A function of compare_figures whose result is checked to be JSON and a valid plotly figure."""
+    """A function of compare_figures, for runs of one model, whose result is checked to be JSON and a valid figure."""
 
-    def draw(runs, options=SEEDS, excluded=()):
-        figure = panel(runs, options, excluded)
+    def draw(runs, options=SEEDS, **choices):
+        figure = panel(compared(runs, **choices), options)
         json.dumps(figure, allow_nan=False)
         return go.Figure(figure)
 
@@ -97,8 +105,9 @@ def test_nan_and_infinities_are_gaps_and_are_left_out_of_the_mean():
 
 
 def test_an_excluded_run_is_drawn_but_enters_no_mean():
-    runs = [make_run(seed=seed, diameter=[value]) for seed, value in enumerate([1.0, 3.0, 100.0])]
-    figure = figures.diameter(runs, excluded={"AdamW-2"})
+    runs = [make_run(seed=seed, diameter=[value]) for seed, value in enumerate([1.0, 3.0])]
+    runs.append(make_run(seed=2, diameter=[100.0], status="failed"))
+    figure = figures.diameter(runs)
     assert list(mean_of(figure, "AdamW").y) == [2.0]
     assert [t.line.dash for t in figure.data if t.opacity == 0.35] == ["solid", "solid", "dot"]
 
@@ -129,13 +138,13 @@ def test_a_group_toggles_as_one_and_has_one_entry_in_the_legend():
 def test_without_runs_every_figure_and_table_is_empty(panel, group):
     figure = getattr(figures, panel)([], PlotOptions(group=group, smooth=0.5, scale="log", axis="time", x0=1, x1=2))
     assert not figure.data
-    assert not list(panel_table(panel, [])[1])
+    assert not list(panel_table(panel, NOTHING)[1])
 
 
 def test_markup_in_names_is_escaped():
     hostile = RunSeries(id="a", name="<b>x</b>" * 2000, optimizer="<a href='http://x'>y</a>", diameter=curve([1.0]))
     for options in (PlotOptions(), PlotOptions(group="run"), PlotOptions(smooth=0.5, seeds=True)):
-        for trace in compare_figures.diameter([hostile], options)["data"]:
+        for trace in compare_figures.diameter(compared([hostile]), options)["data"]:
             assert "<" not in trace["name"] + trace["meta"] + trace["legendgroup"]
             assert len(trace["meta"]) < 400
 
@@ -271,8 +280,8 @@ def test_runs_of_different_pace_are_averaged_by_step_at_their_mean_time():
         for n, (i, values, pace) in enumerate([("slow", [1.0, 2.0], 54.0), ("fast", [3.0, 6.0, 9.0], 36.0)])
     )
     mean = mean_of(figures.diameter([slow, fast], PlotOptions(axis="time")), "AdamW")
-    assert list(mean.y) == [2.0, 4.0, 9.0]
-    assert list(mean.x) == pytest.approx([0.125, 0.25, 0.3])
+    assert list(mean.y) == [2.0, 4.0, None, 9.0]  # the slow run ends, and the mean time jumps
+    assert list(mean.x) == pytest.approx([0.125, 0.25, 0.3, 0.3])
 
 
 def test_a_mean_whose_time_jumps_back_has_a_gap_there():
@@ -302,7 +311,8 @@ def test_the_ratio_is_over_pairs_only():
     assert list(line.y) == [4.0]
     apart = [make_run(seed=0, diameter=[8.0]), make_run("RowNorm", seed=1, diameter=[2.0])]
     assert not figures.ratio(apart).data
-    assert not figures.ratio(runs, excluded={"RowNorm-0"}).data
+    again = make_run("RowNorm", seed=8, status="running", diameter=[2.0])
+    assert not figures.ratio([*runs[:1], make_run("RowNorm", seed=0, status="failed", diameter=[2.0]), again]).data
 
 
 def test_a_pair_counts_only_where_both_have_a_value():
@@ -358,5 +368,117 @@ def test_any_values_and_options_give_a_figure_and_a_table(values, options):
         for name in ("AdamW", "RowNorm")
     ]
     for name, panel in compare_figures.PANELS.items():
-        json.dumps(panel(runs, options), allow_nan=False)
-        list(panel_table(name, runs, options)[1])
+        json.dumps(panel(compared(runs), options), allow_nan=False)
+        list(panel_table(name, compared(runs), options)[1])
+
+
+# Groups, sides and metrics
+
+
+def sweep(lrs=(0.1, 0.2), **more):
+    """Two optimizers with two seeds at each learning rate. D(S) is the learning rate, and four times it for AdamW."""
+    return [
+        make_run(name, seed, id=f"{name} {lr} {seed}", config={"lr": lr}, diameter=[factor * lr] * 3, **more)
+        for name, factor in (("AdamW", 4.0), ("RowNorm", 1.0))
+        for lr in lrs
+        for seed in (0, 1)
+    ]
+
+
+def test_runs_with_different_settings_have_means_of_their_own_in_tones_of_one_colour():
+    figure = figures.diameter(sweep(), PlotOptions())
+    means = {t.name: (t.y[0], t.line.color) for t in figure.data if t.showlegend}
+    assert {name: y for name, (y, _) in means.items()} == {
+        "AdamW, lr=0.1": 0.4,
+        "AdamW, lr=0.2": 0.8,
+        "RowNorm, lr=0.1": 0.1,
+        "RowNorm, lr=0.2": 0.2,
+    }
+    assert len({color for _, color in means.values()}) == 4
+
+
+def test_the_colour_says_the_value_of_a_chosen_key_and_the_dash_the_optimizer():
+    lines = {t.name: t.line for t in figures.diameter(sweep(), PlotOptions(), by="lr").data if t.showlegend}
+    assert lines["AdamW, lr=0.1"].color == lines["RowNorm, lr=0.1"].color != lines["RowNorm, lr=0.2"].color
+    assert lines["AdamW, lr=0.1"].dash == lines["AdamW, lr=0.2"].dash != lines["RowNorm, lr=0.2"].dash
+    by_run = figures.diameter(sweep(), PlotOptions(group="run"), by="lr")
+    assert len({t.line.color for t in by_run.data}) > 2
+
+
+def test_every_setting_has_a_ratio_of_its_own():
+    figure = figures.ratio(sweep())
+    assert [(t.name, t.y[0]) for t in figure.data] == [
+        (f"D(S), AdamW, lr={lr} / RowNorm, lr={lr}", pytest.approx(4.0)) for lr in (0.1, 0.2)
+    ]
+    (only,) = figures.ratio(sweep(), baseline="RowNorm, lr=0.1", candidate="AdamW, lr=0.2").data
+    assert (only.name, only.y[0]) == ("D(S)", pytest.approx(1 / 8))
+
+
+def test_many_groups_have_no_bands_and_fewer_points():
+    many = figures.diameter(sweep([n / 100 for n in range(1, 11)]), PlotOptions())
+    assert len(many.data) == 20
+    assert not [t for t in many.data if t.fill]
+
+
+def test_any_metric_of_the_catalogue_has_a_panel_on_its_own_axis_and_in_its_unit():
+    table = Table(
+        np.arange(1, 4), {"efficiency_lower": np.array([0.4, 0.5, 0.6]), "row_norm": np.array([1.0, 2.0, 4.0])}
+    )
+    run = RunSeries(id="a", optimizer="AdamW", table=table)
+    options = PlotOptions(axis="updates")
+    shares, norms, none = (
+        checked(compare_figures.metric_panel(name))([run], options)
+        for name in ("efficiency_lower", "row_norm", "spectral_norm")
+    )
+    assert (list(shares.data[0].y), shares.layout.yaxis.tickformat) == ([0.4, 0.5, 0.6], ".6~%")
+    assert (list(norms.data[0].y), norms.layout.yaxis.type) == ([1.0, 2.0, 4.0], "log")
+    assert not none.data
+    _, rows = panel_table("efficiency_lower", compared([run]), PlotOptions(axis="updates", group="run"))
+    assert [row[7] for row in rows] == [0.4, 0.5, 0.6]
+
+
+def test_a_run_in_no_mean_is_drawn_only_where_each_run_has_a_line():
+    runs = [make_run(seed=0, diameter=[1.0]), make_run(seed=1, diameter=[9.0], status="failed")]
+    for options, drawn in ((PlotOptions(), 1), (PlotOptions(seeds=True), 2), (PlotOptions(group="run"), 2)):
+        assert len(figures.diameter(runs, options).data) == drawn
+
+
+def test_the_loss_axis_has_room_for_what_is_drawn_and_for_nothing_else():
+    calm = [3.0 + 1 / (i + 1) for i in range(50)]
+    runs = [make_run(seed=seed, train_loss=calm) for seed in (0, 1)]
+    wild = make_run(seed=2, train_loss=[1000.0] * 50, status="failed")
+    assert figures.loss([*runs, wild], PlotOptions()).layout.yaxis.range[1] < 4
+    assert figures.loss([*runs, wild], PlotOptions(group="run")).layout.yaxis.range[1] > 1000
+
+
+# Axes
+
+
+def test_a_line_over_time_has_a_gap_at_a_pause_and_the_band_too():
+    def paused(seed):
+        steps = np.arange(1, 41)
+        times = 5e8 + 10.0 * steps + 36_000 * (steps > 20)
+        values = np.linspace(1, 2, 40) + seed
+        return RunSeries(id=str(seed), optimizer="AdamW", seed=seed, diameter=Series(steps, [], times, values, 5e8))
+
+    line = figures.diameter([paused(0)], PlotOptions(axis="time")).data[0]
+    assert [i for i, y in enumerate(line.y) if y is None] == [20]
+    both = figures.diameter([paused(0), paused(1)], PlotOptions(axis="time"))
+    assert [i for i, y in enumerate(mean_of(both, "AdamW").y) if y is None] == [20]
+    assert [len(t.x) for t in both.data if t.fill] == [20, 20]
+    updates = figures.diameter([paused(0)], PlotOptions(axis="updates")).data[0]
+    assert None not in updates.y
+
+
+def test_both_ends_of_a_gap_are_drawn_however_long_the_curve_is():
+    steps = np.arange(1, 50_001)
+    times = 5e8 + steps + 1e6 * (steps > 33_333)
+    run = RunSeries(id="a", optimizer="AdamW", diameter=Series(steps, [], times, np.ones(50_000), 5e8))
+    line = figures.diameter([run], PlotOptions(axis="time")).data[0]
+    gap = line.y.index(None)
+    assert (line.x[gap - 1], line.x[gap + 1]) == pytest.approx((33_333 / 3600, (33_334 + 1e6) / 3600), abs=1e-4)
+
+
+def test_x_may_be_logarithmic():
+    figure = figures.diameter([make_run(diameter=[1.0] * 5000)], PlotOptions(log_x=True, x0=10, x1=1000))
+    assert (figure.layout.xaxis.type, figure.layout.xaxis.range) == ("log", None)

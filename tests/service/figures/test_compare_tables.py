@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hilbert_monitor.service.figures.compare_tables import panel_table
+from hilbert_monitor.service.figures.comparison import compare
 from hilbert_monitor.service.figures.plot_options import PLAIN, PlotOptions
 from hilbert_monitor.service.figures.series import RunSeries
 from hilbert_monitor.service.following.text import csv_lines
@@ -15,7 +16,8 @@ from tests.support.run_series import curve, make_run, moving_average
 
 def rows_of(panel, runs, options=PLAIN):
     """The rows of a panel's CSV file."""
-    text = "".join(csv_lines(*panel_table(panel, runs, options)))
+    (comparison,) = compare(runs, live=True)
+    text = "".join(csv_lines(*panel_table(panel, comparison, options)))
     return list(csv.DictReader(text.splitlines()))
 
 
@@ -50,6 +52,8 @@ def test_the_table_of_ratios_has_the_number_of_pairs():
         "ratio": "4.0",
         "smoothed": "",
         "pairs": "1",
+        "baseline": "AdamW",
+        "candidate": "RowNorm",
     }
 
 

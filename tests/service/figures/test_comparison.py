@@ -8,15 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hilbert_monitor.service.figures.comparison import (
-    CurrentRatio,
-    SampleStatistics,
-    axes,
-    axis_of,
-    compare,
-    pair_up,
-    sample_statistics,
-)
+from hilbert_monitor.service.figures.axes import axes, axis_of
+from hilbert_monitor.service.figures.comparison import compare
+from hilbert_monitor.service.figures.contrasts import CurrentRatio
+from hilbert_monitor.service.figures.final_values import SampleStatistics, sample_statistics
 from hilbert_monitor.service.figures.series import RunSeries, Series
 from tests.support.run_series import make_run
 
@@ -199,15 +194,22 @@ def test_several_runs_without_a_seed_are_all_counted_and_never_paired():
     assert (comparison.below, comparison.checkpoints) == (1, 1)
 
 
+def pairs_of(runs):
+    """The pairs of runs of one model."""
+    (comparison,) = compare(runs, live=True)
+    return comparison.pairs
+
+
 def test_runs_without_a_seed_are_paired_if_they_are_the_only_ones():
     single = [make_run(seed=None), make_run("RowNorm", seed=None)]
-    assert len(pair_up(single)) == 1
-    assert pair_up([*single, make_run(seed=None, id="another")]) == []
-    assert pair_up([make_run(seed=None), make_run("RowNorm", seed=0)]) == []
+    assert len(pairs_of(single)) == 1
+    assert pairs_of([*single, make_run(seed=None, id="another")]) == ()
+    assert pairs_of([make_run(seed=None), make_run("RowNorm", seed=0)]) == ()
 
 
 def test_runs_of_different_models_are_not_paired():
-    assert pair_up([make_run(model="a"), make_run("RowNorm", model="b")]) == []
+    comparisons = compare([make_run(model="a"), make_run("RowNorm", model="b")])
+    assert [comparison.pairs for comparison in comparisons] == [(), ()]
 
 
 # Axes

@@ -7,7 +7,7 @@ import pytest
 
 from hilbert_monitor.runs.log import News, RunReader, RunState, RunWriter
 from hilbert_monitor.runs.record import RunInfo, StepRecord
-from hilbert_monitor.service.figures.series import RunSeriesCache, Series, read_run, run_series
+from hilbert_monitor.service.figures.series import RunSeriesCache, Series, pauses, read_run, run_series
 from hilbert_monitor.service.following.columns import Columns
 from hilbert_monitor.service.following.snapshot import model_of
 
@@ -98,3 +98,37 @@ def test_a_long_curve_is_smoothed_like_a_short_one():
         expected.append(total / weights)
     series = Series(np.arange(4000), [], [], values)
     assert series.smoothed(0.6).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+# Pauses
+
+
+def paused_at(steps, hours):
+    return np.flatnonzero(pauses(np.array(steps), np.array(hours))).tolist()
+
+
+def test_a_pause_is_far_longer_than_its_steps_take():
+    steps = np.arange(1, 101)
+    hours = steps / 360
+    assert paused_at(steps, hours) == []
+    assert paused_at(steps, hours + 10 * (steps > 50)) == [50]
+    assert paused_at(steps, hours + 10 * (steps > 50) + 10 * (steps > 60)) == [50, 60]
+
+
+def test_seldom_measured_steps_are_no_pause():
+    steps = np.array([1, 2, 3, 4, 500, 501])
+    assert paused_at(steps, steps / 360) == []
+
+
+def test_a_long_validation_in_a_long_run_is_no_pause():
+    steps = np.arange(1, 10_001)
+    assert paused_at(steps, steps / 3600 + (steps // 500) / 60) == []
+
+
+def test_a_clock_that_goes_back_breaks_the_line():
+    assert paused_at([1, 2, 3, 4], [0.1, 0.2, 0.1, 0.2]) == [2]
+
+
+@pytest.mark.parametrize("hours", [[], [1.0], [1.0, 1.0], [1.0, 1.0, 1.0], [0.0, 5.0]])
+def test_few_points_or_a_clock_that_stands_still_have_no_pause(hours):
+    assert paused_at(range(len(hours)), hours) == []

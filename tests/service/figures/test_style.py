@@ -4,6 +4,7 @@ import plotly.graph_objects as go
 import pytest
 
 from hilbert_monitor.service.figures import compare_figures
+from hilbert_monitor.service.figures.comparison import compare
 from hilbert_monitor.service.figures.style import INK, colour, template
 from tests.support.run_series import make_run
 
@@ -13,7 +14,8 @@ def test_an_optimizer_has_the_same_colour_in_every_figure():
         [make_run("RowNorm", diameter=[1.0])],
         [make_run(name, diameter=[1.0]) for name in ("AdamW", "RowNorm")],
     ):
-        assert compare_figures.diameter(runs)["data"][-1]["line"]["color"] == colour("RowNorm")
+        (comparison,) = compare(runs)
+        assert compare_figures.diameter(comparison)["data"][-1]["line"]["color"] == colour("RowNorm")
     assert colour("Lion") == colour("Lion")
 
 

@@ -278,13 +278,37 @@ def test_some_runs_are_compared_by_their_ids(zoo):
     assert any("nobody" in note for note in answer["notes"])
 
 
+def test_any_two_sides_are_compared_with_the_metrics_that_are_asked_for(zoo):
+    asked = {"base": "RowNorm", "over": "AdamW-1", "panels": "gauge_waste,saturation", "by": "lr", "logx": "true"}
+    answer = get(zoo, "/api/compare", **asked)
+    assert answer["sides"] == ["RowNorm", "AdamW-1"]
+    assert answer["ratios"]["diameter"]["now"] == pytest.approx(1 / 50)
+    assert {"gauge_waste", "saturation"} <= answer["figures"].keys()
+    assert answer["figures"]["saturation"]["layout"]["xaxis"]["type"] == "log"
+    assert {"saturation", "efficiency_lower"} <= {*answer["measured"]}
+    assert "lr" in answer["keys"]
+    assert {group["name"] for group in answer["groups"]} == {
+        "AdamW, lr=0.1",
+        "RowNorm, lr=0.1",
+        "Muon, lr=0.2",
+        "Muon, no lr",
+    }
+
+
+def test_a_metric_that_there_is_not_is_refused_with_the_list_of_those_that_there_are(zoo):
+    answer = zoo.get("/api/compare", params={"panels": "gauge_waste,moons"})
+    assert answer.status_code == 422
+    assert "there is no metric 'moons'; there are" in answer.json()["detail"]
+
+
 def test_a_model_that_nobody_has_is_an_empty_comparison(zoo):
     answer = get(zoo, "/api/compare", model="none such")
     assert answer["figures"] == {}
     assert answer["counted"] == []
+    assert answer["contrasts"] == answer["groups"] == []
 
 
-@pytest.mark.parametrize("panel", ["loss", "diameter", "perturbation", "ratio"])
+@pytest.mark.parametrize("panel", ["loss", "diameter", "perturbation", "ratio", "saturation"])
 def test_a_panel_is_had_as_csv(zoo, panel):
     answer = zoo.get(f"/api/compare/{panel}.csv", params={"axis": "updates", "x0": 1, "x1": 50})
     assert answer.status_code == 200

@@ -120,15 +120,19 @@ export class Charts {
 /** The range that holds all curves of all panels, so that one x stands at one place in each; null if x is no number. */
 function extent(figures) {
   let [first, last] = [Infinity, -Infinity];
-  for (const { data = [] } of Object.values(figures).filter(Boolean)) {
+  const drawn = Object.values(figures).filter(Boolean);
+  const log = drawn.some(({ layout }) => layout?.xaxis?.type === "log");
+  for (const { data = [] } of drawn) {
     for (const { x } of data) {
       if (!Array.isArray(x) || !x.length) continue;
-      const ends = [x[0], x[x.length - 1]].filter((end) => end !== null);
+      const start = log ? x.find((place) => place > 0) ?? null : x[0];
+      const ends = [start, x[x.length - 1]].filter((end) => end !== null);
       if (ends.some((end) => typeof end !== "number")) return null;
       first = Math.min(first, ...ends);
       last = Math.max(last, ...ends);
     }
   }
+  if (log) return last > first ? [first / (last / first) ** (1 / 60), last * (last / first) ** (1 / 60)] : null;
   const room = (last - first) / 60;
   return last > first ? [first - room, last + room] : null;
 }

@@ -1,13 +1,15 @@
-/* Compare: RowNorm against AdamW. The current ratios, four panels, and the runs that take part. */
+/* Compare: RowNorm against AdamW, or any others. The current ratios, the panels, and the runs that take part. */
 
 import { get as fetchAnswer } from "./api.js";
+import { METRICS } from "./catalogue.js";
 import { Charts } from "./charts.js";
+import { Choices, chosenPanels } from "./choices.js";
 import { Controls } from "./controls.js";
 import { fill, folded, foldedList, h, renew, say } from "./dom.js";
 import { noRuns } from "./empties.js";
 import { plural } from "./format.js";
 import { coalesce } from "./live.js";
-import { BASE, OURS, cards, most, values } from "./numbers.js";
+import { cards, most, values } from "./numbers.js";
 import { Selection } from "./selection.js";
 import { WHOLE, change, get, viewQuery, written } from "./state.js";
 import { about, runs } from "./store.js";
@@ -18,11 +20,15 @@ const PANELS = [
   { key: "perturbation", title: "Hilbert RMS", about: "How far a step moved the predictions on the panel, a fixed set of validation positions." },
   {
     key: "ratio",
-    title: `${BASE} / ${OURS}`,
-    about: "How many times smaller RowNorm's values are.",
-    none: "No ratio yet: it needs runs of both optimizers, with the same panel.",
+    title: "Ratio",
+    about: "How many times smaller the second one's values are.",
+    none: "No ratio yet: it needs pairs of runs with the same seed, panel and settings.",
   },
 ];
+/** Settings of the address that are about a comparison alone. */
+const ASKED = ["model", "runs", "by", "base", "over", "panels", "logx"];
+/** Those that make no sense for another model. */
+const OF_MODEL = { runs: null, by: null, base: null, over: null, ...WHOLE };
 
 /** The view at `/`. */
 export class Compare {
@@ -35,20 +41,16 @@ export class Compare {
       "select",
       {
         "aria-label": "Model",
-        onchange: () => change({ model: this.models.value, runs: null, ...WHOLE }, true),
+        onchange: () => change({ model: this.models.value, ...OF_MODEL }, true),
       },
     );
     this.hero = h("div", { class: "hero" });
     this.notes = h("ul", { class: "notes", role: "status" });
     this.controls = new Controls({ compare: true });
     this.selection = new Selection();
-    this.charts = new Charts(
-      PANELS,
-      {
-        name: () => this.answer?.model || "compare",
-        csv: (panel) => `/api/compare/${panel}.csv${written(this.query())}`,
-      },
-    );
+    this.choices = new Choices();
+    this.plots = h("div", {});
+    this.chart();
     this.values = h("section", { class: "values" });
     this.body = h(
       "div",
@@ -58,7 +60,8 @@ export class Compare {
       this.notes,
       this.controls.element,
       this.selection.element,
-      this.charts.element,
+      this.choices.element,
+      this.plots,
       this.values,
     );
     this.none = h("div", { class: "view", hidden: true });
@@ -68,15 +71,33 @@ export class Compare {
     this.update();
   }
 
+  /** Make the panels, with those that the address asks for. */
+  chart() {
+    this.charts?.end();
+    this.panels = chosenPanels().join();
+    this.ratio = { ...PANELS.find(({ key }) => key === "ratio") };
+    const always = PANELS.map((spec) => (spec.key === "ratio" ? this.ratio : spec));
+    const more = chosenPanels().map((name) => METRICS.find(({ key }) => key === name)).filter(Boolean);
+    this.charts = new Charts(
+      [...always, ...more],
+      {
+        name: () => this.answer?.model || "compare",
+        csv: (panel) => `/api/compare/${panel}.csv${written(this.query())}`,
+      },
+    );
+    fill(this.plots, this.charts.element);
+  }
+
   query() {
     const query = viewQuery();
-    for (const name of ["model", "runs"]) if (get(name)) query.set(name, get(name));
+    for (const name of ASKED) if (get(name)) query.set(name, get(name));
     return query;
   }
 
   /** The address changed. */
   update() {
     this.controls.show(this.answer?.axes);
+    if (chosenPanels().join() !== this.panels) this.chart();
     this.charts.draw();
     const asked = written(this.query());
     if (asked !== this.asked) this.refresh.ask();
@@ -127,12 +148,16 @@ export class Compare {
     say(this.title, answer.model || "Compare");
     say(this.line, this.lede(answer));
     this.offer();
-    renew(this.hero, [answer.ratios, answer.difference, answer.pairs], () => cards(answer));
+    renew(this.hero, [answer.contrasts, answer.pairs, answer.optimizers, answer.groups], () => cards(answer));
     renew(this.notes, answer.notes, () => foldedList((answer.notes ?? []).map((note) => h("li", {}, folded(note)))));
     this.notes.hidden = !answer.notes?.length;
     this.controls.show(answer.axes);
     this.selection.show(this.answer);
-    renew(this.values, [answer.optimizers, answer.aside], () => values(answer));
+    this.choices.show(this.answer);
+    const drawn = get("seeds") === "1" || get("group") === "run";
+    renew(this.values, [answer.optimizers, answer.groups, answer.aside, drawn], () => values(answer, drawn));
+    this.ratio.title = answer.sides.join(" / ");
+    say(this.charts.element.querySelector("[data-panel=ratio] h3"), this.ratio.title);
   }
 
   /** Offer all models to choose from. An answer about some runs names only theirs, so the list of runs adds the others. */
@@ -147,13 +172,19 @@ export class Compare {
   }
 
   lede(answer) {
-    const counts = Object.entries(answer.optimizers).map(([name, spreads]) => `${most(spreads)} ${name}`);
-    const pairs = (answer.pairs ?? []).length;
-    return `${counts.join(", ") || "No runs counted"}${pairs ? `; ${plural(pairs, "pair")} by seed and panel` : ""}`;
+    const whole = answer.groups.every(({ name, optimizer }) => name === optimizer);
+    const counts = Object.entries(answer.optimizers).map(([name, spreads]) =>
+      whole ? `${most(spreads)} ${name}` : `${name} (${plural(most(spreads), "run")})`);
+    const [groups, pairs] = [counts.length, (answer.pairs ?? []).length];
+    const all = groups > 6 ? `${plural(answer.counted.length, "run")} in ${groups} groups` : counts.join(whole ? ", " : "; ");
+    const how = get("base") || get("over") ? "" : " by seed and panel";
+    const paired = pairs ? `; ${plural(pairs, "pair")}${how}` : "";
+    return [`${all || "No runs counted"}${paired}.`, answer.about].filter(Boolean).join(" ");
   }
 
   end() {
     this.refresh.end();
+    this.selection.end();
     this.charts.end();
   }
 }

@@ -5,7 +5,7 @@ import { WHOLE, change, get, zoom } from "./state.js";
 
 const AXES = [["updates", "Updates"], ["tokens", "Tokens"], ["time", "Wall time"]];
 const SCALES = [["auto", "Auto"], ["log", "Log"], ["linear", "Linear"]];
-const GROUPS = [["optimizer", "Optimizers"], ["run", "Runs"]];
+const GROUPS = [["optimizer", "Means"], ["run", "Runs"]];
 
 /**
  * The controls of a view.

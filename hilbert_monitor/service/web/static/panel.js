@@ -108,7 +108,7 @@ export class Panel {
       fixedrange: TOUCH.matches,
       title: { ...given.xaxis?.title, font: { size: 12 } },
     };
-    if (range) Object.assign(layout.xaxis, { range: [...range], autorange: false });
+    if (range) Object.assign(layout.xaxis, { range: onAxis(range, given.xaxis), autorange: false });
     const height = heights[this.spec.key]?.map(layout.yaxis.type === "log" ? Math.log10 : Number);
     if (height?.every(Number.isFinite)) Object.assign(layout.yaxis, { range: height, autorange: false });
     if (mark !== null) layout.shapes = [...(given.shapes ?? []), marker(mark)];
@@ -133,10 +133,11 @@ export class Panel {
     });
   }
 
-  /** Zoom all panels to a range of x, and this one to a range of y, which is one of exponents on a logarithmic axis. */
+  /** Zoom all panels to a range of x, and this one to a range of y; on logarithmic axes these are exponents. */
   zoom(x, y) {
-    const log = this.figure?.layout?.yaxis?.type === "log";
-    this.group.zoom(this.spec.key, x, y && log ? y.map((power) => 10 ** power) : y);
+    const values = (range, axis) => (range && axis?.type === "log" ? range.map((power) => 10 ** power) : range);
+    const { xaxis, yaxis } = this.figure?.layout ?? {};
+    this.group.zoom(this.spec.key, values(x, xaxis), values(y, yaxis));
   }
 
   /** Show the hover again that a redraw removed. */
@@ -180,6 +181,11 @@ export class Panel {
   end() {
     if (this.drawn) Plotly.purge(this.plot);
   }
+}
+
+/** A range of x as Plotly wants it: on a logarithmic axis the logarithms, and no zero. */
+function onAxis([first, last], axis) {
+  return axis?.type === "log" ? [first > 0 ? first : last / 1e6, last].map(Math.log10) : [first, last];
 }
 
 /** A line at the step that the address names. */

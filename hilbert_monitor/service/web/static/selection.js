@@ -1,37 +1,73 @@
-/* The choice of the runs that are compared: boxes by optimizer. The choice is in the address. */
+/* The choice of the runs that are compared: boxes by optimizer, and a search. The choice is in the address. */
 
+import { get as fetchAnswer } from "./api.js";
 import { h, optimizerMark, renew, say, stateMark, tool } from "./dom.js";
-import { BASE, OURS } from "./numbers.js";
+import { plural } from "./format.js";
+import { coalesce } from "./live.js";
 import { change, get } from "./state.js";
 import { runs } from "./store.js";
+
+const FIRST = ["AdamW", "RowNorm"];
 
 /** A list of boxes that opens under the controls. */
 export class Selection {
   constructor() {
     this.title = h("summary", {});
     this.boxes = h("div", { class: "choices" });
-    this.element = h("details", { class: "selection" }, this.title, this.boxes);
+    this.search = h(
+      "input",
+      {
+        type: "search",
+        placeholder: "Find runs: words, lr=0.1, status:failed",
+        "aria-label": "Find runs",
+        oninput: () => this.finding.ask(),
+      },
+    );
+    this.element = h("details", { class: "selection" }, this.title, this.search, this.boxes);
+    this.found = null;
+    this.finding = coalesce(() => this.find(), 200);
   }
 
   /** Show the runs of an answer's model. */
   show({ model, aside = [] }) {
+    this.model = model;
     this.mine = [...runs.values()].filter((run) => run.model === model).sort(inOrder);
     this.chosen = new Set(get("runs")?.split(",") ?? this.mine.map((run) => run.id));
     this.aside = aside;
     const [all, shown] = [this.mine.length, this.mine.filter((run) => this.chosen.has(run.id)).length];
     say(this.title, `Runs: ${shown === all ? `all ${all}` : `${shown} of ${all}`}`);
-    const state = [this.mine.map((run) => [run.id, run.status, run.label]), [...this.chosen], aside];
+    const listed = this.mine.map((run) => [run.id, run.status, run.label]);
+    const state = [listed, [...this.chosen], aside, this.found && [...this.found]];
     renew(this.boxes, state, () => this.groups(shown === all));
   }
 
+  /** Ask the server which runs match: it knows their settings. */
+  async find() {
+    const q = this.search.value.trim();
+    try {
+      const query = new URLSearchParams({ q, model: this.model ?? "" });
+      this.found = q ? new Set((await fetchAnswer("/api/runs", query)).runs.map((run) => run.id)) : null;
+    } catch {
+      this.found = null; // the bar above says that the connection is lost
+    }
+    this.show({ model: this.model, aside: this.aside });
+  }
+
   groups(all) {
+    const listed = this.mine.filter((run) => !this.found || this.found.has(run.id));
     const groups = new Map();
-    for (const run of this.mine) groups.set(run.optimizer, [...(groups.get(run.optimizer) ?? []), run]);
+    for (const run of listed) groups.set(run.optimizer, [...(groups.get(run.optimizer) ?? []), run]);
     const group = ([name, members]) => {
       const only = tool("Only these", () => this.take(members.map((run) => run.id)));
       return h("fieldset", {}, h("legend", {}, optimizerMark(name), only), members.map((run) => this.box(run)));
     };
-    return [[...groups].map(group), tool("All runs", () => change({ runs: null }), { disabled: all })];
+    const matches = () => this.take(listed.map((run) => run.id));
+    return [
+      [...groups].map(group),
+      this.found && !listed.length ? h("p", { class: "about" }, "No run matches.") : null,
+      this.found && listed.length ? tool(`Only the ${plural(listed.length, "run")} found`, matches) : null,
+      tool("All runs", () => change({ runs: null }), { disabled: all }),
+    ];
   }
 
   box(run) {
@@ -58,11 +94,15 @@ export class Selection {
   take(ids) {
     if (ids.length) change({ runs: ids.length === this.mine.length ? null : ids.join(",") });
   }
+
+  end() {
+    this.finding.end();
+  }
 }
 
 /** AdamW and RowNorm first, then by name; within an optimizer by seed. */
 function inOrder(a, b) {
-  const rank = ({ optimizer }) => [BASE, OURS].indexOf(optimizer) + 1 || 3;
+  const rank = ({ optimizer }) => FIRST.indexOf(optimizer) + 1 || 3;
   const seed = (run) => run.seed ?? Number.MAX_VALUE;
   return rank(a) - rank(b) || a.optimizer.localeCompare(b.optimizer) || seed(a) - seed(b) || a.id.localeCompare(b.id);
 }

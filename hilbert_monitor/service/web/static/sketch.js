@@ -12,14 +12,14 @@ const DASHES = { dot: "1 3", dash: "6 4", dashdot: "6 3 1 3", longdash: "10 4" }
  * @param {Set<string>} hidden keys of curves
  */
 export function sketch(data, { xaxis, yaxis }, hidden) {
-  const height = yaxis.type === "log" ? Math.log10 : Number;
+  const [width, height] = [xaxis, yaxis].map((axis) => (axis.type === "log" ? Math.log10 : Number));
   const curves = data.filter((trace) => !trace.yaxis && !hidden.has(keyOf(trace)));
-  const [left, right] = xaxis.range ?? extent(curves, "x", Number);
-  const [bottom, top] = yaxis.range ?? extent(curves, "y", height, [left, right]);
+  const [left, right] = xaxis.range ?? extent(curves, "x", width);
+  const [bottom, top] = yaxis.range ?? extent(curves, "y", height, (x) => width(x) >= left && width(x) <= right);
   if (!(right > left) || !(top >= bottom)) return null;
   const room = yaxis.range ? 0 : (top - bottom) / 18 || 1;
   const place = (x, y) => [(x - left) / (right - left), (top + room - y) / (top - bottom + 2 * room)];
-  const paths = curves.map((trace) => path(trace, (x, y) => place(x, height(y))));
+  const paths = curves.map((trace) => path(trace, (x, y) => place(width(x), height(y))));
   return element("svg", { class: "sketch", viewBox: "0 0 1 1", preserveAspectRatio: "none", "aria-hidden": true }, paths);
 }
 
@@ -27,18 +27,20 @@ export function sketch(data, { xaxis, yaxis }, hidden) {
 function path({ x, y, line = {}, opacity = 1 }, place) {
   let [text, gap] = ["", true];
   x.forEach((_, i) => {
-    if (y[i] !== null) text += (gap ? "M" : "L") + place(x[i], y[i]).map((part) => part.toFixed(4)).join(" ");
-    gap = y[i] === null;
+    const at = y[i] === null ? [NaN] : place(x[i], y[i]);
+    const there = at.every(Number.isFinite); // a zero has no place on a logarithmic axis
+    if (there) text += (gap ? "M" : "L") + at.map((part) => part.toFixed(4)).join(" ");
+    gap = !there;
   });
   const dash = DASHES[line.dash] ? { "stroke-dasharray": DASHES[line.dash] } : {};
   return element("path", { d: text, stroke: line.color ?? "currentColor", "stroke-width": line.width ?? 2, opacity, ...dash });
 }
 
-/** The smallest and the largest coordinate of some traces, of points whose x is in a range. */
-function extent(traces, name, measure, [first, last] = [-Infinity, Infinity]) {
+/** The smallest and the largest coordinate of some traces, of points whose x is within. */
+function extent(traces, name, measure, within = () => true) {
   let [least, most] = [Infinity, -Infinity];
   for (const trace of traces) trace.x.forEach((x, i) => {
-    if (trace[name][i] === null || x < first || x > last) return;
+    if (trace[name][i] === null || !within(x)) return;
     least = Math.min(least, measure(trace[name][i]));
     most = Math.max(most, measure(trace[name][i]));
   });
