@@ -20,12 +20,12 @@ export function line(summary) {
 }
 
 /** The error that ended a run, and problems of its log. */
-export function troubles({ problem, error, message, torn }) {
+export function troubles({ status, problem, error, message, torn }) {
   const failed = error || message;
   const lost = `${plural(torn, "torn line")} of its log ${torn === 1 ? "is" : "are"} skipped.`;
   return [
     problem ? h("p", { class: "trouble" }, problem) : null,
-    failed ? h("p", { class: "trouble" }, h("b", {}, error || "Failed"), " ", clip(message ?? "", 2000)) : null,
+    failed ? h("p", { class: "trouble" }, h("b", {}, error || (status === "killed" ? "Killed" : "Failed")), " ", clip(message ?? "", 2000)) : null,
     torn ? h("p", { class: "about" }, lost) : null,
   ];
 }
