@@ -36,7 +36,7 @@ FORMAT = zlib.crc32(",".join(("3", *NUMBERS, *PAIRS)).encode())
 """What the files look like, and which fields a record had: a cache that lacks a field is made anew."""
 LOOK = 4096
 """Bytes at the beginning of a log, and before the offset, that are compared to recognise it."""
-MAPPED = 0.5
+MAPPED = 0.25
 """Share of the files that a process may have open which may be mapped tables; others are loaded into memory."""
 VARIABLE = "HILBERT_MONITOR_CACHE"
 """Environment variable with the folder in which caches are."""

@@ -6,6 +6,7 @@ the feed disconnects its listeners first: streams never end by themselves, and u
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import resource
@@ -17,6 +18,7 @@ import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -29,12 +31,15 @@ from hilbert_monitor.service.following.index import Index
 
 from . import assets
 from .app import create_app
+from .connections import ACCEPTED, Connection, Connections, connection_limit, on_loop_error, quiet
 from .security import LOOPBACK
 
 PATIENCE = 0.2
 """Seconds that open answers have to finish when the server ends."""
 FILES = 1 << 16
 """Files that the service may have open, if the system allows so many."""
+QUEUE = 1024
+"""Connections that may wait to be accepted."""
 SLOW = 0.5
 """Seconds of indexing after which a progress bar appears."""
 
@@ -57,10 +62,20 @@ class Server(uvicorn.Server):
             lifespan="off",
             ws="none",
             proxy_headers=False,
+            http=partial(Connection, pool=Connections(connection_limit())),  # type: ignore[arg-type]  # it is called
+            backlog=ACCEPTED,
         )
         super().__init__(config)
+        quiet("uvicorn.error")
         self._index = index
         threading.Thread(target=assets.prepare, name="hilbert-monitor page", daemon=True).start()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. Few connections are accepted at a time, but many may queue for it."""
+        asyncio.get_running_loop().set_exception_handler(on_loop_error)
+        await super().startup(sockets)
+        for one in sockets or []:
+            one.listen(QUEUE)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Disconnect the listeners, give other answers a moment, and end."""
@@ -169,7 +184,7 @@ def bind(host: str, port: int, token: str | None) -> Place:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-        bound.listen(1024)
+        bound.listen(QUEUE)
     except (OSError, OverflowError) as error:
         bound.close()
         reason = error.strerror if isinstance(error, OSError) else error
