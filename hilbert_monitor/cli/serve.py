@@ -13,7 +13,9 @@ SHORTEST_TOKEN = 16
 
 def serve(
     context: typer.Context,
-    runs: Annotated[Path, typer.Argument(help="Folder of the runs. It need not exist yet.")] = Path("runs"),
+    runs: Annotated[Path, typer.Argument(help="Folder of the runs, or of one run. It need not exist yet.")] = Path(
+        "runs"
+    ),
     host: Annotated[
         str, typer.Option(help="Address to listen at. An address that other machines reach gets a token.")
     ] = "127.0.0.1",

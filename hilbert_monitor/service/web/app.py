@@ -182,7 +182,7 @@ def _add_runs(app: FastAPI, responder: Responder) -> None:
             page = answers.runs(
                 known, q=q, status=status or "", optimizer=optimizer, model=model, limit=limit, after=after
             )
-            about = {"root": str(index.root), "progress": index.progress, "version": version}
+            about = {"root": str(index.given.absolute()), "progress": index.progress, "version": version}
             return {**about, "count": page.count, "next": page.next, "runs": page.runs}
 
         key = (q, status, optimizer, model, limit, after, version, index.progress)

@@ -87,7 +87,7 @@ class RunSummary(_Answer):
 class Runs(_Answer):
     """Runs, the newest first."""
 
-    root: str = Field(description="Folder of the runs.", examples=["runs"])
+    root: str = Field(description="Folder of the runs, or of the one run that is served.", examples=["/home/me/runs"])
     progress: Progress
     version: Version
     count: int = Field(description="How many runs match, on all pages.", examples=[6])

@@ -26,6 +26,7 @@ import uvicorn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from hilbert_monitor.runs.log import find_runs
 from hilbert_monitor.service.following.cache import cache_folder
 from hilbert_monitor.service.following.index import Index
 
@@ -127,7 +128,7 @@ def serve(
     """Serve the runs of a folder until Ctrl-C.
 
     Args:
-        root: folder of the runs; it may be created later.
+        root: folder of the runs, or of one run; it may be created later.
         host: address to listen at. For one that others can reach a token is made, if none is given.
         port: port to listen at; 0 for any free one.
         token: the secret that a visitor must send.
@@ -213,11 +214,19 @@ def _announce(place: Place, root: Path, console: Console, *, show_token: bool) -
     console.print(f"hilbert-monitor serves '{root}' at {place.url if show_token else place.address}")
     if not root.is_dir():
         console.print(f"there is no folder '{root}' yet: its runs appear as soon as it does")
+    elif nested := _nested_runs(root):
+        console.print(f"there are no runs in '{root}', but in '{nested}': serve that folder to see them")
     if not show_token:
         console.print("its token is the one in the environment, and is not printed: add ?token=TOKEN to the address")
     elif place.token is not None and not _is_loopback(place.socket.getsockname()[0]):
         console.print("whoever has this link can see the runs; nobody else can")
     console.print("Ctrl-C ends it")
+
+
+def _nested_runs(root: Path) -> Path | None:
+    """The folder `runs` in a folder without runs, if it has some: the demo, for one, has its runs there."""
+    nested = root / "runs"
+    return nested if nested.is_dir() and find_runs(nested) and not find_runs(root) else None
 
 
 def _show_progress(index: Index, server: Server, console: Console) -> None:

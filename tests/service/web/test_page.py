@@ -561,7 +561,8 @@ def test_an_empty_folder_says_what_to_do(tmp_path, visit):
         visitor = visit(place.url, **WIDE)
         page = visitor.open("/")
         wait_for_text(page, f"No runs in {tmp_path} yet")
-        assert "hilbert-monitor demo" in visible_text(page)
+        assert f'HilbertMonitor(run_dir="{tmp_path}")' in visible_text(page)
+        assert "demo/runs" in visible_text(page)
         for key, text in (("r", f"No runs in {tmp_path} yet"), ("a", "No step has blown up.")):
             page.keyboard.press("g")
             page.keyboard.press(key)

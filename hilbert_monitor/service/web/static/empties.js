@@ -10,8 +10,14 @@ export function noRuns() {
   const monitor = code(`HilbertMonitor(run_dir="${folder}")`);
   return empty(
     `No runs in ${folder} yet`,
-    h("p", {}, "Start ", code("hilbert-monitor demo"), ", or train with ", monitor, "."),
-    "They appear here by themselves.",
+    h("p", {}, "Train with ", monitor, ". Runs appear here by themselves."),
+    h(
+      "p",
+      {},
+      code("hilbert-monitor demo"),
+      " trains a pair to look at. It writes to demo/runs of the folder that it is started in, and prints the address of",
+      " a dashboard of its own.",
+    ),
   );
 }
 
