@@ -5,6 +5,7 @@ Who can write runs cannot make the service write elsewhere: files are opened in 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import stat
@@ -67,6 +68,22 @@ class PrivateFolder:
         """Remove a file, if it is there."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
+
+    def look(self, name: str) -> tuple[int, int, int] | None:
+        """Inode, size and time of change of a file, by which a change is noticed; None if there is none."""
+        try:
+            status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    @contextmanager
+    def locked(self, name: str) -> Iterator[None]:
+        """Keep other processes out of the block, by a lock on a file; nobody is kept out where there are no locks."""
+        with self.open(name, os.O_WRONLY | os.O_CREAT) as file:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def names(self) -> list[str]:
         """The names of all files."""

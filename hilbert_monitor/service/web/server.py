@@ -33,6 +33,7 @@ from hilbert_monitor.service.following.index import Index
 from . import assets
 from .app import create_app
 from .connections import ACCEPTED, Connection, Connections, connection_limit, on_loop_error, quiet
+from .notebook import Notebook, data_folder
 from .security import LOOPBACK
 
 PATIENCE = 0.2
@@ -53,10 +54,16 @@ class Server(uvicorn.Server):
     """Uvicorn that ends at once although streams are open."""
 
     def __init__(
-        self, index: Index, token: str | None, hosts: tuple[str, ...] | None, *, reexport: bool = False
+        self,
+        index: Index,
+        token: str | None,
+        hosts: tuple[str, ...] | None,
+        *,
+        reexport: bool = False,
+        notebook: Notebook | None = None,
     ) -> None:
         config = uvicorn.Config(
-            create_app(index, token=token, allowed_hosts=hosts, reexport=reexport),
+            create_app(index, token=token, allowed_hosts=hosts, reexport=reexport, notebook=notebook),
             log_level="warning",
             access_log=False,  # it would have tokens in it
             server_header=False,
@@ -121,6 +128,7 @@ def serve(
     token: str | None = None,
     show_token: bool = True,
     cache: bool | Path = True,
+    data: bool | Path = True,
     reexport: bool = False,
     open_browser: bool = False,
     console: Console | None = None,
@@ -135,6 +143,8 @@ def serve(
         show_token: whether to print the link with the token in it; one that is made up here is always printed.
         cache: whether to store the tables of runs, which makes the next start quick; or the folder for them, by default
             the user's cache folder. Nothing is ever written into the folder of the runs.
+        data: whether to keep notes, tags and acknowledgements; or the folder for them, by default the user's data
+            folder.
         reexport: whether /metrics has the runs too that serve their metrics themselves.
         open_browser: whether to open the page.
         console: where to print the address.
@@ -144,7 +154,7 @@ def serve(
     _announce(place, root, console, show_token=show_token or token is None)
     _allow_open_files()
     index = _index(root, cache)
-    server = Server(index, place.token, place.hosts, reexport=reexport)
+    server = Server(index, place.token, place.hosts, reexport=reexport, notebook=_notebook(index.root, data))
     index.start()
     if open_browser:
         threading.Thread(target=webbrowser.open, args=(place.url,), daemon=True).start()
@@ -157,11 +167,13 @@ def serve(
 
 
 @contextmanager
-def background(root: Path, *, host: str = "127.0.0.1", port: int = 0, cache: bool | Path = True) -> Iterator[Place]:
+def background(
+    root: Path, *, host: str = "127.0.0.1", port: int = 0, cache: bool | Path = True, data: bool | Path = True
+) -> Iterator[Place]:
     """Serve the runs of a folder in threads of their own, until the block ends. Signals are left alone."""
     place = bind(host, port, None)
     index = _index(root, cache)
-    server = Server(index, place.token, place.hosts)
+    server = Server(index, place.token, place.hosts, notebook=_notebook(index.root, data))
     thread = threading.Thread(target=server.run, args=([place.socket],), name="hilbert-monitor service", daemon=True)
     index.start()
     thread.start()
@@ -201,6 +213,12 @@ def bind(host: str, port: int, token: str | None) -> Place:
 def _index(root: Path, cache: bool | Path) -> Index:
     folder = cache_folder(root, cache if isinstance(cache, Path) else None) if cache else None
     return Index(root, cache=folder)
+
+
+def _notebook(root: Path, data: bool | Path) -> Notebook:
+    if not data:
+        return Notebook(None, "it was started with --read-only")
+    return Notebook(data_folder(root, data if isinstance(data, Path) else None), "this user has no data folder")
 
 
 def _allow_open_files() -> None:
