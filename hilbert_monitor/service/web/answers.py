@@ -86,7 +86,7 @@ def run(one: RunSnapshot, remarks: Remarks = NOTHING) -> dict[str, Any]:
     answer: dict[str, Any] = plain(
         {
             "summary": summary(one),
-            "remarks": remarks_answer(remarks),
+            "remarks": remarks_answer(one, remarks),
             "info": _all_fields(one.info),
             "attempts": [_all_fields(info) for info in one.attempts],
             "alerts": [_alert(alert, seen) for alert in one.alerts[-ALERTS:]],
@@ -99,13 +99,16 @@ def run(one: RunSnapshot, remarks: Remarks = NOTHING) -> dict[str, Any]:
     return answer
 
 
-def remarks_answer(remarks: Remarks) -> dict[str, Any]:
-    """What people say about a run."""
-    answer: dict[str, Any] = msgspec.to_builtins(remarks)
-    return {name: answer.get(name, default) for name, default in _NO_REMARKS.items()}
-
-
-_NO_REMARKS = {"note": "", "tags": [], "archived": False, "acknowledged": []}
+def remarks_answer(run: RunSnapshot, remarks: Remarks) -> dict[str, Any]:
+    """What people say about a run. Acknowledged alerts that it no longer has, as it was resumed before them, are out."""
+    known = {alert_key(alert) for alert in run.alerts} if remarks.acknowledged else ()
+    acknowledged = [one for one in remarks.acknowledged if alert_key(one) in known]
+    return {
+        "note": remarks.note,
+        "tags": list(remarks.tags),
+        "archived": remarks.archived,
+        "acknowledged": [msgspec.structs.asdict(one) for one in acknowledged],
+    }
 
 
 def alerts(

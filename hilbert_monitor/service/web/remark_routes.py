@@ -39,7 +39,7 @@ def add_remarks(app: FastAPI, responder: Responder) -> None:
             notebook.change(runs, change)
         except OSError as error:
             raise HTTPException(503, f"This could not be kept: {error.strerror or error}.") from None
-        answer = {"runs": {run.id: plain(remarks_answer(notebook.of(run))) for run in runs}}
+        answer = {"runs": {run.id: plain(remarks_answer(run, notebook.of(run))) for run in runs}}
         index.feed.publish("remarks", answer)
         return json_response(request, answer)
 
@@ -50,8 +50,11 @@ def add_remarks(app: FastAPI, responder: Responder) -> None:
         known = index.runs
 
         def make() -> dict[str, Any]:
-            named = {run.id: notebook.of(run) for run in known.values()}
-            said = {id: plain(remarks_answer(one)) for id, one in named.items() if not one.is_empty}
+            said = {
+                run.id: plain(remarks_answer(run, remarks))
+                for run in known.values()
+                if not (remarks := notebook.of(run)).is_empty
+            }
             return {"offered": not notebook.problem, "problem": plain(notebook.problem), "runs": said}
 
         return responder.cached(request, (notebook.version, index.version), make)

@@ -3,12 +3,13 @@
 import { get as fetchAnswer } from "./api.js";
 import { fill, h, runLink, table, tool } from "./dom.js";
 import { DASH, clip, plural, whole } from "./format.js";
-import { change } from "./state.js";
 import { runs } from "./store.js";
 
 /** A section for two runs; empty without them. */
 export class Difference {
-  constructor() {
+  /** @param {() => void} clear unticks the two */
+  constructor(clear) {
+    this.clear = clear;
     this.element = h("section", { class: "difference" });
     this.asked = "";
   }
@@ -21,18 +22,18 @@ export class Difference {
     if (!asked) return fill(this.element);
     try {
       const answer = await fetchAnswer("/api/difference", new URLSearchParams({ a, b }));
-      if (this.asked === asked) fill(this.element, heading(answer), settings(answer));
+      if (this.asked === asked) fill(this.element, heading(answer, this.clear), settings(answer));
     } catch (error) {
       fill(this.element, h("p", { class: "trouble" }, error.message));
     }
   }
 }
 
-function heading({ rows, same }) {
+function heading({ rows, same }, clear) {
   const differ = rows.length === 1 ? "differs" : "differ";
   const count = `${plural(rows.length, "setting")} ${differ}, ${whole(same)} are the same`;
   const title = h("div", {}, h("h2", {}, "Configuration difference"), h("p", { class: "lede" }, count));
-  return h("div", { class: "heading" }, title, tool("Clear", () => change({ a: null, b: null })));
+  return h("div", { class: "heading" }, title, tool("Clear", clear));
 }
 
 function settings({ a, b, rows }) {

@@ -23,7 +23,8 @@ export function noRuns() {
 
 /** No run matches the filter. */
 export function noMatch(clear) {
-  const fields = ["Fields are ", code("status:failed"), " or ", code("lr=0.1"), "; all words must occur. "];
+  const examples = ["status:failed", "lr>0.01", "-adamw", '"two words"', "a OR b"];
+  const fields = ["All words must occur. ", examples.map((one) => [code(one), " "]), "narrow or widen the filter. "];
   return empty("No run matches", h("p", {}, fields, tool("Show all runs", clear)));
 }
 
