@@ -115,7 +115,7 @@ def test_the_filter_compares_and_excludes(open_page):
 
 
 def test_a_note_and_tags_are_written_and_shown_as_text(open_page):
-    page, other = open_page(), open_page()
+    page, other, run = open_page(), open_page(), open_page("/runs/a")
     page.locator("tr[data-run=a]").hover()
     page.get_by_role("button", name="Note and tags of a").click()
     page.get_by_label("Note", exact=True).fill(f"{SCRIPT} {IMAGE}")
@@ -125,6 +125,11 @@ def test_a_note_and_tags_are_written_and_shown_as_text(open_page):
         wait_for_text(one, IMAGE)
         assert SCRIPT in one.locator("tr[data-run=a] .note").inner_text()
         assert one.locator("tr[data-run=a] .note *").count() == 0
+    wait_for_text(run, IMAGE)
+    run.get_by_role("button", name="Note and tags").click()
+    run.get_by_label("Note", exact=True).fill("of the run's page")
+    run.get_by_role("button", name="Save").click()
+    wait_for_text(other, "of the run's page")
     page.get_by_role("link", name="to keep").click()
     wait_for_runs(page, "a")
     assert query(page) == {"q": ['tag:"to keep"']}
@@ -136,7 +141,7 @@ def test_a_change_that_is_refused_says_why_in_the_dialog(open_page):
     page.get_by_role("button", name="Note and tags of a").click()
     page.get_by_label("Tags", exact=True).fill("x" * 50)
     page.get_by_role("button", name="Save").click()
-    until(page, "document.querySelector('.remark .trouble').textContent.includes('40 characters')")
+    until(page, "document.querySelector('.remark .refusal').textContent.includes('40 characters')")
 
 
 def test_archived_runs_are_hidden_unless_asked_for(open_page):
@@ -215,8 +220,8 @@ def test_a_page_elsewhere_cannot_change_anything_through_a_visitors_browser(open
     attacker = stranger.open("/")
     for kind in ("application/json", "text/plain", "application/x-www-form-urlencoded"):
         attacker.evaluate(ATTACK, [f"{victim}/api/remarks", kind])
-    refusals = [trouble for trouble in stranger.troubles if trouble.startswith("403: ")]
-    assert len(refusals) >= 2, stranger.troubles
+    answered = [trouble for trouble in stranger.troubles if "NotSameOrigin" in trouble]
+    assert len(answered) >= 2, "the requests without a preflight have reached the service"
     attacker.close()
     page.reload()
     wait_for_runs(page, "c", "b", "a")

@@ -22,7 +22,7 @@ function show(element) {
   if (element.dataset.state === state) return;
   element.dataset.state = state;
   element.toggleAttribute("data-acknowledged", Boolean(sign));
-  const trouble = h("span", { class: "trouble", role: "alert" });
+  const trouble = h("span", { class: "refusal", role: "alert" });
   const send = (undo) => acknowledge(run, [alert], { by: ownName(), undo }).catch((error) => say(trouble, error.message));
   const button = (label, undo) => (offer.offered ? tool(label, () => send(undo)) : null);
   if (!sign) return fill(element, button("Acknowledge", false), trouble);

@@ -28,7 +28,7 @@ export class Alerts {
     this.none = h("div", {});
     this.name = h("label", {}, "Acknowledge as ", nameField());
     this.all = tool("Acknowledge all", () => this.settle());
-    this.trouble = h("span", { class: "trouble", role: "alert" });
+    this.trouble = h("span", { class: "refusal", role: "alert" });
     this.pastTitle = h("summary", {});
     this.pastList = h("ol", { class: "alerts wide" });
     this.past = h(

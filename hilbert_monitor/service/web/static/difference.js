@@ -1,15 +1,13 @@
 /* How the configurations of two runs differ. */
 
 import { get as fetchAnswer } from "./api.js";
-import { fill, h, runLink, table, tool } from "./dom.js";
+import { fill, h, runLink, table } from "./dom.js";
 import { DASH, clip, plural, whole } from "./format.js";
 import { runs } from "./store.js";
 
 /** A section for two runs; empty without them. */
 export class Difference {
-  /** @param {() => void} clear unticks the two */
-  constructor(clear) {
-    this.clear = clear;
+  constructor() {
     this.element = h("section", { class: "difference" });
     this.asked = "";
   }
@@ -22,18 +20,18 @@ export class Difference {
     if (!asked) return fill(this.element);
     try {
       const answer = await fetchAnswer("/api/difference", new URLSearchParams({ a, b }));
-      if (this.asked === asked) fill(this.element, heading(answer, this.clear), settings(answer));
+      if (this.asked === asked) fill(this.element, heading(answer), settings(answer));
     } catch (error) {
       fill(this.element, h("p", { class: "trouble" }, error.message));
     }
   }
 }
 
-function heading({ rows, same }, clear) {
+function heading({ rows, same }) {
   const differ = rows.length === 1 ? "differs" : "differ";
   const count = `${plural(rows.length, "setting")} ${differ}, ${whole(same)} are the same`;
   const title = h("div", {}, h("h2", {}, "Configuration difference"), h("p", { class: "lede" }, count));
-  return h("div", { class: "heading" }, title, tool("Clear", clear));
+  return h("div", { class: "heading" }, title);
 }
 
 function settings({ a, b, rows }) {

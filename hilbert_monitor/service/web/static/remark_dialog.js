@@ -10,7 +10,7 @@ export function editRemarks(run) {
   const text = h("textarea", { rows: 5, maxlength: 4000, value: note, "aria-label": "Note" });
   const names = h("input", { type: "text", value: tags.join(", "), "aria-label": "Tags", autocomplete: "off" });
   const box = h("input", { type: "checkbox", checked: archived });
-  const trouble = h("p", { class: "trouble", role: "alert" });
+  const trouble = h("p", { class: "refusal", role: "alert" });
   const save = async (event) => {
     event.preventDefault();
     const wanted = names.value.split(",").map((one) => one.trim()).filter(Boolean);

@@ -14,7 +14,7 @@ export class RunActions {
       "input",
       { type: "text", maxlength: 40, placeholder: "tag", "aria-label": "Tag", autocomplete: "off" },
     );
-    this.trouble = h("span", { class: "trouble", role: "alert" });
+    this.trouble = h("span", { class: "refusal", role: "alert" });
     this.element = h("div", { class: "actions", role: "group", "aria-label": "Ticked runs" });
   }
 

@@ -3,6 +3,7 @@
 import { alertCard } from "./alerts.js";
 import { h, optimizerMark, stateMark } from "./dom.js";
 import { ageMark, clip, number, percent, plural, value, whole } from "./format.js";
+import { liveMarks } from "./remark_marks.js";
 
 const ALERTS = 100;
 
@@ -16,6 +17,7 @@ export function line(summary) {
     facts.filter(Boolean).map((fact) => h("span", {}, fact)),
     h("span", {}, `step ${whole(step)}`, time ? [", ", ageMark(time)] : null),
     label && label !== id ? h("span", { class: "id" }, id) : null,
+    liveMarks(summary),
   ];
 }
 

@@ -39,7 +39,7 @@ export class Runs {
     this.choice = new ColumnChoice();
     this.actions = new RunActions(() => this.take([]));
     this.table = new RunTable({ sort: flip, tick: (ids, on) => this.tick(ids, on), cells: this.cells });
-    this.difference = new Difference(() => this.take([]));
+    this.difference = new Difference();
     this.none = h("div", {});
     this.hint = h(
       "p",

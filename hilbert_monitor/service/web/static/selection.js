@@ -2,6 +2,7 @@
 
 import { h, optimizerMark, renew, say, stateMark, tool } from "./dom.js";
 import { BASE, OURS } from "./numbers.js";
+import { isArchived } from "./remarks.js";
 import { change, get } from "./state.js";
 import { runs } from "./store.js";
 
@@ -15,8 +16,10 @@ export class Selection {
 
   /** Show the runs of an answer's model. */
   show({ model, aside = [] }) {
-    this.mine = [...runs.values()].filter((run) => run.model === model).sort(inOrder);
-    this.chosen = new Set(get("runs")?.split(",") ?? this.mine.map((run) => run.id));
+    const named = get("runs")?.split(",");
+    const takesPart = (run) => run.model === model && (!isArchived(run.id) || named?.includes(run.id));
+    this.mine = [...runs.values()].filter(takesPart).sort(inOrder);
+    this.chosen = new Set(named ?? this.mine.map((run) => run.id));
     this.aside = aside;
     const [all, shown] = [this.mine.length, this.mine.filter((run) => this.chosen.has(run.id)).length];
     say(this.title, `Runs: ${shown === all ? `all ${all}` : `${shown} of ${all}`}`);
