@@ -100,7 +100,7 @@ def run(one: RunSnapshot, remarks: Remarks = NOTHING) -> dict[str, Any]:
 
 
 def remarks_answer(run: RunSnapshot, remarks: Remarks) -> dict[str, Any]:
-    """What people say about a run. Acknowledged alerts that it no longer has, as it was resumed before them, are out."""
+    """What people say about a run. Acknowledged alerts that a resumed run no longer has are left out."""
     known = {alert_key(alert) for alert in run.alerts} if remarks.acknowledged else ()
     acknowledged = [one for one in remarks.acknowledged if alert_key(one) in known]
     return {
