@@ -21,8 +21,9 @@ BF16_KILLS = "PYTEST_XDIST_WORKER" not in os.environ and VARIABLE not in os.envi
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Services that tests start keep their caches here and not in the user's folder.
+# Services that tests start keep their files here and not in the user's folders.
 os.environ.setdefault("HILBERT_MONITOR_CACHE", tempfile.mkdtemp(prefix="hilbert-monitor-tests-"))
+os.environ.setdefault("HILBERT_MONITOR_DATA", tempfile.mkdtemp(prefix="hilbert-monitor-tests-"))
 
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", derandomize=True, deadline=None)

@@ -13,7 +13,9 @@ SHORTEST_TOKEN = 16
 
 def serve(
     context: typer.Context,
-    runs: Annotated[Path, typer.Argument(help="Folder of the runs. It need not exist yet.")] = Path("runs"),
+    runs: Annotated[Path, typer.Argument(help="Folder of the runs, or of one run. It need not exist yet.")] = Path(
+        "runs"
+    ),
     host: Annotated[
         str, typer.Option(help="Address to listen at. An address that other machines reach gets a token.")
     ] = "127.0.0.1",
@@ -36,6 +38,17 @@ def serve(
         ),
     ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep no cache.")] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for notes, tags and acknowledged alerts; by default in the user's data folder.",
+            envvar="HILBERT_MONITOR_DATA",
+            file_okay=False,
+        ),
+    ] = None,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Offer no notes, tags, archive and acknowledgements.")
+    ] = False,
     reexport: Annotated[
         bool,
         typer.Option(
@@ -48,7 +61,8 @@ def serve(
 ) -> None:
     """Show runs live in the browser until Ctrl-C: AdamW against RowNorm, each run, its tokens and its alerts.
 
-    It only reads. On this machine it needs no token; for others, give --host and send them the link that it prints.
+    It never changes a run. On this machine it needs no token; for others, give --host and send them the link that it
+    prints.
 
     Example: hilbert-monitor serve runs --port 8000
     """
@@ -71,6 +85,7 @@ def serve(
             token=token,
             show_token=source is None or source.name != "ENVIRONMENT",
             cache=False if no_cache else cache or True,
+            data=False if read_only else data or True,
             reexport=reexport,
             open_browser=browser,
         )

@@ -16,12 +16,14 @@ import time
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from ._heartbeat import Heartbeat
 from ._lines import LONGEST, Line, Marker, Step, blocks, is_locked, items, process_exists, tail
 from .json_values import clean
 from .record import Alert, RunInfo, StepRecord
@@ -125,6 +127,7 @@ class RunReader:
         self.folder = Path(folder)
         self.lost_after, self.stalled_after, self.stalled_steps = lost_after, stalled_after, stalled_steps
         self._torn = {STEPS: 0, ALERTS: 0}
+        self._heartbeat = Heartbeat(self.folder / HEARTBEAT)
 
     @property
     def attempts(self) -> list[RunInfo]:
@@ -200,8 +203,10 @@ class RunReader:
         end = self._end_of(info)
         if end is not None:
             return RunState(status=end.status, error=end.error, message=end.message, ended=end.time, **here)
+        if self._only_seems_to_live(now, info):
+            return RunState(status="killed", ended=here["time"], message=self._of_its_clock(info), **here)
         if not self.lives(now, info):
-            return RunState(status="killed", ended=max(self._changed(HEARTBEAT), 0.0), **here)
+            return RunState(status="killed", ended=max(self._heartbeat.time, 0.0), **here)
         asked = info.stalled_after
         patience = max(self.stalled_after if asked is None else asked, self.stalled_steps * _pace(last))
         return RunState(status="stalled" if self._age(STEPS, now) > patience else "running", **here)
@@ -210,10 +215,11 @@ class RunReader:
         """Whether a process writes the run now.
 
         A lock shows that at once, but only on its own host: others may not see it. Where there are no locks the process
-        is looked up by its number. On whichever host, a process without a heartbeat is gone.
+        is looked up by its number. On whichever host, a process without a heartbeat is gone. One whose heartbeat is
+        ahead of our clock may be there: nobody else should write its run.
         """
         info = self.info if info is None else info
-        if self._age(HEARTBEAT, now) > max(self.lost_after, 4 * info.heartbeat):
+        if self._heartbeat.age(now) > self._patience(info):
             return False
         if info.host != socket.gethostname():
             return True
@@ -223,7 +229,25 @@ class RunReader:
     @property
     def silence_of_a_lost(self) -> float:
         """Seconds without a heartbeat after which the run's process counts as gone."""
-        return max(self.lost_after, 4 * self.info.heartbeat)
+        return self._patience(self.info)
+
+    def _patience(self, info: RunInfo) -> float:
+        return max(self.lost_after, 4 * info.heartbeat)
+
+    def _only_seems_to_live(self, now: float, info: RunInfo) -> bool:
+        """Whether its heartbeat is far ahead of our clock and does not move, and nothing else tells of its process."""
+        return info.host != socket.gethostname() and self._heartbeat.is_ahead(now, self._patience(info))
+
+    def _of_its_clock(self, info: RunInfo) -> str:
+        """What is wrong with the heartbeat of a run that only seems to live."""
+        try:
+            moment = datetime.fromtimestamp(self._heartbeat.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        except (OverflowError, ValueError, OSError):
+            moment = "a time that no calendar has"
+        return (
+            f"its heartbeat is from the future ({moment}) and has not been seen to change: set the clock of"
+            f" '{clean(info.host)}' or of its disk"
+        )
 
     def _end_of(self, info: RunInfo) -> End | None:
         return next((end for end in reversed(self._small(END, as_end)) if end.attempt == info.attempt), None)

@@ -248,8 +248,10 @@ def test_the_service_keeps_its_cache_where_it_may_write():
     assert "emptyDir" in next(volume for volume in pod["volumes"] if volume["name"] == "cache")
     assert "memory" in container["resources"]["limits"]
     final = dict(instructions(DOCKER / "Dockerfile")[-1])
-    assert f"--mode=1777 {folder}" in final["RUN"]  # RUNS_USER may be anybody
-    assert f"HILBERT_MONITOR_CACHE={folder}" in final["ENV"]
+    data = SERVICES["service"]["environment"]["HILBERT_MONITOR_DATA"]
+    assert f"--mode=1777 {folder} {data}" in final["RUN"]  # RUNS_USER may be anybody
+    assert f"HILBERT_MONITOR_CACHE={folder} HILBERT_MONITOR_DATA={data}" in final["ENV"]
+    assert ("data", data, "rw") in mounts(SERVICES["service"])
 
 
 @each_service

@@ -1119,11 +1119,47 @@ def test_two_who_look_at_once_do_not_take_each_other_for_a_writer(begin):
         assert _lines.is_locked(writer.folder / "steps.jsonl") is False
 
 
-def test_a_clock_that_is_ahead_breaks_nothing(tmp_path):
+def test_a_heartbeat_from_the_future_is_no_sign_of_life_until_it_moves(tmp_path):
     folder = by_hand(tmp_path / "a")
     for name in ("heartbeat", "steps.jsonl"):
         aged(folder / name, 5000.0)
+    reader = RunReader(folder)
+    for now in (1000.0, 1400.0, 4990.0, 5010.0):
+        state = reader.state(now)
+        assert state.status == "killed", now
+        assert "from the future (1970-01-01 01:23:20 UTC)" in state.message
+        assert "clock of 'elsewhere'" in state.message
+    aged(folder / "heartbeat", 9000.0)
+    assert reader.state(5015.0).status == "running"
+    assert reader.state(5015.0).message == ""
+    assert reader.state(5080.0).status == "killed", "it has not moved for more than a minute"
+    aged(folder / "heartbeat", 100.0)
+    assert reader.state(5085.0).status == "running", "a clock that is behind can move as well"
+
+
+def test_a_heartbeat_a_little_ahead_is_a_sign_of_life(tmp_path):
+    folder = by_hand(tmp_path / "a")
+    aged(folder / "heartbeat", 1059.0)
+    aged(folder / "steps.jsonl", 1059.0)
     assert RunReader(folder).state(1000.0).status == "running"
+    aged(folder / "heartbeat", 1061.0)
+    assert RunReader(folder).state(1000.0).status == "killed"
+
+
+def test_a_change_long_before_the_look_is_as_old_as_it_says(tmp_path):
+    folder = by_hand(tmp_path / "a")
+    reader = RunReader(folder)
+    for beat, now, status in ((1000.0, 1010.0, "running"), (1020.0, 1200.0, "killed"), (1190.0, 1201.0, "running")):
+        for name in ("heartbeat", "steps.jsonl"):
+            aged(folder / name, beat)
+        assert reader.state(now).status == status, now
+
+
+def test_on_its_own_host_the_lock_tells_whatever_time_the_heartbeat_has(begin):
+    writer = begin(heartbeat=60)
+    aged(writer.folder / "heartbeat", time.time() + 3600)
+    assert RunReader(writer.folder).state().status == "running"
+    writer.close()
 
 
 def test_a_living_run_without_a_step_for_long_is_stalled_until_it_makes_progress(begin):

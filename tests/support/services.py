@@ -94,7 +94,8 @@ def client_of(root, **options):
     """A test client of the service over a folder, in this process. Its `index` has read the runs once."""
     index = Index(root)
     index.refresh()
-    with TestClient(create_app(index, **options), base_url="http://127.0.0.1:8000") as client:
+    app = create_app(index, **options)
+    with TestClient(app, base_url="http://127.0.0.1:8000", client=("127.0.0.1", 50000)) as client:
         client.index = index
         yield client
 

@@ -3,23 +3,20 @@
 CACHE/RUN.npy    the columns, a row each, which are mapped into memory
 CACHE/RUN.json   their names, the tokens' texts, how far the log was read, and checksums of the log
 
-A cache that does not fit its log, or cannot be read, is ignored. The folder is for this user alone, and no link in it
-is followed: who can write runs cannot make the service write elsewhere.
+A cache that does not fit its log, or cannot be read, is ignored.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import mmap
 import os
 import resource
-import stat
 import weakref
 import zlib
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from sys import intern
 from typing import IO, Self
@@ -31,12 +28,13 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from .columns import NUMBERS, PAIRS, Table
+from .private_folder import PrivateFolder, place_of
 
 FORMAT = zlib.crc32(",".join(("3", *NUMBERS, *PAIRS)).encode())
 """What the files look like, and which fields a record had: a cache that lacks a field is made anew."""
 LOOK = 4096
 """Bytes at the beginning of a log, and before the offset, that are compared to recognise it."""
-MAPPED = 0.5
+MAPPED = 0.25
 """Share of the files that a process may have open which may be mapped tables; others are loaded into memory."""
 VARIABLE = "HILBERT_MONITOR_CACHE"
 """Environment variable with the folder in which caches are."""
@@ -62,7 +60,7 @@ def cache_folder(root: Path, chosen: Path | None = None) -> Path | None:
             _log.warning("no cache, as this user has no home: every start reads all logs; --cache names a folder")
             return None
         chosen = Path(caches) / "hilbert-monitor"
-    return chosen / hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:24]
+    return chosen / place_of(root)
 
 
 class _Head(Struct, frozen=True):
@@ -86,40 +84,32 @@ class Cache:
     """A folder of tables. `Cache.open` makes it.
 
     Args:
-        descriptor: of the folder. Files are opened in it and nowhere else.
+        folder: for their files.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._folder, self._is_swept = descriptor, False
+    def __init__(self, folder: PrivateFolder) -> None:
+        self._folder, self._is_swept = folder, False
         self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
         self._most_maps = MAPPED * resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        weakref.finalize(self, os.close, descriptor)
 
     @classmethod
-    def open(cls, folder: Path) -> Self | None:
+    def open(cls, path: Path) -> Self | None:
         """Open a folder, which is created if needed; None, and a line in the log, if nothing can be cached there."""
         try:
-            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            _refuse_shared(os.fstat(descriptor))
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise PermissionError("it is read-only")
+            return cls(PrivateFolder(path))
         except OSError as error:
             reason = error.strerror or error
-            _log.warning("no cache in '%s' (%s): every start reads all logs; --cache names another", folder, reason)
+            _log.warning("no cache in '%s' (%s): every start reads all logs; --cache names another", path, reason)
             return None
-        return cls(descriptor)
 
     def load(self, run: str, log: Path) -> CachedTable | None:
         """Load the table of a run's log; None if the log is another one, or nothing was saved."""
         try:
-            with self._open(f"{run}.json") as file:
+            with self._folder.open(f"{run}.json") as file:
                 head = msgspec.json.decode(file.read(), type=_Head)
             if head.format != FORMAT or head.checksums != _checksums(log, head.offset):
                 return None
-            with self._open(f"{run}.npy") as file:
+            with self._folder.open(f"{run}.npy") as file:
                 rows = self._rows(file)
             if len(rows) != 1 + len(head.columns):
                 return None
@@ -141,13 +131,13 @@ class Cache:
                 list(table.columns),
                 dict(table.texts),
             )
-            self._remove(f"{run}.json")  # first: columns without a head are not used
-            with self._replacing(f"{run}.npy") as file:  # not mapped: a full disk would be a SIGBUS
+            self._folder.remove(f"{run}.json")  # first: columns without a head are not used
+            with self._folder.replacing(f"{run}.npy") as file:  # not mapped: a full disk would be a SIGBUS
                 shape = (1 + len(table.columns), len(table))
                 npy.write_array_header_1_0(file, {"descr": "<f8", "fortran_order": False, "shape": shape})
                 for values in (table.steps.view(np.float64), *table.columns.values()):
                     file.write(np.ascontiguousarray(values).data)
-            with self._replacing(f"{run}.json") as file:
+            with self._folder.replacing(f"{run}.json") as file:
                 file.write(msgspec.json.encode(head))
         except (OSError, ValueError):
             return False
@@ -159,9 +149,9 @@ class Cache:
             return
         self._is_swept = True
         with suppress(OSError):
-            for name in os.listdir(self._folder):
+            for name in self._folder.names():
                 if name.rpartition(".")[0] not in runs:
-                    self._remove(name)
+                    self._folder.remove(name)
 
     def _rows(self, file: IO[bytes]) -> NDArray[np.float64]:
         """The columns of a file, mapped as long as few files are."""
@@ -176,36 +166,6 @@ class Cache:
             self._maps.add(mapped)
             return np.frombuffer(mapped, np.float64, offset=start).reshape(shape)
         return np.frombuffer(file.read(), np.float64).reshape(shape)
-
-    def _open(self, name: str, flags: int = os.O_RDONLY) -> IO[bytes]:
-        """Open a file of the folder, and no link."""
-        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._folder)
-        return open(descriptor, "rb" if flags == os.O_RDONLY else "wb")
-
-    @contextmanager
-    def _replacing(self, name: str) -> Iterator[IO[bytes]]:
-        """A new file to write to. It replaces the one of the given name when the block ends without an exception."""
-        part = f"{name}.{os.getpid()}.part"
-        self._remove(part)
-        try:
-            with self._open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-                yield file
-            os.replace(part, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-        except BaseException:
-            self._remove(part)
-            raise
-
-    def _remove(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._folder)
-
-
-def _refuse_shared(status: os.stat_result) -> None:
-    """Refuse a folder that somebody else made, or may write to."""
-    if status.st_uid != os.geteuid():
-        raise PermissionError("it belongs to another user")
-    if stat.S_IMODE(status.st_mode) & 0o022:
-        raise PermissionError("others can write to it")
 
 
 def _checksums(log: Path, offset: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hilbert_monitor.runs.log import News
+from hilbert_monitor.runs.log import News, RunReader
 from hilbert_monitor.runs.record import Alert
 
 from .cache import Cache
@@ -63,13 +63,19 @@ class Index:
     """The runs of a folder.
 
     Args:
-        root: folder of the runs; it may be created later.
+        root: folder of the runs, or of one run; it may be created later.
         cache: folder for cached tables, which make the next start quick; None for none.
         every: seconds between two looks.
     """
 
     def __init__(self, root: Path, *, cache: Path | None = None, every: float = 0.2) -> None:
-        self.root, self.every, self.feed = root, every, Feed()
+        self.given, self.every, self.feed = root, every, Feed()
+        """The folder that was given."""
+        is_run = bool(RunReader(root).attempts)
+        self.root = root.resolve().parent if is_run else root
+        """The folder in which runs are looked for."""
+        self._only = root.resolve().name if is_run else None
+        """The name of the only run that is followed, if it is one."""
         self.runs: Mapping[str, RunSnapshot] = MappingProxyType({})
         """The runs by id. The mapping is replaced and never changed: an answer reads it once and is consistent."""
         self.version = 0
@@ -159,6 +165,8 @@ class Index:
             return
         self._listed, self._listed_at = changed, now
         names = set(_folders(self.root))
+        if self._only is not None:
+            names &= {self._only}
         for name in sorted(names - self._followed.keys()):
             followed = self._followed[name] = RunFollower(self.root / name, self.root, self._cache)
             self._new.append(followed)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,7 +19,10 @@ from hilbert_monitor.service.following.pace import last_step, pace_of
 from hilbert_monitor.service.following.run_settings import settings
 from hilbert_monitor.service.following.snapshot import RunSnapshot, summary
 
+from .notebook import NOTHING, Acknowledgement, Remarks, alert_key
+
 Runs = Mapping[str, RunSnapshot]
+AlertState = Literal["all", "open", "acknowledged"]
 
 TOKENS = 50
 """Pairs, and single tokens, that an answer lists, at most."""
@@ -27,9 +30,6 @@ ALERTS = 1000
 """The newest alerts of a run that an answer lists, at most."""
 FIELDS = (*NUMBERS, *PAIR_COLUMNS)
 """Columns that a run may have, beside its steps and what the parts of measuring cost."""
-SEARCHED = ("id", "name", "optimizer", "model", "status")
-NAMED = (*SEARCHED, "seed", "panel_hash", "error")
-"""Fields of a summary that a search looks through, and those that it knows by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +45,22 @@ class Page:
 
 def runs(
     index: Runs,
+    wanted: Callable[[RunSnapshot], bool] | None = None,
     *,
-    q: str = "",
-    status: str = "",
-    optimizer: str = "",
-    model: str = "",
     limit: int | None = None,
     after: str = "",
 ) -> Page:
-    """A line for each run that matches, the newest first.
+    """A line for each run that is wanted, the newest first.
 
     Args:
         index: all runs.
-        q: words that must all occur in a run's names or settings; `lr=0.1` and `status:failed` ask for one field.
-        status: the state of a run; empty for any, as with the others.
-        optimizer: that of the LM head.
-        model: the name by which runs are grouped for comparison.
+        wanted: whether a run is; by default all are.
         limit: how many lines, at most.
         after: id of the last run of the page before. KeyError if there is no such run.
     """
-    wanted = {"status": status, "optimizer": optimizer, "model": model}
     matches: Sequence[RunSnapshot] = sorted(index.values(), key=newest, reverse=True)
-    if q or any(wanted.values()):
-        matches = [run for run in matches if _is_wanted(run, wanted, q)]
+    if wanted is not None:
+        matches = [run for run in matches if wanted(run)]
     first = 0
     if after:
         last = newest(index[after])
@@ -75,11 +68,6 @@ def runs(
     stop = len(matches) if limit is None else first + limit
     part = matches[first:stop]
     return Page([plain(summary(run)) for run in part], len(matches), part[-1].id if stop < len(matches) else None)
-
-
-def _is_wanted(run: RunSnapshot, wanted: Mapping[str, str], q: str) -> bool:
-    line = summary(run)
-    return all(not value or line[key] == value for key, value in wanted.items()) and _matches(run, line, q)
 
 
 def newest(run: RunSnapshot) -> tuple[Any, ...]:
@@ -92,15 +80,17 @@ def stamp(run: RunSnapshot) -> tuple[Any, ...]:
     return run.id, run.version, run.info.started, len(run.table)
 
 
-def run(one: RunSnapshot) -> dict[str, Any]:
+def run(one: RunSnapshot, remarks: Remarks = NOTHING) -> dict[str, Any]:
     """Everything about a run but its curves."""
     pairs, tokens = _tokens(one.table)
+    seen = remarks.by_alert()
     answer: dict[str, Any] = plain(
         {
             "summary": summary(one),
+            "remarks": remarks_answer(one, remarks),
             "info": _all_fields(one.info),
             "attempts": [_all_fields(info) for info in one.attempts],
-            "alerts": [_all_fields(alert) for alert in one.alerts[-ALERTS:]],
+            "alerts": [_alert(alert, seen) for alert in one.alerts[-ALERTS:]],
             "tokens": pairs,
             "token_rows": tokens,
             "cost": _cost(one.table),
@@ -111,16 +101,54 @@ def run(one: RunSnapshot) -> dict[str, Any]:
     return answer
 
 
-def alerts(index: Runs, *, run: str = "", kind: str = "", limit: int = 200) -> dict[str, Any]:
-    """Alerts of all runs, or of one, or of one kind, the newest first."""
-    matches = [
-        (one, alert)
-        for one in index.values()
-        for alert in one.alerts
-        if (not run or one.id == run) and (not kind or alert.kind == kind)
-    ]
-    matches.sort(key=lambda item: _order(item[1].time, item[0].id, item[1].step), reverse=True)
-    return {"alerts": [plain(_run_alert(*item)) for item in matches[:limit]], "count": len(matches)}
+def remarks_answer(run: RunSnapshot, remarks: Remarks) -> dict[str, Any]:
+    """What people say about a run. Acknowledged alerts that a resumed run no longer has are left out."""
+    known = {alert_key(alert) for alert in run.alerts} if remarks.acknowledged else ()
+    acknowledged = [one for one in remarks.acknowledged if alert_key(one) in known]
+    return {
+        "note": remarks.note,
+        "tags": list(remarks.tags),
+        "archived": remarks.archived,
+        "acknowledged": [msgspec.structs.asdict(one) for one in acknowledged],
+    }
+
+
+def alerts(
+    index: Runs,
+    remarks: Callable[[RunSnapshot], Remarks] = lambda run: NOTHING,
+    *,
+    run: str = "",
+    kind: str = "",
+    state: AlertState = "all",
+    limit: int = 200,
+) -> dict[str, Any]:
+    """Alerts of all runs, or of one, or of one kind, the newest first.
+
+    Args:
+        index: all runs.
+        remarks: what people say about a run.
+        run: id of the only run.
+        kind: the only kind.
+        state: `open` leaves out alerts that are acknowledged, and archived runs unless one is asked for by its id.
+        limit: how many alerts are listed, at most.
+    """
+    lines: list[tuple[RunSnapshot, Alert, Acknowledgement | None]] = []
+    acknowledged = 0
+    for one in index.values():
+        if not one.alerts or (run and one.id != run):
+            continue
+        about = remarks(one)
+        seen, is_hidden = about.by_alert(), about.archived and state == "open" and not run
+        for alert in one.alerts:
+            if (kind and alert.kind != kind) or is_hidden:
+                continue
+            acknowledgement = seen.get(alert_key(alert))
+            acknowledged += acknowledgement is not None
+            if state == "all" or (state == "open") == (acknowledgement is None):
+                lines.append((one, alert, acknowledgement))
+    lines.sort(key=lambda line: _order(line[1].time, line[0].id, line[1].step), reverse=True)
+    listed = [plain(_run_alert(*line)) for line in lines[:limit]]
+    return {"alerts": listed, "count": len(lines), "acknowledged": acknowledged}
 
 
 def difference(a: RunSnapshot, b: RunSnapshot) -> dict[str, Any]:
@@ -205,42 +233,6 @@ def _objects(values: Floats, whole: bool) -> NDArray[np.object_]:
 # Parts of an answer
 
 
-def _matches(run: RunSnapshot, line: dict[str, Any], q: str) -> bool:
-    words = q.lower().split()
-    if not words:
-        return True
-    values = {key.lower(): text.lower() for key, text in settings(run.info).items()}
-    named = {key: "" if line[key] is None else str(line[key]).lower() for key in NAMED}
-    texts = [named[key] for key in SEARCHED]
-    everywhere = [*texts, *(f"{key}={text}" for key, text in values.items())]
-    return all(_has_field(word, named | values, texts) or _occurs(word, everywhere) for word in words)
-
-
-def _occurs(word: str, texts: Iterable[str]) -> bool:
-    return not _split(word)[1] and any(word in text for text in texts)
-
-
-def _has_field(word: str, values: Mapping[str, str], texts: Iterable[str]) -> bool:
-    """Whether a field has exactly the value of a word like `lr=0.1`, or a name contains the word."""
-    key, value = _split(word)
-    if not value:
-        return False
-    candidates = (text for name, text in values.items() if name == key or name.endswith(f".{key}"))
-    return any(text == value or _same_number(text, value) for text in candidates) or any(word in text for text in texts)
-
-
-def _split(word: str) -> tuple[str, str]:
-    place = min((at for at in (word.find("="), word.find(":")) if at > 0), default=len(word))
-    return word[:place], word[place + 1 :]
-
-
-def _same_number(a: str, b: str) -> bool:
-    try:
-        return float(a) == float(b)
-    except ValueError:
-        return False
-
-
 def _order(time: float, *rest: Any) -> tuple[Any, ...]:
     """A key to sort by, which works where a time is nan."""
     return (-math.inf if math.isnan(time) else time, *rest)
@@ -251,9 +243,17 @@ def _all_fields(record: RunInfo | Alert) -> dict[str, Any]:
     return msgspec.structs.asdict(record)
 
 
-def _run_alert(run: RunSnapshot, alert: Alert) -> dict[str, Any]:
+def _alert(alert: Alert, seen: Mapping[tuple[Any, ...], Acknowledgement]) -> dict[str, Any]:
+    return {**_all_fields(alert), "acknowledged": _sign(seen.get(alert_key(alert)))}
+
+
+def _sign(acknowledgement: Acknowledgement | None) -> dict[str, Any] | None:
+    return None if acknowledgement is None else {"by": acknowledgement.by, "at": acknowledgement.at}
+
+
+def _run_alert(run: RunSnapshot, alert: Alert, acknowledgement: Acknowledgement | None) -> dict[str, Any]:
     source = {"run": run.id, "name": run.info.name, "optimizer": run.info.head_optimizer or "unknown"}
-    return {**source, "status": run.status, **_all_fields(alert)}
+    return {**source, "status": run.status, **_all_fields(alert), "acknowledged": _sign(acknowledgement)}
 
 
 def _parts(table: Table) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The service as an app: pages, the JSON API and the stream of events. It only reads.
+"""The service as an app: pages, the JSON API and the stream of events.
 
 `answers` and `figure_answers` work out what an answer says. This module checks requests, and encodes, caches and sends
 the answers. Routes that compute are plain functions, which FastAPI runs in threads beside the event loop.
@@ -7,10 +7,9 @@ the answers. Routes that compute are plain functions, which FastAPI runs in thre
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-import msgspec
 from fastapi import FastAPI, Header, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.sse import EventSourceResponse, ServerSentEvent
@@ -21,15 +20,17 @@ from hilbert_monitor import __version__
 from hilbert_monitor.runs.alerts import KINDS
 from hilbert_monitor.service.figures import compare_figures
 from hilbert_monitor.service.following.index import Index
-from hilbert_monitor.service.following.snapshot import RunSnapshot, ShownStatus
+from hilbert_monitor.service.following.snapshot import RunSnapshot, ShownStatus, model_of
 from hilbert_monitor.service.following.text import csv_lines
 
-from . import answers, schema
-from .assets import PAGE, Assets, respond
-from .figure_answers import FigureAnswers, choose
+from . import answers, run_columns, schema, search
+from .assets import PAGE, Assets
+from .figure_answers import choose
+from .notebook import Notebook
 from .parameters import (
     POINTS,
     SEARCH,
+    ColumnNames,
     CompareChoices,
     CompareOptions,
     ComparePanelName,
@@ -47,10 +48,12 @@ from .parameters import (
     refused,
 )
 from .prometheus import PrometheusExport
-from .response_cache import Body, ResponseCache
+from .remark_routes import add_remarks
+from .responder import Responder, json_response
 from .security import LOOPBACK, AccessControl
 
-DESCRIPTION = """Runs of hilbert-monitor, as they are now: read-only, no request changes anything.
+DESCRIPTION = """Runs of hilbert-monitor, as they are now. No request changes a run; notes, tags and acknowledgements of
+alerts are kept beside them.
 
 Numbers that are nan or infinite are the strings "nan", "inf" and "-inf"; in figures, for plotly, they are null.
 Where the service has a token, send it as `Authorization: Bearer TOKEN`."""
@@ -76,6 +79,7 @@ def create_app(
     token: str | None = None,
     allowed_hosts: Collection[str] | None = LOOPBACK,
     reexport: bool = False,
+    notebook: Notebook | None = None,
 ) -> FastAPI:
     """The app over an index. The caller starts and stops the index.
 
@@ -84,6 +88,7 @@ def create_app(
         token: the secret that a visitor must send; None for no secret.
         allowed_hosts: host names that requests may use; None for any.
         reexport: whether /metrics has the runs too that serve their metrics themselves.
+        notebook: what people say about the runs; None for a service that keeps nothing.
     """
     app = FastAPI(
         title="hilbert-monitor",
@@ -99,41 +104,16 @@ def create_app(
     app.add_exception_handler(HTTPException, refused)
     app.add_exception_handler(RequestValidationError, misread)
     app.add_exception_handler(Exception, failed)
-    responder = Responder(index)
+    responder = Responder(index, notebook or Notebook())
     _add_health(app, index)
     _add_runs(app, responder)
+    _add_columns(app, responder)
+    add_remarks(app, responder)
     _add_figures(app, responder)
     _add_events(app, index)
     _add_prometheus(app, PrometheusExport(lambda: index.runs.values(), everything=reexport))
     _add_pages(app, Assets())
     return app
-
-
-# Answers
-
-
-class Responder:
-    """Answers requests about the runs of an index. An answer is worked out once as long as nothing changes."""
-
-    def __init__(self, index: Index) -> None:
-        self.index, self.cache, self.figures = index, ResponseCache(), FigureAnswers()
-
-    def run(self, id: str, runs: Mapping[str, RunSnapshot] | None = None) -> RunSnapshot:
-        """A run by its id; HTTPException if there is none. Ids are looked up in the index alone, never on the disk."""
-        snapshot = (self.index.runs if runs is None else runs).get(id)
-        if snapshot is None:
-            name = id if len(id) <= 100 else f"{id[:100]}..."
-            raise HTTPException(404, f"There is no run {name!r}: /api/runs lists those that there are.")
-        return snapshot
-
-    def cached(self, request: Request, key: tuple[Any, ...], make: Callable[[], Any]) -> Response:
-        """The answer to a key: from the cache, or made and put there."""
-        body = self.cache.get((request.scope["route"].path, *key), lambda: msgspec.json.encode(make()))
-        return respond(request, body, "application/json")
-
-
-def _json(request: Request, answer: Any) -> Response:
-    return respond(request, Body(msgspec.json.encode(answer)), "application/json")
 
 
 def _csv(name: str, lines: Iterator[str]) -> CSV:
@@ -156,11 +136,11 @@ def _add_health(app: FastAPI, index: Index) -> None:
         if index.problem:
             raise HTTPException(503, index.problem)
         state = {"status": "ok", "version": __version__, "runs": len(index.runs), "progress": index.progress}
-        return _json(request, state)
+        return json_response(request, state)
 
 
 def _add_runs(app: FastAPI, responder: Responder) -> None:
-    index = responder.index
+    index, notebook = responder.index, responder.notebook
 
     @app.get("/api/runs", tags=["runs"], summary="The runs, the newest first", responses=ok(schema.Runs))
     def runs(
@@ -179,21 +159,34 @@ def _add_runs(app: FastAPI, responder: Responder) -> None:
         version, known = index.version, index.runs
         if after:
             responder.run(after, known)
+        notebook.refresh()
+        fields, wanted = {"status": status, "optimizer": optimizer, "model": model}, search.parse(q)
+
+        def is_wanted(run: RunSnapshot) -> bool:
+            named = {
+                "status": run.status,
+                "optimizer": run.info.head_optimizer or "unknown",
+                "model": model_of(run.info),
+            }
+            if any(value and value != named[name] for name, value in fields.items()):
+                return False
+            return search.SearchedRun(run, responder.settings.of(run), notebook.of(run)).matches(wanted)
 
         def make() -> dict[str, Any]:
-            page = answers.runs(
-                known, q=q, status=status or "", optimizer=optimizer, model=model, limit=limit, after=after
-            )
-            about = {"root": str(index.root), "progress": index.progress, "version": version}
+            filtered = is_wanted if wanted or any(fields.values()) else None
+            page = answers.runs(known, filtered, limit=limit, after=after)
+            about = {"root": str(index.given.absolute()), "progress": index.progress, "version": version}
             return {**about, "count": page.count, "next": page.next, "runs": page.runs}
 
-        key = (q, status, optimizer, model, limit, after, version, index.progress)
+        key = (q, status, optimizer, model, limit, after, version, index.progress, notebook.version)
         return responder.cached(request, key, make)
 
     @app.get("/api/runs/{id}", tags=["runs"], summary="A run, without its curves", responses=ok(schema.RunAnswer))
     def run(request: Request, id: Id) -> Response:
+        notebook.refresh()
         snapshot = responder.run(id)
-        return responder.cached(request, answers.stamp(snapshot), lambda: answers.run(snapshot))
+        remarks, key = notebook.of(snapshot), (*answers.stamp(snapshot), notebook.version)
+        return responder.cached(request, key, lambda: answers.run(snapshot, remarks))
 
     @app.get(
         "/api/runs/{id}/records",
@@ -231,11 +224,18 @@ def _add_runs(app: FastAPI, responder: Responder) -> None:
             str,
             Query(max_length=100, description=f"Only alerts of this kind: {', '.join(KINDS)}.", examples=["diameter"]),
         ] = "",
+        state: Annotated[
+            answers.AlertState,
+            Query(description="Those that nobody has acknowledged, of runs that are not archived; or the others."),
+        ] = "all",
         limit: Annotated[int, Query(ge=1, le=1000, description="How many, at most.")] = 200,
     ) -> Response:
+        notebook.refresh()
         version, known = index.version, index.runs
         return responder.cached(
-            request, (run, kind, limit, version), lambda: answers.alerts(known, run=run, kind=kind, limit=limit)
+            request,
+            (run, kind, state, limit, version, notebook.version),
+            lambda: answers.alerts(known, notebook.of, run=run, kind=kind, state=state, limit=limit),
         )
 
     @app.get("/api/difference", tags=["runs"], summary="Settings of two runs", responses=ok(schema.Changes))
@@ -244,11 +244,35 @@ def _add_runs(app: FastAPI, responder: Responder) -> None:
         a: Annotated[str, Query(max_length=300, description="Id of a run.")],
         b: Annotated[str, Query(max_length=300, description="Id of another.")],
     ) -> Response:
-        return _json(request, answers.difference(responder.run(a), responder.run(b)))
+        return json_response(request, answers.difference(responder.run(a), responder.run(b)))
+
+
+def _add_columns(app: FastAPI, responder: Responder) -> None:
+    index, settings = responder.index, responder.settings
+
+    @app.get("/api/columns", tags=["runs"], summary="Columns of the table of runs", responses=ok(schema.RunColumns))
+    def columns(request: Request) -> Response:
+        known = index.runs
+        settings.forget_others(known)
+        return responder.cached(request, (index.version,), lambda: run_columns.available(known, settings))
+
+    @app.get("/api/columns/cells", tags=["runs"], summary="Their cells", responses=ok(schema.Cells))
+    def cells(request: Request, name: ColumnNames) -> Response:
+        version, known = index.version, index.runs
+
+        def make() -> dict[str, Any]:
+            return {"version": version, "columns": run_columns.cells(known.values(), name, settings)}
+
+        return responder.cached(request, (tuple(name), version), make)
 
 
 def _add_figures(app: FastAPI, responder: Responder) -> None:
-    index, figures = responder.index, responder.figures
+    index, figures, notebook = responder.index, responder.figures, responder.notebook
+
+    def compared(known: Mapping[str, RunSnapshot], named: str) -> Mapping[str, RunSnapshot]:
+        """The runs to choose from: not the archived ones, unless runs are named."""
+        archived = () if named else notebook.archived(known)
+        return {id: run for id, run in known.items() if id not in archived} if archived else known
 
     @app.get("/api/runs/{id}/figures", tags=["figures"], summary="Figures of a run", responses=ok(schema.RunFigures))
     def run_figures_(request: Request, id: Id, options: Options) -> Response:
@@ -275,7 +299,7 @@ def _add_figures(app: FastAPI, responder: Responder) -> None:
         request: Request, options: CompareOptions, choices: CompareChoices, model: ModelName = "", runs: Ids = ""
     ) -> Response:
         version, known = index.version, index.runs
-        choice = choose(known, model, ids(runs))
+        choice = choose(compared(known, runs), model, ids(runs))
         figures.forget_others(known.keys())
         key = (*choice.versions, options, choices)
         return responder.cached(request, key, lambda: figures.compared(choice, options, choices, version))
@@ -294,7 +318,7 @@ def _add_figures(app: FastAPI, responder: Responder) -> None:
         model: ModelName = "",
         runs: Ids = "",
     ) -> Response:
-        choice = choose(index.runs, model, ids(runs))
+        choice = choose(compared(index.runs, runs), model, ids(runs))
         return _csv(f"{choice.model or 'runs'}-{panel}", figures.compared_csv(choice, panel, options, choices))
 
     @app.get("/api/themes", tags=["figures"], summary="Plotly's templates", responses=ok(schema.Themes))
@@ -325,9 +349,10 @@ def _add_events(app: FastAPI, index: Index) -> None:
     ) -> AsyncIterator[ServerSentEvent]:
         """An endless stream.
 
-        Events: `hello` at first; `run` and `records` when a run changed; `alert`; `gone` for a run that was removed;
-        `progress` of reading the logs; `ping` after two seconds without another event; `reset` if events were missed
-        that are no longer stored: fetch everything anew.
+        Events: `hello` at first; `run` and `records` when a run changed; `alert`; `remarks` when somebody changed a
+        note, a tag or the archive, or acknowledged alerts; `gone` for a run that was removed; `progress` of reading the
+        logs; `ping` after two seconds without another event; `reset` if events were missed that are no longer stored:
+        fetch everything anew.
         """
         retry: int | None = RETRY
         async for event in index.feed.listen(last_event_id or after):
@@ -344,7 +369,7 @@ def _add_prometheus(app: FastAPI, export: PrometheusExport) -> None:
     )
     def targets(request: Request) -> Response:
         """For http_sd_configs."""
-        return _json(request, export.targets())
+        return json_response(request, export.targets())
 
     @app.get(
         "/metrics", tags=["prometheus"], summary="Metrics of runs that do not serve them", response_class=PlainText

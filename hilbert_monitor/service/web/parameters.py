@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import Depends, Path, Query
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -29,24 +29,37 @@ else:
     ComparePanelName = Literal[(*compare_figures.PANELS, *compare_figures.METRIC_PANELS)]
 
 SEARCH = (
-    "Words that must all occur in a run's id, name, optimizer, model, state or settings; `lr=0.1` and `status:failed`"
-    " ask for exactly that value of a field."
+    "Words that must all occur in a run's id, name, optimizer, model, state, settings, tags or note, and phrases in"
+    " quotes. `lr=0.1` and `status:failed` ask for exactly that value of a field; `lr>0.01`, `<`, `<=`, `>=` and `!=`"
+    " compare, also the last value of what is measured. `-` before any of them excludes; `OR` separates alternatives."
 )
 POINTS = "About how many records, at most: those where a field is smallest or largest are kept."
 PROBLEMS: dict[int | str, str] = {
     400: "The host name is not one of this service.",
     401: "The token is missing or wrong.",
     404: "There is no such run.",
-    405: "The method is not GET.",
+    405: "The path has no such method.",
     422: "A parameter is not what it should be.",
+}
+CHANGE_PROBLEMS = {
+    400: "The host name is not one of this service, or the body is no JSON.",
+    403: "The request comes from a page elsewhere, or nothing can be kept here.",
+    411: "The length is missing.",
+    413: "The body is too large.",
+    415: "The body is not said to be JSON.",
+    503: "It could not be kept.",
 }
 USUAL = {
     "Not Found": "There is no such page: / is the dashboard, and /api/openapi.json lists what a program can ask.",
-    "Method Not Allowed": "This service only reads runs and changes nothing: use GET.",
+    "Method Not Allowed": "This path has no such method: /api/openapi.json lists those that there are.",
 }
 
 Id = Annotated[str, Path(description="Id of a run, as /api/runs lists it.", examples=["190M-rownorm-seed0"])]
 ModelName = Annotated[str, Query(max_length=300, description="Only runs of this model.", examples=["190M"])]
+ColumnNames = Annotated[
+    list[Annotated[str, Field(max_length=500)]],
+    Query(max_length=30, description="Names of columns, as /api/columns lists them.", examples=[["lr", "last:share"]]),
+]
 Ids = Annotated[str, Query(max_length=30_000, description="Only these runs: ids with commas between them.")]
 
 
@@ -140,6 +153,11 @@ def problems(inline: bool = False) -> dict[int | str, dict[str, Any]]:
     if inline:
         shape = {"content": {"application/json": {"schema": Problem.model_json_schema()}}}
     return {status: {"description": text, **shape} for status, text in PROBLEMS.items()}
+
+
+def change_problems() -> dict[int | str, dict[str, Any]]:
+    """Entries of the OpenAPI document for errors of requests that change something."""
+    return {status: {"description": text, "model": Problem} for status, text in CHANGE_PROBLEMS.items()}
 
 
 def ok(model: type[BaseModel], content: dict[str, Any] | None = None) -> dict[int | str, dict[str, Any]]:

@@ -23,17 +23,19 @@ Pair = tuple[int, int]
 Texts = tuple[str, str]
 
 
-class _Answer(BaseModel):
+class Answer(BaseModel):
+    """What all answers have in common: they have no other fields than those that are described."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class Problem(_Answer):
+class Problem(Answer):
     """An error, in a sentence."""
 
     detail: str = Field(examples=["There is no run 'adamw-7': /api/runs lists those that there are."])
 
 
-class Health(_Answer):
+class Health(Answer):
     """The state of the service."""
 
     status: Literal["ok"]
@@ -42,7 +44,7 @@ class Health(_Answer):
     progress: Progress
 
 
-class LastAlert(_Answer):
+class LastAlert(Answer):
     """The newest alert of a run."""
 
     step: int = Field(examples=[1200])
@@ -50,7 +52,7 @@ class LastAlert(_Answer):
     time: Number
 
 
-class RunSummary(_Answer):
+class RunSummary(Answer):
     """The line of a run in the list of runs. Null where it has no value, or has not measured it yet."""
 
     id: str = Field(description="Name of the run's folder.", examples=["190M-rownorm-seed0"])
@@ -84,10 +86,10 @@ class RunSummary(_Answer):
     torn: int = Field(description="Lines of the log that were skipped because they were not whole.")
 
 
-class Runs(_Answer):
+class Runs(Answer):
     """Runs, the newest first."""
 
-    root: str = Field(description="Folder of the runs.", examples=["runs"])
+    root: str = Field(description="Folder of the runs, or of the one run that is served.", examples=["/home/me/runs"])
     progress: Progress
     version: Version
     count: int = Field(description="How many runs match, on all pages.", examples=[6])
@@ -95,7 +97,7 @@ class Runs(_Answer):
     runs: list[RunSummary]
 
 
-class Info(_Answer):
+class Info(Answer):
     """What one attempt at a run says of the run."""
 
     id: str
@@ -123,7 +125,7 @@ class Info(_Answer):
     heartbeat: Number
 
 
-class AlertAnswer(_Answer):
+class AlertAnswer(Answer):
     """A step that broke one of the monitor's rules: a blow-up."""
 
     step: int
@@ -140,7 +142,37 @@ class AlertAnswer(_Answer):
     message: str = Field(examples=["D(S) is 0.81 at step 1,200: 12 times what it was before."])
 
 
-class TokenPair(_Answer):
+class Sign(Answer):
+    """That an alert is acknowledged."""
+
+    by: str = Field(description="Who acknowledged it; empty if that is not known.", examples=["Ada"])
+    at: float = Field(description="When, in seconds since the epoch.")
+
+
+class Acknowledged(Sign):
+    """An alert that is acknowledged."""
+
+    step: int
+    kind: str
+    time: Number | None
+
+
+class RemarksAnswer(Answer):
+    """What people say about a run."""
+
+    note: str
+    tags: list[str] = Field(examples=[["baseline"]])
+    archived: bool
+    acknowledged: list[Acknowledged]
+
+
+class AlertLine(AlertAnswer):
+    """An alert, and whether somebody has acknowledged it."""
+
+    acknowledged: Sign | None
+
+
+class TokenPair(Answer):
     """Two tokens that attained the diameter."""
 
     pair: Pair = Field(examples=[[11, 198]])
@@ -151,7 +183,7 @@ class TokenPair(_Answer):
     last_step: int
 
 
-class Token(_Answer):
+class Token(Answer):
     """A token that was one of the two."""
 
     token: int
@@ -159,7 +191,7 @@ class Token(_Answer):
     count: int
 
 
-class MeasuringCost(_Answer):
+class MeasuringCost(Answer):
     """What measuring took."""
 
     share_mean: Number | None = Field(description="Share of the time between records, of all of them together.")
@@ -168,7 +200,7 @@ class MeasuringCost(_Answer):
     records: int
 
 
-class Pace(_Answer):
+class Pace(Answer):
     """How quickly a run goes. Pauses do not count."""
 
     steps_per_second: Number | None = Field(examples=[2.5])
@@ -177,13 +209,14 @@ class Pace(_Answer):
     seconds_left: Number | None = Field(description="Until then, at this pace; null if the run does not go on.")
 
 
-class RunAnswer(_Answer):
+class RunAnswer(Answer):
     """Everything about a run but its curves."""
 
     summary: RunSummary
+    remarks: RemarksAnswer
     info: Info
     attempts: list[Info]
-    alerts: list[AlertAnswer] = Field(description="The oldest first; the last 1,000.")
+    alerts: list[AlertLine] = Field(description="The oldest first; the last 1,000.")
     tokens: list[TokenPair] = Field(description="The most frequent first.")
     token_rows: list[Token]
     cost: MeasuringCost
@@ -193,7 +226,7 @@ class RunAnswer(_Answer):
     )
 
 
-class Records(_Answer):
+class Records(Answer):
     """Columns of a run's records."""
 
     id: str
@@ -206,7 +239,7 @@ class Records(_Answer):
     )
 
 
-class RunFigures(_Answer):
+class RunFigures(Answer):
     """Figures of a run, for plotly."""
 
     id: str
@@ -214,14 +247,14 @@ class RunFigures(_Answer):
     figures: Figures = Field(description=f"Those that have a curve, of {', '.join(run_figures.PANELS)}.")
 
 
-class Model(_Answer):
+class Model(Answer):
     """A model, and how many runs it has."""
 
     name: str
     runs: int
 
 
-class SeedSpread(_Answer):
+class SeedSpread(Answer):
     """A mean over seeds, and its spread."""
 
     mean: Number | None
@@ -229,7 +262,7 @@ class SeedSpread(_Answer):
     runs: int
 
 
-class Ratio(_Answer):
+class Ratio(Answer):
     """The baseline over the candidate."""
 
     now: Number | None
@@ -237,7 +270,7 @@ class Ratio(_Answer):
     pairs: int = Field(description="How many pairs of runs have that step.")
 
 
-class Difference(_Answer):
+class Difference(Answer):
     """Validation loss, candidate minus baseline, over pairs of one seed and panel."""
 
     mean: Number | None
@@ -247,7 +280,7 @@ class Difference(_Answer):
     checkpoints: int = Field(description="The candidate's mean is below the baseline's at `below` of so many.")
 
 
-class ContrastAnswer(_Answer):
+class ContrastAnswer(Answer):
     """A baseline and a candidate: two groups, or runs."""
 
     baseline: str = Field(examples=["AdamW, lr=0.004"])
@@ -260,7 +293,7 @@ class ContrastAnswer(_Answer):
     difference: Difference
 
 
-class GroupAnswer(_Answer):
+class GroupAnswer(Answer):
     """Runs of an optimizer that differ in the seed alone."""
 
     name: str = Field(description="The optimizer, and the settings in which its groups differ.", examples=["AdamW"])
@@ -269,7 +302,7 @@ class GroupAnswer(_Answer):
     runs: list[str] = Field(description="Ids.")
 
 
-class ComparisonAnswer(_Answer):
+class ComparisonAnswer(Answer):
     """The runs of one model, compared."""
 
     models: list[Model]
@@ -294,7 +327,7 @@ class ComparisonAnswer(_Answer):
     version: Version
 
 
-class Change(_Answer):
+class Change(Answer):
     """A setting that is not the same in two runs; null where a run does not have it."""
 
     key: str
@@ -302,7 +335,7 @@ class Change(_Answer):
     b: str | None
 
 
-class Changes(_Answer):
+class Changes(Answer):
     """How the settings of two runs differ."""
 
     a: str
@@ -311,7 +344,7 @@ class Changes(_Answer):
     same: int = Field(description="Settings that are equal.")
 
 
-class RunAlert(AlertAnswer):
+class RunAlert(AlertLine):
     """An alert, and the run that has it."""
 
     run: str
@@ -320,14 +353,45 @@ class RunAlert(AlertAnswer):
     status: ShownStatus
 
 
-class Alerts(_Answer):
+class Alerts(Answer):
     """Alerts of all runs, the newest first."""
 
     alerts: list[RunAlert]
     count: int = Field(description="How many there are, also beyond the limit.")
+    acknowledged: int = Field(description="How many of this run and kind are acknowledged.")
 
 
-class Target(_Answer):
+class SettingColumn(Answer):
+    """A setting that may be a column of the table of runs."""
+
+    name: str = Field(examples=["optimizer.lr"])
+    runs: int = Field(description="How many runs have it.")
+    values: int = Field(description="How many different values it has.")
+
+
+class FieldColumn(Answer):
+    """A field of records whose last value may be a column."""
+
+    name: str = Field(examples=["last:saturation"])
+    label: str
+    about: str
+
+
+class RunColumns(Answer):
+    """Columns that the table of runs may have: settings that differ between runs first."""
+
+    settings: list[SettingColumn]
+    fields: list[FieldColumn]
+
+
+class Cells(Answer):
+    """Cells of columns, by the name of the column and the id of the run; runs without a value are left out."""
+
+    version: Version
+    columns: dict[str, dict[str, Number | str]]
+
+
+class Target(Answer):
     """The address of a run's own metrics, in the format of Prometheus' http_sd."""
 
     targets: list[str] = Field(examples=[["127.0.0.1:9464"]])
@@ -338,7 +402,7 @@ class Targets(RootModel[list[Target]]):
     """Runs that serve their own metrics."""
 
 
-class Themes(_Answer):
+class Themes(Answer):
     """Plotly's templates for a light and for a dark page."""
 
     light: dict[str, Any]

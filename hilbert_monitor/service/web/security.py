@@ -5,14 +5,19 @@ whose name was made to point here (DNS rebinding). With a token, every request b
 sends the token once, in a link. It gets a cookie and is redirected to the address without the token, so that the token
 is in no history, no referrer and no screenshot.
 
-The cookie is SameSite=Lax. No request changes anything, so a link from elsewhere can do no harm. With Strict, a
+The cookie is SameSite=Lax. Following a link changes nothing, so a link from elsewhere can do no harm. With Strict, a
 colleague who has the cookie and follows a link in a chat would be refused.
+
+A request that changes something (any method but GET and HEAD) must come from a page of this very origin, or from a
+program, must be JSON, which no form of another page can send, and must say how long it is. Without a token it must come
+from this machine.
 """
 
 from __future__ import annotations
 
 import hmac
 import html
+import ipaddress
 from collections.abc import Collection
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, quote, urlencode
@@ -25,6 +30,10 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 """Host names by which a machine reaches itself."""
 OPEN = "/healthz"
 """The path that is answered without a token."""
+SAFE = ("GET", "HEAD")
+"""Methods that change nothing."""
+LARGEST = 1 << 19
+"""Bytes of a request that changes something, at most."""
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -94,9 +103,39 @@ class AccessControl:
                 f"This service answers to {', '.join(sorted(self.hosts))} and not to '{host[:100]}': open it under one"
                 " of these names, or start it with --token to have it under any.",
             )
-        if self._token is None or scope["path"] == OPEN:
-            return None
-        return self._token_refusal(scope, headers, self._token)
+        if self._token is not None and scope["path"] != OPEN:
+            refusal = self._token_refusal(scope, headers, self._token)
+            if refusal is not None:
+                return refusal
+        return None if scope["method"] in SAFE else self._change_refusal(scope, headers)
+
+    def _change_refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        """The refusal of a request that changes something, or None to proceed."""
+        if self._token is None and not _is_this_machine(scope):
+            return error_response(
+                scope, 403, "Without a token, only this machine may change something: start the service with --token."
+            )
+        site, origin, host = (headers.get(name, "") for name in ("sec-fetch-site", "origin", "host"))
+        if site not in ("", "same-origin") or (origin and origin.partition("://")[2].lower() != host.lower()):
+            return error_response(
+                scope,
+                403,
+                f"This request comes from another page ({(origin or site)[:100]}): only pages of this service, and"
+                " programs, may change something. A proxy in between has to pass on the header Host.",
+            )
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            return error_response(
+                scope, 415, f"A change is sent with 'Content-Type: application/json', not '{kind[:100]}'."
+            )
+        length = headers.get("content-length", "")
+        if not (length.isascii() and length.isdecimal()):
+            return error_response(scope, 411, "A change is sent with its 'Content-Length'.")
+        if len(length) > 18 or int(length) > LARGEST:
+            return error_response(
+                scope, 413, f"A change has at most {LARGEST:,} bytes, not {length[:30]}: send it in parts."
+            )
+        return None
 
     def _token_refusal(self, scope: Scope, headers: Headers, token: bytes) -> Response | None:
         """The refusal of a request without the token, or the redirection of one with it in its address."""
@@ -130,6 +169,14 @@ class AccessControl:
         answer.headers["Location"] = path + (f"?{urlencode(rest)}" if rest else "")
         answer.headers["Cache-Control"] = "no-store"
         return answer
+
+
+def _is_this_machine(scope: Scope) -> bool:
+    """Whether a request was sent from this machine."""
+    try:
+        return ipaddress.ip_address((scope.get("client") or ("", 0))[0].partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def _name(host: str) -> str:

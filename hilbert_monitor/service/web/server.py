@@ -6,6 +6,7 @@ the feed disconnects its listeners first: streams never end by themselves, and u
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import resource
@@ -17,6 +18,7 @@ import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -24,17 +26,22 @@ import uvicorn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from hilbert_monitor.runs.log import find_runs
 from hilbert_monitor.service.following.cache import cache_folder
 from hilbert_monitor.service.following.index import Index
 
 from . import assets
 from .app import create_app
+from .connections import ACCEPTED, Connection, Connections, connection_limit, on_loop_error, quiet
+from .notebook import Notebook, data_folder
 from .security import LOOPBACK
 
 PATIENCE = 0.2
 """Seconds that open answers have to finish when the server ends."""
 FILES = 1 << 16
 """Files that the service may have open, if the system allows so many."""
+QUEUE = 1024
+"""Connections that may wait to be accepted."""
 SLOW = 0.5
 """Seconds of indexing after which a progress bar appears."""
 
@@ -47,20 +54,36 @@ class Server(uvicorn.Server):
     """Uvicorn that ends at once although streams are open."""
 
     def __init__(
-        self, index: Index, token: str | None, hosts: tuple[str, ...] | None, *, reexport: bool = False
+        self,
+        index: Index,
+        token: str | None,
+        hosts: tuple[str, ...] | None,
+        *,
+        reexport: bool = False,
+        notebook: Notebook | None = None,
     ) -> None:
         config = uvicorn.Config(
-            create_app(index, token=token, allowed_hosts=hosts, reexport=reexport),
+            create_app(index, token=token, allowed_hosts=hosts, reexport=reexport, notebook=notebook),
             log_level="warning",
             access_log=False,  # it would have tokens in it
             server_header=False,
             lifespan="off",
             ws="none",
             proxy_headers=False,
+            http=partial(Connection, pool=Connections(connection_limit())),  # type: ignore[arg-type]  # it is called
+            backlog=ACCEPTED,
         )
         super().__init__(config)
+        quiet("uvicorn.error")
         self._index = index
         threading.Thread(target=assets.prepare, name="hilbert-monitor page", daemon=True).start()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. Few connections are accepted at a time, but many may queue for it."""
+        asyncio.get_running_loop().set_exception_handler(on_loop_error)
+        await super().startup(sockets)
+        for one in sockets or []:
+            one.listen(QUEUE)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Disconnect the listeners, give other answers a moment, and end."""
@@ -105,6 +128,7 @@ def serve(
     token: str | None = None,
     show_token: bool = True,
     cache: bool | Path = True,
+    data: bool | Path = True,
     reexport: bool = False,
     open_browser: bool = False,
     console: Console | None = None,
@@ -112,13 +136,15 @@ def serve(
     """Serve the runs of a folder until Ctrl-C.
 
     Args:
-        root: folder of the runs; it may be created later.
+        root: folder of the runs, or of one run; it may be created later.
         host: address to listen at. For one that others can reach a token is made, if none is given.
         port: port to listen at; 0 for any free one.
         token: the secret that a visitor must send.
         show_token: whether to print the link with the token in it; one that is made up here is always printed.
         cache: whether to store the tables of runs, which makes the next start quick; or the folder for them, by default
             the user's cache folder. Nothing is ever written into the folder of the runs.
+        data: whether to keep notes, tags and acknowledgements; or the folder for them, by default the user's data
+            folder.
         reexport: whether /metrics has the runs too that serve their metrics themselves.
         open_browser: whether to open the page.
         console: where to print the address.
@@ -128,7 +154,7 @@ def serve(
     _announce(place, root, console, show_token=show_token or token is None)
     _allow_open_files()
     index = _index(root, cache)
-    server = Server(index, place.token, place.hosts, reexport=reexport)
+    server = Server(index, place.token, place.hosts, reexport=reexport, notebook=_notebook(index.root, data))
     index.start()
     if open_browser:
         threading.Thread(target=webbrowser.open, args=(place.url,), daemon=True).start()
@@ -141,11 +167,13 @@ def serve(
 
 
 @contextmanager
-def background(root: Path, *, host: str = "127.0.0.1", port: int = 0, cache: bool | Path = True) -> Iterator[Place]:
+def background(
+    root: Path, *, host: str = "127.0.0.1", port: int = 0, cache: bool | Path = True, data: bool | Path = True
+) -> Iterator[Place]:
     """Serve the runs of a folder in threads of their own, until the block ends. Signals are left alone."""
     place = bind(host, port, None)
     index = _index(root, cache)
-    server = Server(index, place.token, place.hosts)
+    server = Server(index, place.token, place.hosts, notebook=_notebook(index.root, data))
     thread = threading.Thread(target=server.run, args=([place.socket],), name="hilbert-monitor service", daemon=True)
     index.start()
     thread.start()
@@ -169,7 +197,7 @@ def bind(host: str, port: int, token: str | None) -> Place:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-        bound.listen(1024)
+        bound.listen(QUEUE)
     except (OSError, OverflowError) as error:
         bound.close()
         reason = error.strerror if isinstance(error, OSError) else error
@@ -187,6 +215,12 @@ def _index(root: Path, cache: bool | Path) -> Index:
     return Index(root, cache=folder)
 
 
+def _notebook(root: Path, data: bool | Path) -> Notebook:
+    if not data:
+        return Notebook(None, "it was started with --read-only")
+    return Notebook(data_folder(root, data if isinstance(data, Path) else None), "this user has no data folder")
+
+
 def _allow_open_files() -> None:
     """Have as many files open as the system allows: each browser is one, and each table from the cache."""
     with suppress(OSError, ValueError):
@@ -198,11 +232,19 @@ def _announce(place: Place, root: Path, console: Console, *, show_token: bool) -
     console.print(f"hilbert-monitor serves '{root}' at {place.url if show_token else place.address}")
     if not root.is_dir():
         console.print(f"there is no folder '{root}' yet: its runs appear as soon as it does")
+    elif nested := _nested_runs(root):
+        console.print(f"there are no runs in '{root}', but in '{nested}': serve that folder to see them")
     if not show_token:
         console.print("its token is the one in the environment, and is not printed: add ?token=TOKEN to the address")
     elif place.token is not None and not _is_loopback(place.socket.getsockname()[0]):
         console.print("whoever has this link can see the runs; nobody else can")
     console.print("Ctrl-C ends it")
+
+
+def _nested_runs(root: Path) -> Path | None:
+    """The folder `runs` in a folder without runs, if it has some: the demo, for one, has its runs there."""
+    nested = root / "runs"
+    return nested if nested.is_dir() and find_runs(nested) and not find_runs(root) else None
 
 
 def _show_progress(index: Index, server: Server, console: Console) -> None:

@@ -471,13 +471,16 @@ def test_the_table_is_sorted_by_its_heads(view):
 def test_two_ticked_runs_show_how_they_differ(view):
     page = view("/runs")
     for id in ("AdamW-0", "failed"):
-        page.locator(f"tr[data-run='{id}'] input").check()
+        page.locator(f"tr[data-run='{id}'] .pick input").check()
     until(page, "document.querySelector('.difference table')")
     rows = {row.split("\t")[0].strip() for row in page.locator(".difference tbody tr").all_inner_texts()}
     assert "lr" in {row.splitlines()[0] for row in rows}
-    assert parse_qs(urlsplit(page.url).query).keys() == {"a", "b"}
+    assert parse_qs(urlsplit(page.url).query) == {"tick": ["AdamW-0", "failed"]}
     page.get_by_role("button", name="Clear").click()
     until(page, "!document.querySelector('.difference table')")
+    assert page.locator(".actions").inner_text() == ""
+    older = view("/runs?a=AdamW-0&b=failed")
+    until(older, "document.querySelector('.difference table')")
 
 
 def test_alerts_are_newest_first_and_lead_to_their_step(view):
@@ -589,7 +592,8 @@ def test_an_empty_folder_says_what_to_do(tmp_path, visit):
         visitor = visit(place.url, **WIDE)
         page = visitor.open("/")
         wait_for_text(page, f"No runs in {tmp_path} yet")
-        assert "hilbert-monitor demo" in visible_text(page)
+        assert f'HilbertMonitor(run_dir="{tmp_path}")' in visible_text(page)
+        assert "demo/runs" in visible_text(page)
         for key, text in (("r", f"No runs in {tmp_path} yet"), ("a", "No step has blown up.")):
             page.keyboard.press("g")
             page.keyboard.press(key)

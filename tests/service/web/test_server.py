@@ -214,6 +214,32 @@ def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path):
             time.sleep(0.05)
 
 
+def test_the_folder_of_one_run_is_served_as_that_run(tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path / "runs", name, [record(step) for step in range(1, 500)])
+    caches, link = tmp_path / "caches", tmp_path / "link"
+    link.symlink_to(tmp_path / "runs" / "a")
+    with running_service(tmp_path / "runs", "--port", 0, "--cache", caches) as (_, url, _):
+        wait_for_runs(url, 2)
+    for given in (tmp_path / "runs" / "a", link):
+        with running_service(given, "--port", 0, "--cache", caches) as (_, url, first):
+            assert str(given) in first
+            wait_for_runs(url, 1)
+            time.sleep(0.5)
+            answer = json.loads(ask(url, "/api/runs")[1])
+            assert [run["id"] for run in answer["runs"]] == ["a"]
+            assert answer["root"] == str(given)
+            assert ask(url, "/api/runs/b")[0] == 404
+    assert len([*caches.glob("*/b.json")]) == 1, "the cache of the whole folder is left alone"
+
+
+def test_runs_one_level_deeper_are_pointed_at(tmp_path):
+    write_run(tmp_path / "demo" / "runs", "a", [record(1)])
+    (tmp_path / "demo" / "data").mkdir()
+    with running_service(tmp_path / "demo", "--port", 0) as (process, _, _):
+        assert f"but in '{tmp_path / 'demo' / 'runs'}': serve that folder" in process.stdout.readline()
+
+
 def test_a_port_that_is_taken_is_named_in_a_sentence(tmp_path):
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]

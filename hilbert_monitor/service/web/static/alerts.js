@@ -1,13 +1,20 @@
-/* Alerts: the steps that broke a rule of the monitor, newest first. */
+/* Alerts: the steps that broke a rule of the monitor, newest first. Those that are acknowledged fold away. */
 
+import { acknowledgeAll, nameField } from "./acknowledging.js";
+import { alertCard } from "./alert_card.js";
 import { get as fetchAnswer } from "./api.js";
-import { empty, fill, h, optimizerMark, runLink, say, stateMark } from "./dom.js";
-import { ageMark, clip, number, plural, token, value, whole } from "./format.js";
+import { empty, fill, h, say, tool } from "./dom.js";
+import { clip, plural, whole } from "./format.js";
 import { coalesce } from "./live.js";
+import { offer, onRemarks } from "./remarks.js";
 import { change, get } from "./state.js";
 import { runs } from "./store.js";
 
+export { alertCard };
+
 const LIMIT = 200;
+let current = null;
+onRemarks(() => current?.refresh.ask());
 
 /** The view at `/alerts`. */
 export class Alerts {
@@ -19,6 +26,18 @@ export class Alerts {
     this.count = h("p", { class: "lede", role: "status" });
     this.list = h("ol", { class: "alerts wide" });
     this.none = h("div", {});
+    this.name = h("label", {}, "Acknowledge as ", nameField());
+    this.all = tool("Acknowledge all", () => this.settle());
+    this.trouble = h("span", { class: "refusal", role: "alert" });
+    this.pastTitle = h("summary", {});
+    this.pastList = h("ol", { class: "alerts wide" });
+    this.past = h(
+      "details",
+      { class: "past", ontoggle: () => this.refresh?.ask() },
+      this.pastTitle,
+      this.pastList,
+    );
+    this.signing = h("div", { class: "filters signing" }, this.name, this.all, this.trouble);
     fill(
       root,
       h(
@@ -30,12 +49,15 @@ export class Alerts {
           h("div", {}, h("h1", { tabindex: -1 }, "Alerts"), this.count),
           h("div", { class: "filters" }, h("label", {}, "Kind ", this.kind), h("label", {}, "Run ", this.run)),
         ),
+        this.signing,
         this.list,
         this.none,
+        this.past,
       ),
     );
     document.title = "Alerts · hilbert-monitor";
     this.refresh = coalesce(() => this.load());
+    current = this;
     this.update();
   }
 
@@ -78,94 +100,69 @@ export class Alerts {
   }
 
   async load() {
-    const query = new URLSearchParams({ limit: LIMIT });
-    for (const name of ["run", "kind"]) if (get(name)) query.set(name, get(name));
     try {
-      const answer = await fetchAnswer("/api/alerts", query);
-      answer.alerts.forEach((alert) => this.kinds.add(alert.kind));
-      this.options();
+      const answer = await this.ask("open");
       this.show(answer);
+      if (this.past.open) this.fold(answer.acknowledged ? await this.ask("acknowledged") : { alerts: [] });
     } catch (error) {
       this.fail(error, () => this.refresh.ask());
     }
   }
 
-  show({ alerts, count }) {
-    const state = JSON.stringify(alerts.map((alert) => [alert.run, alert.step, alert.kind, alert.status]));
+  async ask(state) {
+    const query = new URLSearchParams({ limit: LIMIT, state });
+    for (const name of ["run", "kind"]) if (get(name)) query.set(name, get(name));
+    const answer = await fetchAnswer("/api/alerts", query);
+    answer.alerts.forEach((alert) => this.kinds.add(alert.kind));
+    this.options();
+    return answer;
+  }
+
+  show({ alerts, count, acknowledged }) {
+    this.shown = alerts;
     const part = count > alerts.length ? `The newest ${whole(alerts.length)} of ` : "";
-    say(this.count, part + plural(count, "alert"));
-    if (state !== this.state) fill(this.list, alerts.map((alert) => h("li", {}, alertCard(alert))));
-    this.state = state;
-    this.list.hidden = !alerts.length;
-    const filtered = get("kind") || get("run");
-    fill(
-      this.none,
-      alerts.length ? null : filtered ? empty(
-        "No alert matches",
-        h(
-          "p",
-          {},
-          h(
-            "button",
-            { class: "tool", type: "button", onclick: () => change({ kind: null, run: null }) },
-            "Show all alerts",
-          ),
-        ),
-      ) : empty("No step has blown up.", "A step that is far from the usual ones of its run appears here by itself."),
-    );
+    say(this.count, part + plural(count, acknowledged ? "open alert" : "alert"));
+    list(this.list, alerts);
+    this.signing.hidden = !offer.offered || !alerts.length;
+    say(this.all, alerts.length > 1 ? `Acknowledge these ${alerts.length}` : "Acknowledge it");
+    this.past.hidden = !acknowledged;
+    say(this.pastTitle, `${plural(acknowledged, "alert")} acknowledged`);
+    fill(this.none, alerts.length ? null : nothing(acknowledged));
+  }
+
+  /** The acknowledged alerts, which are listed only while they are unfolded. */
+  fold({ alerts }) {
+    list(this.pastList, alerts);
+  }
+
+  async settle() {
+    try {
+      await acknowledgeAll(this.shown);
+      say(this.trouble, "");
+    } catch (error) {
+      say(this.trouble, error.message);
+    }
   }
 
   end() {
+    current = null;
     this.refresh.end();
   }
 }
 
-/** An alert as a card: its kind, step, value and tokens. On a run's own page, `own`, the run is left out. */
-export function alertCard(alert, own = null) {
-  const run = alert.run ?? own;
-  const step = h(
-    "a",
-    { class: "step", href: `/runs/${encodeURIComponent(run)}?step=${alert.step}` },
-    `step ${whole(alert.step)}`,
-  );
-  const who = own ? null : h(
-    "span",
-    { class: "who" },
-    runLink(run, clip(runs.get(run)?.label || alert.name || run, 80), alert.step),
-    optimizerMark(alert.optimizer),
-    stateMark(alert.status),
-  );
-  return h(
-    "article",
-    { class: "alert", "data-kind": alert.kind },
-    h("header", {}, h("span", { class: "kind" }, [alert.kind, alert.pattern].filter(Boolean).join(" · ")), step),
-    who,
-    h(
-      "div",
-      { class: "account" },
-      alert.message ? h("p", { class: "message" }, clip(alert.message, 800)) : null,
-      h("p", { class: "measured" }, measured(alert), tokens(alert)),
-    ),
-    ageMark(alert.time),
-  );
+/** List alerts, if they are others than before. */
+function list(element, alerts) {
+  const state = JSON.stringify(alerts.map((alert) => [alert.run, alert.step, alert.kind, alert.status]));
+  if (state !== element.state) fill(element, alerts.map((alert) => h("li", {}, alertCard(alert))));
+  element.state = state;
+  element.hidden = !alerts.length;
 }
 
-/** What was measured, and how it compares with what was expected. */
-function measured(alert) {
-  const [measurement, expected] = [value(alert.value), value(alert.expected)];
-  const factor = expected && Number.isFinite(measurement) ? measurement / expected : null;
-  const limit = expected === null ? null : [" against ", number(expected), " expected"];
-  return h(
-    "span",
-    {},
-    h("b", {}, number(alert.value)),
-    limit,
-    factor !== null && factor > 0 ? h("em", {}, `${number(factor, 3)}×`) : null,
-  );
-}
-
-function tokens(alert) {
-  if (!alert.pair_text && !alert.pair) return null;
-  const texts = alert.pair_text ?? alert.pair.map(String);
-  return h("span", { class: "pair" }, "tokens ", token(texts[0]), " and ", token(texts[1]));
+/** What is said where no alert is open. */
+function nothing(acknowledged) {
+  const all = () => change({ kind: null, run: null });
+  const button = h("button", { class: "tool", type: "button", onclick: all }, "Show all alerts");
+  if (acknowledged) return empty("No alert is open", "All of them are acknowledged.");
+  if (get("kind") || get("run")) return empty("No alert matches", h("p", {}, button));
+  return empty("No step has blown up.", "A step that is far from the usual ones of its run appears here by itself.");
 }

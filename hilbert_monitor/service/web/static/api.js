@@ -21,12 +21,20 @@ export const onReached = (listener) => listeners.add(listener);
  * @param {string} path
  * @param {URLSearchParams} [query]
  */
-export async function get(path, query = new URLSearchParams()) {
+export const get = (path, query = new URLSearchParams()) => ask(path + written(query));
+
+/** Send a change, and get its answer. */
+export const post = (path, change) => ask(
+  path,
+  { method: "POST", body: JSON.stringify(change), headers: { "Content-Type": "application/json" } },
+);
+
+async function ask(address, { headers, ...options } = {}) {
   let response;
   try {
     response = await fetch(
-      path + written(query),
-      { headers: { Accept: "application/json" }, credentials: "same-origin" },
+      address,
+      { headers: { Accept: "application/json", ...headers }, credentials: "same-origin", ...options },
     );
   } catch {
     listeners.forEach((tell) => tell(false));

@@ -4,6 +4,7 @@ import { get } from "./api.js";
 import { fill, h, runLink } from "./dom.js";
 import { ageMark, clip, now, whole } from "./format.js";
 import { onEvent } from "./live.js";
+import { acknowledgement, onRemarks } from "./remarks.js";
 import { onRuns, runs } from "./store.js";
 
 const RECENT = 600;
@@ -26,6 +27,7 @@ export function watch() {
     }
     show();
   });
+  onRemarks(show);
 }
 
 /** Fetch the message of an alert, once: a run's summary does not have it. */
@@ -51,7 +53,8 @@ function add(alert) {
 /** Alerts of runs that are still running, the newest first. Those of ended runs are in the list of alerts. */
 function current() {
   const alive = ({ run }) => !runs.has(run) || runs.get(run).status === "running";
-  return [...alerts.values()].filter(alive).sort((a, b) => b.time - a.time);
+  const open = (alert) => !acknowledgement(alert.run, alert);
+  return [...alerts.values()].filter(alive).filter(open).sort((a, b) => b.time - a.time);
 }
 
 function show() {

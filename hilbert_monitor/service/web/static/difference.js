@@ -1,9 +1,8 @@
 /* How the configurations of two runs differ. */
 
 import { get as fetchAnswer } from "./api.js";
-import { fill, h, runLink, table, tool } from "./dom.js";
+import { fill, h, runLink, table } from "./dom.js";
 import { DASH, clip, plural, whole } from "./format.js";
-import { change } from "./state.js";
 import { runs } from "./store.js";
 
 /** A section for two runs; empty without them. */
@@ -32,7 +31,7 @@ function heading({ rows, same }) {
   const differ = rows.length === 1 ? "differs" : "differ";
   const count = `${plural(rows.length, "setting")} ${differ}, ${whole(same)} are the same`;
   const title = h("div", {}, h("h2", {}, "Configuration difference"), h("p", { class: "lede" }, count));
-  return h("div", { class: "heading" }, title, tool("Clear", () => change({ a: null, b: null })));
+  return h("div", { class: "heading" }, title);
 }
 
 function settings({ a, b, rows }) {

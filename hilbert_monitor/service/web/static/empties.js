@@ -10,14 +10,21 @@ export function noRuns() {
   const monitor = code(`HilbertMonitor(run_dir="${folder}")`);
   return empty(
     `No runs in ${folder} yet`,
-    h("p", {}, "Start ", code("hilbert-monitor demo"), ", or train with ", monitor, "."),
-    "They appear here by themselves.",
+    h("p", {}, "Train with ", monitor, ". Runs appear here by themselves."),
+    h(
+      "p",
+      {},
+      code("hilbert-monitor demo"),
+      " trains a pair to look at. It writes to demo/runs of the folder that it is started in, and prints the address of",
+      " a dashboard of its own.",
+    ),
   );
 }
 
 /** No run matches the filter. */
 export function noMatch(clear) {
-  const fields = ["Fields are ", code("status:failed"), " or ", code("lr=0.1"), "; all words must occur. "];
+  const examples = ["status:failed", "lr>0.01", "-adamw", '"two words"', "a OR b"];
+  const fields = ["All words must occur. ", examples.map((one) => [code(one), " "]), "narrow or widen the filter. "];
   return empty("No run matches", h("p", {}, fields, tool("Show all runs", clear)));
 }
 

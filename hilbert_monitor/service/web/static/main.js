@@ -10,11 +10,13 @@ import { locked, noPage, refused } from "./empties.js";
 import { plural, tick, whole } from "./format.js";
 import { listen } from "./keyboard.js";
 import { connect, onEvent, onStatus } from "./live.js";
+import { isArchived, onRemarks, openAlerts } from "./remarks.js";
 import { Run } from "./run.js";
 import { Runs } from "./runs.js";
 import { go, lastQuery, onChange, route } from "./state.js";
 import { about, load, onRuns, runs } from "./store.js";
 import { offerThemes } from "./theme.js";
+import { countInTitle } from "./title.js";
 
 const VIEWS = { compare: Compare, runs: Runs, run: Run, alerts: Alerts };
 const EVENTS = new Set(["run", "records", "alert", "gone"]);
@@ -71,8 +73,9 @@ function top() {
   const counts = new Map();
   let alerts = 0;
   for (const run of runs.values()) {
+    if (isArchived(run.id)) continue;
     counts.set(run.status, (counts.get(run.status) ?? 0) + 1);
-    alerts += run.alerts ?? 0;
+    alerts += openAlerts(run);
   }
   const shown = STATES.filter((state) => counts.has(state));
   const link = (state) => {
@@ -85,6 +88,7 @@ function top() {
   const badge = document.getElementById("alert-count");
   badge.hidden = !alerts;
   say(badge, whole(alerts));
+  countInTitle(alerts);
   progress();
 }
 
@@ -132,6 +136,7 @@ onRuns(() => {
   top();
   view?.known();
 });
+onRemarks(top);
 onChange(show);
 watch();
 listen();

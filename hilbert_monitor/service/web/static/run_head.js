@@ -3,6 +3,7 @@
 import { alertCard } from "./alerts.js";
 import { h, optimizerMark, stateMark } from "./dom.js";
 import { ageMark, clip, duration, number, percent, plural, seconds, value, whole } from "./format.js";
+import { liveMarks } from "./remark_marks.js";
 
 const ALERTS = 100;
 
@@ -16,16 +17,17 @@ export function line(summary, { last_step: last } = {}) {
     facts.filter(Boolean).map((fact) => h("span", {}, fact)),
     h("span", {}, `step ${whole(step)}`, last ? ` of ${whole(last)}` : null, time ? [", ", ageMark(time)] : null),
     label && label !== id ? h("span", { class: "id" }, id) : null,
+    liveMarks(summary),
   ];
 }
 
 /** The error that ended a run, and problems of its log. */
-export function troubles({ problem, error, message, torn }) {
+export function troubles({ status, problem, error, message, torn }) {
   const failed = error || message;
   const lost = `${plural(torn, "torn line")} of its log ${torn === 1 ? "is" : "are"} skipped.`;
   return [
     problem ? h("p", { class: "trouble" }, problem) : null,
-    failed ? h("p", { class: "trouble" }, h("b", {}, error || "Failed"), " ", clip(message ?? "", 2000)) : null,
+    failed ? h("p", { class: "trouble" }, h("b", {}, error || (status === "killed" ? "Killed" : "Failed")), " ", clip(message ?? "", 2000)) : null,
     torn ? h("p", { class: "about" }, lost) : null,
   ];
 }

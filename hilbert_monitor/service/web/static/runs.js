@@ -1,106 +1,96 @@
-/* Runs: a table of all runs, updated row by row, and below it how two selected ones differ. */
+/* Runs: a table of all runs with a filter, and what can be done with those that are ticked. */
 
 import { get as fetchAnswer } from "./api.js";
 import { STATES } from "./catalogue.js";
-import { COLUMNS } from "./columns.js";
+import { Cells } from "./cells.js";
+import { ColumnChoice } from "./column_choice.js";
+import { COLUMNS, added, columnOf, shownColumns } from "./columns.js";
 import { Difference } from "./difference.js";
 import { fill, h, renew, say, stateMark } from "./dom.js";
 import { noMatch, noRuns } from "./empties.js";
 import { plural, value, whole } from "./format.js";
 import { coalesce } from "./live.js";
-import { change, get } from "./state.js";
+import { archivedAmong, isArchived, onRemarks } from "./remarks.js";
+import { RunActions } from "./run_actions.js";
+import { RunTable } from "./run_table.js";
+import { change, get, getAll } from "./state.js";
 import { about, learn, runs } from "./store.js";
+
+let current = null;
+onRemarks(() => current?.known());
 
 /** The view at `/runs`. */
 export class Runs {
   constructor(root, fail) {
-    this.fail = fail;
-    this.ids = null;
-    this.rows = new Map();
-    this.filter = h(
-      "input",
-      {
-        type: "search",
-        id: "filter",
-        placeholder: "Filter: status:failed optimizer:AdamW lr=0.1",
-        "aria-label": "Filter runs",
-        autocomplete: "off",
-        spellcheck: "false",
-        oninput: () => change({ q: this.filter.value.trim() || null }),
-      },
-    );
+    Object.assign(this, { fail, ids: null });
+    this.filter = h("input", {
+      type: "search",
+      id: "filter",
+      placeholder: "Filter: adamw -status:failed lr>0.01",
+      "aria-label": "Filter runs",
+      autocomplete: "off",
+      spellcheck: "false",
+      oninput: () => change({ q: this.filter.value.trim() || null }),
+    });
     this.states = h("div", { class: "chips", role: "group", "aria-label": "States" });
     this.count = h("p", { class: "lede", role: "status" });
-    this.sorter = h(
-      "select",
-      { onchange: () => change({ sort: this.sorter.value || null, down: null }) },
-      h("option", { value: "" }, "newest start"),
-      COLUMNS.map(({ key, label }) => h("option", { value: key }, label)),
-    );
-    this.heads = COLUMNS.map((column) => this.head(column));
-    this.body = h("tbody", {});
+    this.sorter = h("select", { onchange: () => change({ sort: this.sorter.value || null, down: null }) });
+    this.cells = new Cells(() => this.known());
+    this.choice = new ColumnChoice();
+    this.actions = new RunActions(() => this.take([]));
+    this.table = new RunTable({ sort: flip, tick: (ids, on) => this.tick(ids, on), cells: this.cells });
     this.difference = new Difference();
     this.none = h("div", {});
-    this.table = h(
-      "div",
-      { class: "table-scroll" },
-      h(
-        "table",
-        { class: "runs" },
-        h(
-          "thead",
-          {},
-          h("tr", {}, h("th", { scope: "col", class: "pick" }, h("span", { class: "unseen" }, "Compare")), this.heads),
-        ),
-        this.body,
-      ),
+    this.hint = h(
+      "p",
+      { class: "about hint" },
+      "Tick runs to compare them; with two, their configurations are compared below.",
     );
-    this.hint = h("p", { class: "about hint" }, "Tick two runs to see how their configurations differ.");
-    fill(
-      root,
-      h(
-        "div",
-        { class: "view" },
-        h("div", { class: "heading" }, h("div", {}, h("h1", { tabindex: -1 }, "Runs"), this.count)),
-        h(
-          "div",
-          { class: "filters" },
-          this.filter,
-          this.states,
-          h("label", { class: "phone sort" }, "Sort by ", this.sorter),
-        ),
-        this.table,
-        this.none,
-        this.hint,
-        this.difference.element,
-      ),
-    );
+    fill(root, this.layout());
     document.title = "Runs · hilbert-monitor";
     this.refresh = coalesce(() => this.load());
+    current = this;
     this.update();
   }
 
-  head({ key, label, class: kind }) {
-    const flip = () => change(get("sort") === key ? { down: get("down") ? null : 1 } : { sort: key, down: null });
+  layout() {
     return h(
-      "th",
-      { scope: "col", class: kind, "data-key": key },
-      h("button", { type: "button", onclick: flip }, label),
+      "div",
+      { class: "view" },
+      h("div", { class: "heading" }, h("div", {}, h("h1", { tabindex: -1 }, "Runs"), this.count)),
+      h(
+        "div",
+        { class: "filters" },
+        this.filter,
+        this.states,
+        h("label", { class: "phone sort" }, "Sort by ", this.sorter),
+      ),
+      this.choice.element,
+      this.actions.element,
+      this.table.element,
+      this.none,
+      this.hint,
+      this.difference.element,
     );
   }
 
   update() {
     if (document.activeElement !== this.filter) this.filter.value = get("q") ?? "";
-    this.sorter.value = get("sort") ?? "";
     const asked = `${get("q")}|${get("status")}`;
     if (asked !== this.asked) this.refresh.ask();
     this.asked = asked;
+    const sorted = get("sort");
+    this.cells.want([...new Set([...added(), ...(isAdded(sorted) ? [sorted] : [])])]);
+    this.choice.show();
     this.show();
-    this.difference.show(...this.picked());
+    const ticked = this.ticked();
+    this.difference.show(...(ticked.length === 2 ? ticked : []));
   }
 
   event(name, data) {
-    if (name === "run" && (get("q") || get("status")) && this.ids) this.refresh.ask();
+    if (name !== "run") return;
+    if ((get("q") || get("status")) && this.ids) this.refresh.ask();
+    this.cells.renew();
   }
 
   known() {
@@ -109,10 +99,9 @@ export class Runs {
   }
 
   async load() {
-    const filtered = get("q") || get("status");
-    if (filtered) {
-      const query = new URLSearchParams();
-      for (const name of ["q", "status"]) if (get(name)) query.set(name, get(name));
+    const query = new URLSearchParams();
+    for (const name of ["q", "status"]) if (get(name)) query.set(name, get(name));
+    if (query.size) {
       try {
         const answer = await fetchAnswer("/api/runs", query);
         learn(answer.runs);
@@ -124,110 +113,108 @@ export class Runs {
     this.show();
   }
 
-  /** The runs that are shown, in their order. */
+  /** The runs that match, in their order; archived ones only if they are asked for. */
   list() {
     const began = (run) => value(run.started) || 0; // it may be nan
     const newest = (a, b) => began(b) - began(a);
-    const shown = this.ids?.map((id) => runs.get(id)).filter(Boolean) ?? [...runs.values()].sort(newest);
-    const column = COLUMNS.find(({ key }) => key === get("sort"));
-    if (!column) return shown;
-    const way = get("down") ? -1 : 1;
-    const order = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
-    const lacks = (x) => x === null || x === undefined || Number.isNaN(x);
-    const keyed = shown.map((run) => [column.sort(run), run]);
-    const compared = ([a], [b]) => Number(lacks(a)) - Number(lacks(b)) || (lacks(a) ? 0 : way * order(a, b));
-    return keyed.sort(compared).map(([, run]) => run);
+    const asked = get("archived") || /(^|[\s-])archived[:=]/.test(get("q") ?? "");
+    const found = this.ids?.map((id) => runs.get(id)).filter(Boolean) ?? [...runs.values()].sort(newest);
+    this.archived = archivedAmong(found.map((run) => run.id));
+    const shown = asked ? found : found.filter((run) => !isArchived(run.id));
+    const column = columnOf(get("sort"), this.cells);
+    return column ? sorted(shown, column, get("down") ? -1 : 1) : shown;
   }
 
   show() {
     if (!about.loaded) return;
     const list = this.list();
-    const trs = list.map((run) => this.row(run));
-    if (trs.length !== this.body.children.length || trs.some((tr, i) => this.body.children[i] !== tr)) this.place(trs);
-    say(
-      this.count,
-      list.length === runs.size ? plural(runs.size, "run") : `${whole(list.length)} of ${plural(runs.size, "run")}`,
-    );
-    const way = get("down") ? "descending" : "ascending";
-    for (const head of this.heads) head.ariaSort = head.dataset.key === get("sort") ? way : null;
+    const [columns, order] = [shownColumns(this.cells), `${get("q")}|${get("status")}|${get("sort")}|${get("down")}`];
+    const how = { columns, sorted: get("sort"), down: Boolean(get("down")), ticked: this.ticked() };
+    this.table.show(list, { ...how, fresh: order !== this.order });
+    this.order = order;
+    this.actions.show(how.ticked.filter((id) => runs.has(id)));
+    this.sorting(columns);
+    const part = list.length === runs.size ? "" : `${whole(list.length)} of `;
+    say(this.count, part + plural(runs.size, "run"));
     this.chips();
-    this.table.hidden = this.hint.hidden = !list.length;
+    this.table.element.hidden = this.hint.hidden = !list.length;
     const clear = () => change({ q: null, status: null });
     const none = () => (runs.size ? noMatch(clear) : about.progress < 1 ? null : noRuns());
     renew(this.none, [list.length, runs.size, about.progress, about.root], () => (list.length ? null : none()));
   }
 
-  /** Put the rows into order. Only rows out of place are moved, as a moved row loses the focus. */
-  place(trs) {
-    const keep = new Set(trs);
-    for (const tr of [...this.body.children]) if (!keep.has(tr)) tr.remove();
-    trs.forEach((tr, i) => this.body.children[i] === tr || this.body.insertBefore(tr, this.body.children[i] ?? null));
-  }
-
-  /** A run's row, with the cells renewed that changed. */
-  row(run) {
-    const tr = this.rows.get(run.id) ?? this.newRow(run);
-    if (tr.run !== run) {
-      tr.run = run;
-      tr.dataset.state = run.status;
-      COLUMNS.forEach((column, i) => {
-        const cell = tr.children[i + 1].firstChild;
-        const fresh = h("div", {}, column.cell(run));
-        if (!cell.isEqualNode(fresh)) cell.replaceWith(fresh);
-      });
-    }
-    tr.firstChild.firstChild.checked = this.picked().includes(run.id);
-    return tr;
-  }
-
-  newRow(run) {
-    const pick = h(
-      "input",
-      {
-        type: "checkbox",
-        "aria-label": `Select ${run.label || run.id}`,
-        onchange: (event) => this.pick(run.id, event.target.checked),
-      },
-    );
-    const cells = COLUMNS.map(({ label, class: kind }, i) => h(
-      i ? "td" : "th",
-      { class: kind, "data-label": i ? label : null, scope: i ? null : "row" },
-      h("div"),
-    ));
-    const tr = h("tr", { "data-run": run.id }, h("td", { class: "pick" }, pick), cells);
-    this.rows.set(run.id, tr);
-    return tr;
+  /** The columns to sort by, for a phone, on which the table has no head. */
+  sorting(columns) {
+    const options = columns.map(({ key, label }) => [key, label]);
+    renew(this.sorter, options, () => [
+      h("option", { value: "" }, "newest start"),
+      options.map(([key, label]) => h("option", { value: key }, label)),
+    ]);
+    this.sorter.value = get("sort") ?? "";
   }
 
   chips() {
     const counts = Object.fromEntries(STATES.map((name) => [name, 0]));
-    for (const run of runs.values()) counts[run.status] += 1;
-    const chip = (name) => h(
+    for (const run of runs.values()) if (get("archived") || !isArchived(run.id)) counts[run.status] += 1;
+    const chip = (name, pressed, onclick, ...parts) => h(
       "button",
-      {
-        type: "button",
-        class: "chip",
-        "aria-pressed": String(get("status") === name),
-        onclick: () => change({ status: get("status") === name ? null : name }),
-      },
-      stateMark(name),
-      h("b", {}, counts[name]),
+      { type: "button", class: "chip", "data-chip": name, "aria-pressed": String(pressed), onclick },
+      parts,
     );
+    const state = (name) => {
+      const pressed = get("status") === name;
+      const toggle = () => change({ status: pressed ? null : name });
+      return chip(name, pressed, toggle, stateMark(name), h("b", {}, counts[name]));
+    };
+    const archive = () => {
+      const toggle = () => change({ archived: get("archived") ? null : 1 });
+      return chip("archived", Boolean(get("archived")), toggle, "archived", h("b", {}, this.archived));
+    };
     const shown = STATES.filter((name) => counts[name] || get("status") === name);
-    renew(this.states, [counts, get("status")], () => shown.map(chip));
+    renew(this.states, [counts, get("status"), this.archived, get("archived")], () => [
+      shown.map(state),
+      this.archived || get("archived") ? archive() : null,
+    ]);
   }
 
-  picked() {
-    return [get("a"), get("b")].filter(Boolean);
+  /** The ids of ticked runs, in the order in which they were ticked; `a` and `b` are those of older links. */
+  ticked() {
+    return [...new Set([get("a"), get("b"), ...getAll("tick")].filter(Boolean))];
   }
 
-  pick(id, on) {
-    const [a = null, b = null] = on ? [...this.picked().slice(-1), id] : this.picked().filter((one) => one !== id);
-    change({ a, b });
+  tick(ids, on) {
+    const others = this.ticked().filter((id) => !ids.includes(id));
+    this.take(on ? [...others, ...ids] : others);
+  }
+
+  take(ids) {
+    change({ tick: ids, a: null, b: null });
   }
 
   end() {
+    current = null;
     this.refresh.end();
+    this.cells.end();
+    this.table.end();
     cancelAnimationFrame(this.frame);
   }
+}
+
+/** Sort by a column, or the other way round. */
+const flip = (key) => change(
+  get("sort") === key ? { down: get("down") ? null : 1 } : { sort: key, down: null },
+);
+
+const isAdded = (key) => key && !COLUMNS.some((one) => one.key === key);
+
+/** Runs sorted by a column; those without a value come last. Numbers come before texts. */
+function sorted(list, column, way) {
+  const lacks = (x) => x === null || x === undefined || Number.isNaN(x);
+  const order = (a, b) => {
+    if (typeof a !== typeof b) return typeof a === "number" ? -1 : 1;
+    return typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b;
+  };
+  const keyed = list.map((run) => [column.sort(run), run]);
+  const compared = ([a], [b]) => Number(lacks(a)) - Number(lacks(b)) || (lacks(a) ? 0 : way * order(a, b));
+  return keyed.sort(compared).map(([, run]) => run);
 }

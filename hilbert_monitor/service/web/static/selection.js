@@ -4,6 +4,7 @@ import { get as fetchAnswer } from "./api.js";
 import { h, optimizerMark, renew, say, stateMark, tool } from "./dom.js";
 import { plural } from "./format.js";
 import { coalesce } from "./live.js";
+import { isArchived } from "./remarks.js";
 import { change, get } from "./state.js";
 import { runs } from "./store.js";
 
@@ -31,8 +32,10 @@ export class Selection {
   /** Show the runs of an answer's model. */
   show({ model, aside = [] }) {
     this.model = model;
-    this.mine = [...runs.values()].filter((run) => run.model === model).sort(inOrder);
-    this.chosen = new Set(get("runs")?.split(",") ?? this.mine.map((run) => run.id));
+    const named = get("runs")?.split(",");
+    const takesPart = (run) => run.model === model && (!isArchived(run.id) || named?.includes(run.id));
+    this.mine = [...runs.values()].filter(takesPart).sort(inOrder);
+    this.chosen = new Set(named ?? this.mine.map((run) => run.id));
     this.aside = aside;
     const [all, shown] = [this.mine.length, this.mine.filter((run) => this.chosen.has(run.id)).length];
     say(this.title, `Runs: ${shown === all ? `all ${all}` : `${shown} of ${all}`}`);

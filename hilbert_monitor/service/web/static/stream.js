@@ -1,6 +1,6 @@
 /* The stream of events of the server, which is reopened when it breaks. It runs in the shared worker, or in the tab. */
 
-const NAMES = ["hello", "reset", "run", "records", "alert", "gone", "progress"];
+const NAMES = ["hello", "reset", "run", "records", "alert", "remarks", "gone", "progress"];
 const PATIENCE = 1500;
 /* Milliseconds without a word, of a server that sends a ping every two seconds. */
 const SILENCE = 5000;

@@ -1,0 +1,240 @@
+"""The pages of runs and alerts in a browser: columns, ticked runs, notes, tags, the archive, acknowledged alerts."""
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from hilbert_monitor.runs.record import Alert
+from hilbert_monitor.service.web.server import background
+from tests.support.browser import WIDE, chromium_fixture, until, visit_fixture, wait_for_text  # noqa: F401
+from tests.support.services import IMAGE, SCRIPT, record, write_run
+
+ATTACK = """([url, kind]) => fetch(url, {
+    method: "POST",
+    mode: kind.endsWith("json") ? "cors" : "no-cors",
+    credentials: "include",
+    headers: {"Content-Type": kind},
+    body: '{"runs": ["a"], "note": "gotcha"}',
+}).catch(() => 0)"""
+LRS = {"a": 0.1, "b": 0.02, "c": 0.3}
+
+
+def alert(step):
+    return Alert(
+        step=step, time=1_700_000_000.0 + step, kind="diameter", value=0.8, expected=0.03, message=f"of {step}"
+    )
+
+
+@pytest.fixture
+def root(tmp_path):
+    root = tmp_path / "runs"
+    for name, lr in LRS.items():
+        alerts = [alert(2), alert(3)] if name == "b" else []
+        steps = [record(s, gauge_waste=lr) for s in (1, 2, 3)]
+        write_run(root, name, steps, alerts, config={"optimizer": {"lr": lr}, "batch": 8})
+    return root
+
+
+@pytest.fixture
+def open_page(root, tmp_path, visit):
+    """A function that opens a path of a service over three runs."""
+    visitors = []
+    with background(root, cache=False, data=tmp_path / "data") as place:
+
+        def make(path="/runs", troubled=False, **options):
+            visitor = visit(place.url, troubled=troubled, **(WIDE | options))
+            visitors.append(visitor)
+            page = visitor.open(path)
+            until(page, "document.querySelector('#live').dataset.status === 'live'")
+            return page
+
+        yield make
+        for visitor in visitors:
+            for page in visitor.context.pages:
+                page.close()
+
+
+def listed(page):
+    return page.evaluate("[...document.querySelectorAll('tr[data-run]')].map((row) => row.dataset.run)")
+
+
+def wait_for_runs(page, *ids):
+    until(
+        page,
+        "(ids) => [...document.querySelectorAll('tr[data-run]')].map((r) => r.dataset.run).join() === ids",
+        ",".join(ids),
+    )
+
+
+def query(page):
+    return parse_qs(urlsplit(page.url).query)
+
+
+def test_columns_of_settings_and_last_values_are_chosen_sorted_and_in_the_address(open_page):
+    page = open_page()
+    wait_for_runs(page, "c", "b", "a")
+    page.locator("details.columns summary").click()
+    legends = "[...document.querySelectorAll('.columns legend')].map((one) => one.textContent)"
+    until(page, f"{legends}.includes('Settings that differ')")
+    differ = page.locator(".columns fieldset", has_text="Settings that differ")
+    assert differ.locator("input").evaluate_all("(all) => all.map((one) => one.value)") == ["optimizer.lr"]
+    page.locator(".columns input[value='optimizer.lr']").check()
+    page.locator(".columns input[value='last:gauge_waste']").check()
+    page.locator(".columns input[value='model']").uncheck()
+    assert query(page) == {"show": ["optimizer.lr", "last:gauge_waste"], "hide": ["model"]}
+    until(page, "document.querySelector('tr[data-run=b]').textContent.includes('0.02')")
+    assert page.locator("th[data-key=model]").count() == 0
+    for _ in range(2):
+        page.locator("th[data-key='optimizer.lr'] button").click()
+    wait_for_runs(page, "c", "a", "b")
+    same = open_page(f"/runs?{urlsplit(page.url).query}")
+    wait_for_runs(same, "c", "a", "b")
+    until(same, "document.querySelector('th[data-key=\"optimizer.lr\"]').ariaSort === 'descending'")
+
+
+def test_any_number_of_runs_is_ticked_and_compared(open_page):
+    page = open_page()
+    wait_for_runs(page, "c", "b", "a")
+    page.get_by_label("Tick all runs that are listed").check()
+    wait_for_text(page, "3 runs ticked")
+    page.locator("tr[data-run=b] .pick input").uncheck()
+    wait_for_text(page, "2 runs ticked")
+    page.get_by_role("link", name="Compare these").click()
+    until(page, "location.pathname === '/'")
+    assert query(page) == {"model": ["GPT"], "runs": ["c,a"]}
+    wait_for_text(page, "Runs: 2 of 3")
+
+
+def test_the_filter_compares_and_excludes(open_page):
+    page = open_page()
+    for text, ids in (("lr>0.05", ["c", "a"]), ("-lr>0.2", ["b", "a"]), ("alerts>0 OR lr=0.3", ["c", "b"])):
+        page.locator("#filter").fill(text)
+        wait_for_runs(page, *ids)
+
+
+def test_a_note_and_tags_are_written_and_shown_as_text(open_page):
+    page, other, run = open_page(), open_page(), open_page("/runs/a")
+    page.locator("tr[data-run=a]").hover()
+    page.get_by_role("button", name="Note and tags of a").click()
+    page.get_by_label("Note", exact=True).fill(f"{SCRIPT} {IMAGE}")
+    page.get_by_label("Tags", exact=True).fill("baseline, to keep")
+    page.get_by_role("button", name="Save").click()
+    for one in (page, other):
+        wait_for_text(one, IMAGE)
+        assert SCRIPT in one.locator("tr[data-run=a] .note").inner_text()
+        assert one.locator("tr[data-run=a] .note *").count() == 0
+    wait_for_text(run, IMAGE)
+    run.get_by_role("button", name="Note and tags").click()
+    run.get_by_label("Note", exact=True).fill("of the run's page")
+    run.get_by_role("button", name="Save").click()
+    wait_for_text(other, "of the run's page")
+    page.get_by_role("link", name="to keep").click()
+    wait_for_runs(page, "a")
+    assert query(page) == {"q": ['tag:"to keep"']}
+
+
+def test_a_change_that_is_refused_says_why_in_the_dialog(open_page):
+    page = open_page(troubled=True)
+    page.locator("tr[data-run=a]").hover()
+    page.get_by_role("button", name="Note and tags of a").click()
+    page.get_by_label("Tags", exact=True).fill("x" * 50)
+    page.get_by_role("button", name="Save").click()
+    until(page, "document.querySelector('.remark .refusal').textContent.includes('40 characters')")
+
+
+def test_archived_runs_are_hidden_unless_asked_for(open_page):
+    page = open_page("/runs?tick=b")
+    until(page, "document.title === '(2) Runs · hilbert-monitor'")
+    page.get_by_role("button", name="Archive").click()
+    wait_for_runs(page, "c", "a")
+    until(page, "document.title === 'Runs · hilbert-monitor'")
+    page.locator(".chip", has_text="archived").click()
+    wait_for_runs(page, "c", "b", "a")
+    assert query(page)["archived"] == ["1"]
+    page.get_by_role("button", name="Bring back").click()
+    page.locator(".chip", has_text="archived").click()
+    wait_for_runs(page, "c", "b", "a")
+
+
+def test_alerts_are_acknowledged_with_a_name_and_fold_away(open_page):
+    page, run = open_page("/alerts"), open_page("/runs/b")
+    until(page, "document.querySelectorAll('ol.alerts.wide:not(.past ol) > li').length === 2")
+    until(page, "document.title === '(2) Alerts · hilbert-monitor'")
+    page.get_by_label("Acknowledge as").fill("Ada")
+    page.get_by_role("button", name="Acknowledge", exact=True).first.click()
+    wait_for_text(page, "1 open alert")
+    until(page, "document.title === '(1) Alerts · hilbert-monitor'")
+    assert "acknowledged by Ada" not in page.evaluate("document.body.innerText")
+    page.locator(".past summary").click()
+    wait_for_text(page, "acknowledged by Ada")
+    wait_for_text(run, "acknowledged by Ada")
+    until(run, "document.title.startsWith('(1) b')")
+    page.get_by_role("button", name="Undo").click()
+    wait_for_text(page, "2 alerts")
+    page.get_by_role("button", name="Acknowledge these 2").click()
+    wait_for_text(page, "No alert is open")
+    until(page, "document.title === 'Alerts · hilbert-monitor'")
+    until(run, "document.querySelectorAll('.part.alerts [data-acknowledged]').length === 2")
+
+
+def test_where_nothing_can_be_kept_nothing_is_offered(root, visit):
+    with background(root, cache=False, data=False) as place:
+        visitor = visit(place.url, troubled=True, **WIDE)
+        page = visitor.open("/runs?tick=a")
+        wait_for_text(page, "1 run ticked")
+        assert page.get_by_role("button", name="Archive").count() == 0
+        assert page.locator(".pencil").count() == 0
+        page.goto(visitor.base + "/alerts")
+        wait_for_text(page, "2 alerts")
+        assert page.get_by_role("button", name="Acknowledge").count() == 0
+        assert visitor.troubles == []
+
+
+class Stranger(BaseHTTPRequestHandler):
+    """A page of another origin of the same site, without a content security policy."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<!doctype html><title>a page elsewhere</title>")
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+@pytest.fixture
+def elsewhere():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_page_elsewhere_cannot_change_anything_through_a_visitors_browser(open_page, elsewhere, visit):
+    page = open_page()
+    victim = page.url.partition("/runs")[0]
+    stranger = visit(elsewhere, troubled=True)
+    attacker = stranger.open("/")
+    for kind in ("application/json", "text/plain", "application/x-www-form-urlencoded"):
+        attacker.evaluate(ATTACK, [f"{victim}/api/remarks", kind])
+    answered = [trouble for trouble in stranger.troubles if "NotSameOrigin" in trouble]
+    assert len(answered) >= 2, "the requests without a preflight have reached the service"
+    attacker.close()
+    page.reload()
+    wait_for_runs(page, "c", "b", "a")
+    assert "gotcha" not in page.evaluate("document.body.innerText")
+
+
+def test_a_long_list_shows_its_first_rows_and_more_when_they_are_scrolled_to(tmp_path, visit):
+    for number in range(230):
+        write_run(tmp_path / "many", f"run {number}")
+    with background(tmp_path / "many", cache=False, data=False) as place:
+        page = visit(place.url, troubled=True, **WIDE).open("/runs")
+        wait_for_text(page, "230 runs")
+        until(page, "document.querySelectorAll('tr[data-run]').length === 200")
+        wait_for_text(page, "Show more: 30 are left")
+        page.evaluate("scrollTo(0, document.body.scrollHeight)")
+        until(page, "document.querySelectorAll('tr[data-run]').length === 230")
