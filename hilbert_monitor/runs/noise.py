@@ -42,7 +42,7 @@ LAG = 200
 SMALLEST_SPREAD = 1e-3
 SHARES: dict[Pattern, float] = {"step": 0.8, "level": 0.13, "trend": 0.07}
 """How the allowed false alarms are shared. Floors make levels and trends rarer than their share."""
-BURST_SHARE = 1.5
+BURST_SHARE = 1.4
 """Bursts have a share of their own: where a run has them, they are what false alarms are made of."""
 TREND_FLOOR, TREND_CEILING = math.log(1.75), math.log(8)
 """Growth below the first is no trend; growth above the second is one, even in a run that has always drifted."""

@@ -258,7 +258,8 @@ class Tail:
             return expected
         rank = probability / rate * (m + 1)
         if rank >= 1:
-            return heights[min(int(rank), m) - 1]
+            above, below = heights[min(int(rank), m) - 1], heights[min(int(rank) + 1, m) - 1]
+            return above + (rank - int(rank)) * (below - above)
         return max(expected, heights[0] + min(self._spacing(heights) * math.log(1 / rank), RECORD / spread))
 
     @staticmethod
