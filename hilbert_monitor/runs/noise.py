@@ -280,7 +280,7 @@ class Noise:
             best = min(range(len(GAINS)), key=self._variances.__getitem__)
             if self._variances[best] < 0.93 * self._variances[self._best]:
                 if SLOW in (best, self._best):
-                    self._tail.forget_shape()  # deviations from a fast level have another one
+                    self._tail.begin_anew()  # deviations from a fast level have another tail
                 self._best = best
 
     def _settles(self, value: float, *, is_event: bool) -> bool:

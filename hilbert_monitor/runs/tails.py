@@ -141,10 +141,10 @@ class Tail:
     def __init__(self) -> None:
         self.scores: list[float]
         """Logarithms of how likely each shape is, up to a constant."""
-        self.forget_shape()
         self.bursts: list[tuple[int, float]] = []
         """Deviations beyond the body: number of the value, and size. A size is no number of spreads: those are
         estimates, and their errors would be taken for larger bursts."""
+        self.begin_anew()
 
     def add(self, z: float) -> None:
         """Learn from a value of the body."""
@@ -160,9 +160,10 @@ class Tail:
         best = max(scores)
         self.scores = [max(score - best, -30.0) for score in scores]
 
-    def forget_shape(self) -> None:
-        """Begin anew to learn the shape of the body."""
+    def begin_anew(self) -> None:
+        """Forget the shape of the body, and bursts if there were few: deviations are now those from another level."""
         self.scores = [math.log(weight) for weight in PRIOR]
+        self.bursts = self.bursts if len(self.bursts) >= FIRST_BURSTS else []
 
     def forget_bursts(self, number: int) -> None:
         """Forget the bursts after the value of this number."""
@@ -249,7 +250,7 @@ class Tail:
     def _burst_height(self, probability: float, number: int, spread: float) -> float:
         """Return what bursts exceed with this probability for each value, by how far apart the highest three are."""
         rate, heights = self._burst_rate(number, spread)
-        if rate <= 0:
+        if rate <= probability:  # so rare that each may be told
             return 0.0
         m = len(heights)
         is_burst = max(size for _, size in self.bursts) > 1.5 * BODY * spread

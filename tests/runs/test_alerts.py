@@ -398,3 +398,24 @@ def test_texts_that_are_known_later_make_the_alerts_that_they_would_have_made_at
     pairs = {"pair_text": texts[3, 14], "perturbation_pair_text": texts[7, 3]}
     complete = alerts_of(msgspec.structs.replace(r, **pairs) for r in records)
     assert [with_texts(alert, texts[alert.pair]) for alert in alerts] == list(complete)
+
+
+def test_a_stray_value_at_the_start_of_a_correlated_run_excuses_no_accident_later():
+    """Seen from the first, slow level it was a burst; from the level that predicts best it was none."""
+    draw = random.Random(3)
+    values, value = [], 0.0
+    for _ in range(3000):
+        value = 0.95 * value + draw.gauss(0, 0.06)
+        values.append(value)
+    values[50] = values[49] + 0.45
+    values[2500] += math.log(3)
+    told = kinds(record(t + 1, ratio=10 * math.exp(v)) for t, v in enumerate(values))
+    assert (2501, "diameter") in told
+    assert len(told) <= 2
+
+
+def test_a_burst_of_long_ago_excuses_no_other():
+    ratios = noisy(30_000, spread=0.05)
+    ratios[100] *= 4
+    ratios[29_000] *= 3
+    assert [step for step, _ in kinds(record(t + 1, ratio=r) for t, r in enumerate(ratios))] == [101, 29_001]
