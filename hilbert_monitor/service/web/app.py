@@ -271,6 +271,7 @@ def _add_figures(app: FastAPI, responder: Responder) -> None:
 
     def compared(known: Mapping[str, RunSnapshot], named: str) -> Mapping[str, RunSnapshot]:
         """The runs to choose from: not the archived ones, unless runs are named."""
+        notebook.refresh()
         archived = () if named else notebook.archived(known)
         return {id: run for id, run in known.items() if id not in archived} if archived else known
 
