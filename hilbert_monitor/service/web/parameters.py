@@ -197,6 +197,8 @@ def failed(request: Request, error: Exception) -> Response:
 
 
 def _sentence(error: dict[str, Any]) -> str:
+    if error["type"] == "json_invalid":
+        return "The body is no JSON: /api/openapi.json says what it may hold."
     name, message = str(error["loc"][-1]), str(error["msg"])
     given = "" if error["type"] == "missing" else f", not {repr(error['input'])[:80]}"
     return f"{name}: {message[:1].lower()}{message[1:]}{given}."

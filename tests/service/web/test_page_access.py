@@ -46,8 +46,10 @@ def zoo(tmp_path_factory):
         writer.write(record(step))
     writer.close()
     with background(root, cache=False, data=tmp_path_factory.mktemp("data")) as place:
-        said = {"runs": ["failed"], "note": "lost", "tag": ["baseline"], "archived": True}
-        urlopen(Request(f"{place.url}api/remarks", json.dumps(said).encode(), {"Content-Type": "application/json"}))
+        url, said = place.url.rstrip("/"), {"runs": ["failed"], "note": "lost", "tag": ["baseline"], "archived": True}
+        while b'"failed"' not in urlopen(f"{url}/api/runs").read():
+            time.sleep(0.05)
+        urlopen(Request(f"{url}/api/remarks", json.dumps(said).encode(), {"Content-Type": "application/json"})).read()
         yield place.url
 
 
