@@ -182,6 +182,18 @@ def heights(page, panel):
     )
 
 
+def test_a_view_can_be_left_while_the_cursor_is_on_a_plot(zoo, visit):
+    page = visit(zoo, **WIDE).open("/runs/again")
+    wait_for_panels(page, "diameter")
+    page.locator("[data-panel=diameter] .plot").focus()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("ArrowLeft")
+    until(page, "document.querySelector('[data-panel=diameter] .spoken').textContent")
+    go(page, "/?model=GPT")
+    wait_for_panels(page)
+
+
 @pytest.mark.parametrize("scale", ["log", "linear"])
 def test_a_panel_zooms_in_y_alone_until_a_double_click(zoo, visit, scale):
     visitor = visit(zoo, **WIDE)

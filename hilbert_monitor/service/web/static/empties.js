@@ -30,7 +30,7 @@ export function noMatch(clear) {
 
 /** Only archived runs match the filter. */
 export function onlyArchived(count, show) {
-  return empty("No run matches that is not archived", h("p", {}, tool(`Show ${plural(count, "archived run")}`, show)));
+  return empty("All runs that match are archived", h("p", {}, tool(`Show ${plural(count, "archived run")}`, show)));
 }
 
 /** There is no run with this id. */
