@@ -144,9 +144,9 @@ def test_runs_with_other_settings_are_no_seeds_of_one_and_the_headline_says_so(c
 
 
 def test_a_sweep_shows_the_least_and_the_largest_ratio(compare):
-    page = compare("model=sweep", "diameter", "ratio")
-    assert "least and largest of 3" in page.locator(".card[data-metric=diameter]").inner_text()
-    assert page.locator(".card[data-metric=diameter] b").inner_text() == "4.0–4.0×"  # noqa: RUF001
+    page = compare("model=sweep&base=AdamW,+lr=0.1", "diameter", "ratio")
+    assert "least and largest of 8" in page.locator(".card[data-metric=diameter]").inner_text()
+    assert page.locator(".card[data-metric=diameter] b").inner_text() == "0.25–8.0×"  # noqa: RUF001
     assert "18 runs in 9 groups" in page.locator(".lede").inner_text()
 
 
