@@ -105,7 +105,20 @@ def _mean_curve(curves: Sequence[Series], axis: Axis, smooth: float, spread: boo
 
 
 def ratio_curve(pairs: Sequence[tuple[Series, Series]], axis: Axis, *, smooth: float = 0.0) -> RatioCurve:
-    """Mean of the first curves over mean of the second ones; a pair counts where both have a finite value."""
+    """Mean of the first curves over mean of the second ones; a pair counts where both have a finite value.
+
+    The last result is cached in the first curve, as that of `mean_curve` is.
+    """
+    cache = pairs[0][0].cache if pairs else {}
+    slot, key = ("ratios", axis, smooth > 0), (smooth, *((a.number, b.number) for a, b in pairs))
+    entry = cache.get(slot)
+    if entry is None or entry[0] != key:
+        entry = cache[slot] = key, _ratio_curve(pairs, axis, smooth)
+    ratios: RatioCurve = entry[1]
+    return ratios
+
+
+def _ratio_curve(pairs: Sequence[tuple[Series, Series]], axis: Axis, smooth: float) -> RatioCurve:
     pairs = [(a, b) for a, b in ((a.with_x(axis), b.with_x(axis)) for a, b in pairs) if len(a) and len(b)]
     keys, positions = align([_keys(curve, axis) for pair in pairs for curve in pair])
     numerator, denominator = np.zeros((2, len(keys)))

@@ -285,10 +285,13 @@ def _band(
 
 def _thin_mean(curves: Sequence[Series], options: PlotOptions, color: str, *, log: bool, points: int = POINTS) -> Trace:
     """The mean of some curves as a thin, faint line without a hover text."""
-    means = _visible_means(curves, options, spread=False)
-    mean = style.plottable(means.mean, log)
-    rows = style.drawn_rows([mean], means.x, options, means.breaks, points)
-    trace = style.xy(means.x, mean, rows, options.x_axis, means.breaks)
+    if len(curves) == 1:
+        trace = style.line(curves[0], options, log=log, points=points, smooth=options.smooth)
+    else:
+        means = _visible_means(curves, options, spread=False)
+        mean = style.plottable(means.mean, log)
+        rows = style.drawn_rows([mean], means.x, options, means.breaks, points)
+        trace = style.xy(means.x, mean, rows, options.x_axis, means.breaks)
     return trace | {"opacity": FAINT, "line": {"color": color, "width": 1}, "hoverinfo": "skip"}
 
 
@@ -335,17 +338,28 @@ def _ratio_traces(drawing: Drawing, contrast: Contrast, name: str, own_color: st
     if own_color:
         text, color = meta, own_color
     for smooth in sorted({0.0, options.smooth}):
-        ratios = pair_ratios(contrast.pairs, name, options.x_axis, smooth)
-        ratios = ratios[style.window(ratios.x, options)]
-        if not len(ratios.x):
+        trace = _ratio_line(contrast, name, options, smooth, _points(2 * len(drawing.comparison.contrasts)))
+        if not trace["x"]:
             continue
-        y, strong = style.plottable(ratios.ratio, log=True), smooth == options.smooth
-        rows = style.drawn_rows([y], ratios.x, options, ratios.breaks, _points(2 * len(drawing.comparison.contrasts)))
-        trace = style.xy(ratios.x, y, rows, options.x_axis, ratios.breaks) | _legend_group(text)
-        trace |= {"line": {"color": color, "width": 2 if strong else 1, "dash": dash}}
+        strong = smooth == options.smooth
+        trace |= _legend_group(text) | {"line": {"color": color, "width": 2 if strong else 1, "dash": dash}}
         trace |= {"meta": meta} if strong else {"opacity": FAINT, "hoverinfo": "skip"}
         traces.append(trace)
     return traces
+
+
+def _ratio_line(contrast: Contrast, name: str, options: PlotOptions, smooth: float, points: int) -> Trace:
+    """x, y and mode of a ratio. The last result is cached in the first curve: most contrasts have no new data."""
+    curve = pair_ratios(contrast.pairs, name, options.x_axis, smooth)
+    cache = contrast.pairs[0][0].curve(name).cache
+    slot, key = ("ratio line", smooth > 0), (options.x0, options.x1, options.log_x, points)
+    entry = cache.get(slot)
+    if entry is None or entry[0] is not curve or entry[1] != key:
+        ratios = curve[style.window(curve.x, options)]
+        y = style.plottable(ratios.ratio, log=True)
+        rows = style.drawn_rows([y], ratios.x, options, ratios.breaks, points)
+        entry = cache[slot] = curve, key, style.xy(ratios.x, y, rows, options.x_axis, ratios.breaks)
+    return dict(entry[2])
 
 
 def _visible_means(curves: Sequence[Series], options: PlotOptions, *, spread: bool = True) -> MeanCurve:

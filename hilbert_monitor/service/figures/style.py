@@ -6,6 +6,7 @@ import colorsys
 import math
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -66,6 +67,7 @@ def shade(color: str, number: int) -> tuple[str, str]:
     return (lighter(color, SHADES[number % len(SHADES)]) if number % len(SHADES) else color), dash
 
 
+@lru_cache(maxsize=4096)
 def lighter(color: str, change: float) -> str:
     """A colour whose lightness, from 0 to 1, is changed."""
     hue, lightness, saturation = colorsys.rgb_to_hls(*(part / 255 for part in rgb(color)))

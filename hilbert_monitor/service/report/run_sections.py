@@ -50,7 +50,8 @@ def _own_settings(run: ReportedRun, differing: Sequence[str]) -> str:
 
 def _run_row(run: ReportedRun, counted: bool, own_settings: str) -> tuple[str, Sequence[str]]:
     s = run.series
-    error = f": {run.state.error} {run.state.message}" if run.state.error else f": {run.problem}" if run.problem else ""
+    reason = " ".join(filter(None, (run.state.error, run.state.message))) or run.problem
+    error = f": {reason}" if reason else ""
     state = f'<em class="{s.status}">{s.status}</em><span>{text(error, 400)}</span>' + (
         "" if counted else "<small>in no mean</small>"
     )
@@ -105,7 +106,8 @@ def _alert_list(run: ReportedRun) -> str:
 
 def _alert_text(alert: Alert) -> str:
     """An alert's message; if it has none, its kind, value and tokens."""
-    tokens = f", tokens {alert.pair_text[0]!r} and {alert.pair_text[1]!r}" if alert.pair_text else ""
+    texts = map(repr, alert.pair_text) if alert.pair_text else map(str, alert.pair or ())
+    tokens = f", tokens {' and '.join(texts)}" if alert.pair_text or alert.pair else ""
     return alert.message or f"{alert.kind}: {alert.value:.4g}{tokens}"
 
 

@@ -23,7 +23,7 @@ from hilbert_monitor.service.following.index import Index
 from hilbert_monitor.service.following.snapshot import RunSnapshot, ShownStatus, model_of
 from hilbert_monitor.service.following.text import csv_lines
 
-from . import answers, run_columns, schema, search
+from . import answers, compare_schema, run_columns, schema, search
 from .assets import PAGE, Assets
 from .figure_answers import choose
 from .notebook import Notebook
@@ -48,6 +48,7 @@ from .parameters import (
     refused,
 )
 from .prometheus import PrometheusExport
+from .prometheus_routes import add_prometheus
 from .remark_routes import add_remarks
 from .responder import Responder, json_response
 from .security import LOOPBACK, AccessControl
@@ -59,12 +60,6 @@ Numbers that are nan or infinite are the strings "nan", "inf" and "-inf"; in fig
 Where the service has a token, send it as `Authorization: Bearer TOKEN`."""
 RETRY = 1000
 """Milliseconds after which a browser that lost its connection reconnects."""
-
-
-class PlainText(Response):
-    """Text in the format of Prometheus."""
-
-    media_type = "text/plain"
 
 
 class CSV(StreamingResponse):
@@ -111,7 +106,7 @@ def create_app(
     add_remarks(app, responder)
     _add_figures(app, responder)
     _add_events(app, index)
-    _add_prometheus(app, PrometheusExport(lambda: index.runs.values(), everything=reexport))
+    add_prometheus(app, PrometheusExport(lambda: index.runs.values(), everything=reexport))
     _add_pages(app, Assets())
     return app
 
@@ -271,6 +266,7 @@ def _add_figures(app: FastAPI, responder: Responder) -> None:
 
     def compared(known: Mapping[str, RunSnapshot], named: str) -> Mapping[str, RunSnapshot]:
         """The runs to choose from: not the archived ones, unless runs are named."""
+        notebook.refresh()
         archived = () if named else notebook.archived(known)
         return {id: run for id, run in known.items() if id not in archived} if archived else known
 
@@ -293,7 +289,10 @@ def _add_figures(app: FastAPI, responder: Responder) -> None:
         return _csv(f"{id}-{panel}", figures.run_csv(responder.run(id), panel, options))
 
     @app.get(
-        "/api/compare", tags=["figures"], summary="Runs of a model, compared", responses=ok(schema.ComparisonAnswer)
+        "/api/compare",
+        tags=["figures"],
+        summary="Runs of a model, compared",
+        responses=ok(compare_schema.ComparisonAnswer),
     )
     def compare(
         request: Request, options: CompareOptions, choices: CompareChoices, model: ModelName = "", runs: Ids = ""
@@ -358,26 +357,6 @@ def _add_events(app: FastAPI, index: Index) -> None:
         async for event in index.feed.listen(last_event_id or after):
             yield ServerSentEvent(raw_data=event.data, event=event.name, id=event.id, retry=retry)
             retry = None
-
-
-def _add_prometheus(app: FastAPI, export: PrometheusExport) -> None:
-    @app.get(
-        "/api/prometheus/targets",
-        tags=["prometheus"],
-        summary="Where runs serve their own metrics",
-        responses=ok(schema.Targets),
-    )
-    def targets(request: Request) -> Response:
-        """For http_sd_configs."""
-        return json_response(request, export.targets())
-
-    @app.get(
-        "/metrics", tags=["prometheus"], summary="Metrics of runs that do not serve them", response_class=PlainText
-    )
-    def metrics(accept: Annotated[str, Header(max_length=1000, description="Text or OpenMetrics.")] = "") -> Response:
-        """The latest values of live runs, and of those that ended or were killed in the last ten minutes."""
-        body, kind = export.metrics(accept)
-        return Response(body, headers={"Content-Type": kind})
 
 
 def _add_pages(app: FastAPI, assets: Assets) -> None:

@@ -60,7 +60,12 @@ ColumnNames = Annotated[
     list[Annotated[str, Field(max_length=500)]],
     Query(max_length=30, description="Names of columns, as /api/columns lists them.", examples=[["lr", "last:share"]]),
 ]
-Ids = Annotated[str, Query(max_length=30_000, description="Only these runs: ids with commas between them.")]
+Ids = Annotated[
+    str,
+    Query(
+        max_length=30_000, description="Only these runs: ids with commas between them; within an id, a comma is %2C."
+    ),
+]
 
 
 _NAMES = "|".join(["step", *(re.escape(name) for name in FIELDS), r"seconds\.[A-Za-z_]{1,30}"])
@@ -143,8 +148,8 @@ CompareChoices = Annotated[Choices, Depends(compare_choices)]
 
 
 def ids(text: str) -> list[str]:
-    """Split a list of ids at its commas."""
-    return [id for id in text.split(",") if id]
+    """Split a list of ids at its commas. A comma within an id is %2C there, and a percent sign may be %25."""
+    return [id.replace("%2C", ",").replace("%25", "%") for id in text.split(",") if id]
 
 
 def problems(inline: bool = False) -> dict[int | str, dict[str, Any]]:
@@ -192,6 +197,8 @@ def failed(request: Request, error: Exception) -> Response:
 
 
 def _sentence(error: dict[str, Any]) -> str:
+    if error["type"] == "json_invalid":
+        return "The body is no JSON: /api/openapi.json says what it may hold."
     name, message = str(error["loc"][-1]), str(error["msg"])
     given = "" if error["type"] == "missing" else f", not {repr(error['input'])[:80]}"
     return f"{name}: {message[:1].lower()}{message[1:]}{given}."

@@ -76,3 +76,15 @@ def test_a_mean_is_broken_where_one_of_its_runs_paused_and_where_one_ended():
     ratios = ratio_curve([(paused, others[0])], "time")
     assert np.flatnonzero(ratios.breaks).tolist() == [20]
     assert not mean_curve([paused, *others], "updates").breaks.any()
+
+
+@pytest.mark.parametrize("axis", ["updates", "tokens", "time"])
+def test_a_ratio_is_worked_out_once_as_long_as_no_curve_changes(axis):
+    a, b, longer = series({1: 6.0, 2: 8.0}), series({1: 2.0, 2: 2.0}), series({1: 2.0, 2: 2.0, 3: 5.0})
+    first = ratio_curve([(a, b)], axis)
+    assert ratio_curve([(a, b)], axis) is first
+    assert first.ratio.tolist() == [3.0, 4.0]
+    assert ratio_curve([(a, longer)], axis) is not first
+    assert ratio_curve([(a, b), (longer, b)], axis).ratio.tolist() == [2.0, 2.5]
+    assert ratio_curve([(a, b)], axis, smooth=0.5).ratio.tolist() == pytest.approx([3.0, 11 / 3])
+    assert ratio_curve([(a, b)], axis).ratio.tolist() == [3.0, 4.0]

@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import pairwise
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -143,9 +144,9 @@ def test_runs_with_other_settings_are_no_seeds_of_one_and_the_headline_says_so(c
 
 
 def test_a_sweep_shows_the_least_and_the_largest_ratio(compare):
-    page = compare("model=sweep", "diameter", "ratio")
-    assert "least and largest of 3" in page.locator(".card[data-metric=diameter]").inner_text()
-    assert page.locator(".card[data-metric=diameter] b").inner_text() == "4.0–4.0×"  # noqa: RUF001
+    page = compare("model=sweep&base=AdamW,+lr=0.1", "diameter", "ratio")
+    assert "least and largest of 8" in page.locator(".card[data-metric=diameter]").inner_text()
+    assert page.locator(".card[data-metric=diameter] b").inner_text() == "0.25–8.0×"  # noqa: RUF001
     assert "18 runs in 9 groups" in page.locator(".lede").inner_text()
 
 
@@ -206,6 +207,34 @@ def test_a_range_can_be_dragged_out_on_a_logarithmic_x(compare):
     query = parse_qs(urlsplit(page.url).query)
     assert [float(query["x0"][0]), float(query["x1"][0])] == pytest.approx([2, 10], rel=0.05)
     wait_for_plot(page, "loss", "range[0] > 0.2 && range[1] < 1.1")
+
+
+def test_a_range_on_a_logarithmic_x_keeps_its_small_end(compare):
+    page = compare("model=paused&axis=time&logx=1&group=run")
+    drag(page, "diameter", 0.003, 10.16)
+    until(page, "location.search.includes('x1=')")
+    assert float(parse_qs(urlsplit(page.url).query)["x0"][0]) == pytest.approx(0.003, rel=0.05)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("first", "last"), [(2, 9), (2, 21), (2, 60), (1, 400), (1, 60_000)])
+def test_labels_of_a_logarithmic_x_do_not_run_into_each_other(compare, width, first, last):
+    page = compare(f"model=sweep&axis=tokens&logx=1&x0={1000 * first}&x1={1000 * last}")
+    page.set_viewport_size({"width": width, "height": 900})
+    page.wait_for_timeout(300)  # Plotly follows the window's size
+    places = page.evaluate(
+        """[...document.querySelectorAll('[data-panel=diameter] .xtick text')]
+        .map((one) => one.getBoundingClientRect()).map(({left, right}) => [left, right]).sort((a, b) => a[0] - b[0])"""
+    )
+    page.set_viewport_size(WIDE["viewport"])
+    assert len(places) > 1
+    assert all(right < left for (_, right), (left, _) in pairwise(places)), places
+
+
+def test_a_headline_of_contrasts_that_read_alike_is_one_number(compare):
+    page = compare("model=sweep")
+    until(page, "document.querySelector('[data-metric=diameter] b')?.innerText === '4.0\\u00d7'")
+    assert page.locator("[data-metric=difference] b").inner_text() == "+0.0000"
 
 
 def test_runs_are_found_by_their_settings_in_the_list(compare):

@@ -1,14 +1,23 @@
 """The pages of runs and alerts in a browser: columns, ticked runs, notes, tags, the archive, acknowledged alerts."""
 
+import shutil
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 import pytest
 
 from hilbert_monitor.runs.record import Alert
 from hilbert_monitor.service.web.server import background
-from tests.support.browser import WIDE, chromium_fixture, until, visit_fixture, wait_for_text  # noqa: F401
+from tests.support.browser import (  # noqa: F401
+    WIDE,
+    chromium_fixture,
+    training,
+    until,
+    visit_fixture,
+    wait_for_text,
+)
 from tests.support.services import IMAGE, SCRIPT, record, write_run
 
 ATTACK = """([url, kind]) => fetch(url, {
@@ -238,3 +247,97 @@ def test_a_long_list_shows_its_first_rows_and_more_when_they_are_scrolled_to(tmp
         wait_for_text(page, "Show more: 30 are left")
         page.evaluate("scrollTo(0, document.body.scrollHeight)")
         until(page, "document.querySelectorAll('tr[data-run]').length === 230")
+
+
+# The archive and the comparison
+
+
+def archive(page, *runs, archived=True):
+    """Archive runs as another visitor would."""
+    answer = page.request.post(
+        urlsplit(page.url)._replace(path="/api/remarks", query="").geturl(),
+        data={"runs": [*runs], "archived": archived},
+    )
+    assert answer.ok
+
+
+def test_a_run_that_somebody_archives_leaves_the_comparison(open_page):
+    page = open_page("/")
+    until(page, "document.querySelector('.selection summary').innerText === 'Runs: all 3'")
+    archive(page, "b")
+    until(page, "document.querySelector('.selection summary').innerText === 'Runs: all 2'")
+    until(page, "!document.querySelector('.values').innerText.includes('0.02')")
+    page.reload()
+    until(page, "document.querySelector('.values').innerText.includes('0.3')")
+    until(page, "document.querySelector('.selection summary').innerText === 'Runs: all 2'")
+    archive(page, "b", archived=False)
+    until(page, "document.querySelector('.values').innerText.includes('0.02')")
+
+
+def test_an_archived_run_that_was_chosen_stays_when_the_others_are_ticked(open_page):
+    page = open_page("/")
+    archive(page, "b")
+    page.goto(page.url + "?runs=a,b")
+    until(page, "document.querySelector('.selection summary').innerText === 'Runs: 2 of 3'")
+    page.locator(".selection summary").click()
+    page.locator(".choices [value=c]").check()
+    until(page, "document.querySelector('.selection summary').innerText === 'Runs: all 3'")
+    assert sorted(query(page)["runs"][0].split(",")) == ["a", "b", "c"]
+    page.get_by_role("button", name="All runs").click()
+    until(page, "document.querySelector('.selection summary').innerText === 'Runs: all 2'")
+    assert "runs" not in query(page)
+
+
+def test_where_all_runs_are_archived_the_pages_say_so_and_show_them(open_page):
+    page = open_page("/")
+    archive(page, *LRS)
+    wait_for_text(page, "All runs are archived: tick some in Runs to compare them.")
+    page.get_by_role("link", name="Runs", exact=True).click()
+    page.get_by_role("button", name="Show 3 archived runs").click()
+    wait_for_runs(page, "c", "b", "a")
+
+
+def test_an_archived_run_is_on_no_banner(root, open_page):
+    with training(root, name="hot") as run:
+        run.write(1)
+        page = open_page("/alerts")
+        run.alert(step=1, time=time.time(), kind="diameter", value=9.0, message="far")
+        until(page, "document.querySelector('#banner').innerText.includes('hot blew up')")
+        archive(page, run.id)
+        until(page, "!document.querySelector('#banner .banner-inner')")
+
+
+def test_runs_whose_names_have_commas_are_compared(root, open_page):
+    for name, copy in (("a", "lr=0.1,wd=50%"), ("b", "lr=0.2,wd=%2C")):
+        shutil.copytree(root / name, root / copy)
+    page = open_page("/runs?tick=" + quote("lr=0.1,wd=50%") + "&tick=" + quote("lr=0.2,wd=%2C"))
+    page.get_by_role("link", name="Compare these").click()
+    until(page, "document.querySelector('.selection summary')?.innerText === 'Runs: 2 of 5'")
+    wait_for_text(page, "lr=0.02 (1 run)")
+    assert "There is no run" not in page.evaluate("document.body.innerText")
+
+
+# Alerts by the keyboard
+
+
+def test_the_focus_goes_on_to_the_next_alert(open_page):
+    page = open_page("/alerts")
+    button = page.get_by_role("button", name="Acknowledge", exact=True).first
+    button.focus()
+    page.keyboard.press("Enter")
+    wait_for_text(page, "1 open alert")
+    until(page, "document.activeElement.closest('.alert')?.innerText.includes('of 2')")
+    page.keyboard.press("Enter")
+    wait_for_text(page, "No alert is open")
+    until(page, "document.activeElement.matches('h1')")
+
+
+def test_the_focus_stays_with_its_alert_when_another_one_comes(root, open_page):
+    with training(root, name="hot") as run:
+        run.write(1)
+        page = open_page("/alerts")
+        page.locator(".alert", has_text="of 2").get_by_role("link", name="step 2").focus()
+        run.alert(step=1, time=time.time(), kind="diameter", value=9.0, pair=(11, 198), message="far")
+        wait_for_text(page, "3 alerts")
+        until(page, "document.activeElement.innerText === 'step 2'")
+        assert "token 11 and token 198" in page.locator(".alert", has_text="far").inner_text()

@@ -337,3 +337,10 @@ def test_other_machines_need_a_token(root, data):
         client.get("/", params={"token": TOKEN})
         post(client, 200, origin="http://127.0.0.1:8000", sec_fetch_site="same-origin")
         post(client, 403, origin="http://127.0.0.1:9999", sec_fetch_site="same-site")
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b"{'runs': ['a']}"])
+def test_a_body_that_is_no_json_is_refused_with_a_sentence(client, body):
+    answer = client.post("/api/remarks", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert answer.json()["detail"] == "The body is no JSON: /api/openapi.json says what it may hold."

@@ -22,12 +22,14 @@ function show(element) {
   if (element.dataset.state === state) return;
   element.dataset.state = state;
   element.toggleAttribute("data-acknowledged", Boolean(sign));
+  const held = element.contains(document.activeElement);
   const trouble = h("span", { class: "refusal", role: "alert" });
   const send = (undo) => acknowledge(run, [alert], { by: ownName(), undo }).catch((error) => say(trouble, error.message));
   const button = (label, undo) => (offer.offered ? tool(label, () => send(undo)) : null);
-  if (!sign) return fill(element, button("Acknowledge", false), trouble);
-  const by = sign.by ? ` by ${clip(sign.by, 80)}` : "";
-  fill(element, h("span", {}, `acknowledged${by} `, ageMark(sign.at)), button("Undo", true), trouble);
+  const by = sign?.by ? ` by ${clip(sign.by, 80)}` : "";
+  const said = sign ? h("span", {}, `acknowledged${by} `, ageMark(sign.at)) : null;
+  fill(element, said, sign ? button("Undo", true) : button("Acknowledge", false), trouble);
+  if (held) element.querySelector("button")?.focus();
 }
 
 /** The field for the name that is put under acknowledgements. The browser remembers it. */

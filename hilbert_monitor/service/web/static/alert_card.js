@@ -52,6 +52,6 @@ function measured(alert) {
 
 function tokens(alert) {
   if (!alert.pair_text && !alert.pair) return null;
-  const texts = alert.pair_text ?? alert.pair.map(String);
-  return h("span", { class: "pair" }, "tokens ", token(texts[0]), " and ", token(texts[1]));
+  const [first, second] = [0, 1].map((i) => token(alert.pair_text?.[i], alert.pair?.[i]));
+  return h("span", { class: "pair" }, alert.pair_text ? "tokens " : null, first, " and ", second);
 }

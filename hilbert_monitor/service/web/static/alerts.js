@@ -123,7 +123,9 @@ export class Alerts {
     const part = count > alerts.length ? `The newest ${whole(alerts.length)} of ` : "";
     say(this.count, part + plural(count, acknowledged ? "open alert" : "alert"));
     list(this.list, alerts);
+    const left = this.signing.contains(document.activeElement);
     this.signing.hidden = !offer.offered || !alerts.length;
+    if (left && this.signing.hidden) heading().focus();
     say(this.all, alerts.length > 1 ? `Acknowledge these ${alerts.length}` : "Acknowledge it");
     this.past.hidden = !acknowledged;
     say(this.pastTitle, `${plural(acknowledged, "alert")} acknowledged`);
@@ -150,13 +152,24 @@ export class Alerts {
   }
 }
 
-/** List alerts, if they are others than before. */
+/** List alerts, if they are others than before. The focus stays with its alert, or goes to the next one. */
 function list(element, alerts) {
-  const state = JSON.stringify(alerts.map((alert) => [alert.run, alert.step, alert.kind, alert.status]));
-  if (state !== element.state) fill(element, alerts.map((alert) => h("li", {}, alertCard(alert))));
-  element.state = state;
+  const keys = alerts.map((alert) => JSON.stringify([alert.run, alert.step, alert.kind, alert.time, alert.status]));
+  const { keys: before = [] } = element;
   element.hidden = !alerts.length;
+  if (before.length === keys.length && before.every((key, i) => key === keys[i])) return;
+  const place = [...element.children].findIndex((item) => item.contains(document.activeElement));
+  const control = place < 0 ? -1 : controls(element.children[place]).indexOf(document.activeElement);
+  fill(element, alerts.map((alert) => h("li", {}, alertCard(alert))));
+  element.keys = keys;
+  if (place < 0) return;
+  const same = keys.indexOf(before[place]);
+  const item = element.children[same < 0 ? Math.min(place, keys.length - 1) : same];
+  (item ? controls(item).at(same < 0 ? -1 : control) : heading())?.focus();
 }
+
+const controls = (item) => [...item.querySelectorAll("a, button")];
+const heading = () => document.querySelector("main h1");
 
 /** What is said where no alert is open. */
 function nothing(acknowledged) {

@@ -4,7 +4,7 @@ import { get } from "./api.js";
 import { fill, h, runLink } from "./dom.js";
 import { ageMark, clip, now, whole } from "./format.js";
 import { onEvent } from "./live.js";
-import { acknowledgement, onRemarks } from "./remarks.js";
+import { acknowledgement, isArchived, onRemarks } from "./remarks.js";
 import { onRuns, runs } from "./store.js";
 
 const RECENT = 600;
@@ -50,10 +50,10 @@ function add(alert) {
   show();
 }
 
-/** Alerts of runs that are still running, the newest first. Those of ended runs are in the list of alerts. */
+/** Open alerts of runs that are still running and not archived, the newest first. Those of ended runs are in the list of alerts. */
 function current() {
   const alive = ({ run }) => !runs.has(run) || runs.get(run).status === "running";
-  const open = (alert) => !acknowledgement(alert.run, alert);
+  const open = (alert) => !isArchived(alert.run) && !acknowledgement(alert.run, alert);
   return [...alerts.values()].filter(alive).filter(open).sort((a, b) => b.time - a.time);
 }
 

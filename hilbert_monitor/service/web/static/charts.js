@@ -137,9 +137,10 @@ function extent(figures) {
   return last > first ? [first - room, last + room] : null;
 }
 
-/** A range in order, with as many digits as its width needs. */
+/** A range in order, with as many digits as its width needs, and its smaller end: a logarithmic axis has no zero. */
 function rounded([first, last]) {
-  const digits = Math.max(0, 3 - Math.floor(Math.log10(Math.abs(last - first))));
+  const sizes = [Math.abs(last - first), first, last].filter((size) => size > 0);
+  const digits = Math.max(0, 3 - Math.floor(Math.log10(Math.min(...sizes))));
   return [Math.min(first, last), Math.max(first, last)].map((x) => Number(x.toFixed(Math.min(digits, 9))));
 }
 

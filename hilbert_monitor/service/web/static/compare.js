@@ -10,8 +10,9 @@ import { noRuns } from "./empties.js";
 import { plural } from "./format.js";
 import { coalesce } from "./live.js";
 import { cards, most, values } from "./numbers.js";
+import { archivedAmong, isArchived, onRemarks } from "./remarks.js";
 import { Selection } from "./selection.js";
-import { WHOLE, change, get, viewQuery, written } from "./state.js";
+import { WHOLE, change, get, namedRuns, viewQuery, written } from "./state.js";
 import { about, runs } from "./store.js";
 
 const PANELS = [
@@ -29,6 +30,9 @@ const PANELS = [
 const ASKED = ["model", "runs", "by", "base", "over", "panels", "logx"];
 /** Those that make no sense for another model. */
 const OF_MODEL = { runs: null, by: null, base: null, over: null, ...WHOLE };
+
+let current = null;
+onRemarks(() => current?.remarked());
 
 /** The view at `/`. */
 export class Compare {
@@ -68,6 +72,7 @@ export class Compare {
     this.body.classList.add("is-loading");
     fill(root, this.body, this.none);
     this.refresh = coalesce(() => this.load());
+    current = this;
     this.update();
   }
 
@@ -107,7 +112,7 @@ export class Compare {
   /** Something happened to a run: redraw if it takes part. */
   event(name, data) {
     const id = data.run ?? data.id;
-    const chosen = get("runs")?.split(",");
+    const chosen = namedRuns();
     const model = runs.get(id)?.model;
     const ours = !this.answer || model === undefined || model === this.answer.model;
     const fresh = name === "run" && !this.seen?.has(model);
@@ -121,6 +126,14 @@ export class Compare {
       this.offer();
     }
     this.emptiness();
+  }
+
+  /** Somebody archived a run, or brought one back. */
+  remarked() {
+    const archived = [...runs.keys()].filter(isArchived).join();
+    if (archived !== this.archived) this.refresh.ask();
+    this.archived = archived;
+    this.known();
   }
 
   async load() {
@@ -163,7 +176,9 @@ export class Compare {
   /** Offer all models to choose from. An answer about some runs names only theirs, so the list of runs adds the others. */
   offer() {
     const models = new Map(this.answer.models.map(({ name }) => [name, 0]));
-    for (const { model, problem } of runs.values()) if (!problem) models.set(model, (models.get(model) ?? 0) + 1);
+    const counted = [...runs.values()].filter(({ id, problem }) => !problem && !isArchived(id));
+    for (const { model } of counted) models.set(model, (models.get(model) ?? 0) + 1);
+    for (const { name, runs: count } of this.answer.models) models.set(name, Math.max(count, models.get(name)));
     const named = (name) => `${name || "no model named"} (${plural(models.get(name), "run")})`;
     const option = (name) => h("option", { value: name, selected: name === this.answer.model }, named(name));
     this.seen = models;
@@ -179,10 +194,12 @@ export class Compare {
     const all = groups > 6 ? `${plural(answer.counted.length, "run")} in ${groups} groups` : counts.join(whole ? ", " : "; ");
     const how = get("base") || get("over") ? "" : " by seed and panel";
     const paired = pairs ? `; ${plural(pairs, "pair")}${how}` : "";
-    return [`${all || "No runs counted"}${paired}.`, answer.about].filter(Boolean).join(" ");
+    const none = archivedAmong([...runs.keys()]) ? "All runs are archived: tick some in Runs to compare them" : "No runs counted";
+    return [`${all || none}${paired}.`, answer.about].filter(Boolean).join(" ");
   }
 
   end() {
+    current = null;
     this.refresh.end();
     this.selection.end();
     this.charts.end();

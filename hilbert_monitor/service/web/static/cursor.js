@@ -68,7 +68,7 @@ export class Cursor {
   leave() {
     if (this.x === null) return;
     this.x = null;
-    if (this.panel.drawn) Plotly.Fx.unhover(this.panel.plot);
+    if (this.panel.plot._fullLayout) Plotly.Fx.unhover(this.panel.plot); // it has none when the view has ended
     this.panel.group.hover(this.panel, null);
   }
 }

@@ -1,7 +1,7 @@
 /* Notices for views that have nothing to show; they say what to do. */
 
 import { code, empty, h, tool } from "./dom.js";
-import { clip } from "./format.js";
+import { clip, plural } from "./format.js";
 import { about } from "./store.js";
 
 /** No runs yet. */
@@ -26,6 +26,11 @@ export function noMatch(clear) {
   const examples = ["status:failed", "lr>0.01", "-adamw", '"two words"', "a OR b"];
   const fields = ["All words must occur. ", examples.map((one) => [code(one), " "]), "narrow or widen the filter. "];
   return empty("No run matches", h("p", {}, fields, tool("Show all runs", clear)));
+}
+
+/** Only archived runs match the filter. */
+export function onlyArchived(count, show) {
+  return empty("All runs that match are archived", h("p", {}, tool(`Show ${plural(count, "archived run")}`, show)));
 }
 
 /** There is no run with this id. */

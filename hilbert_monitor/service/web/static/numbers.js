@@ -28,7 +28,7 @@ function factor(metric, { contrasts, sides, pairs }, noun, what) {
     const [word, ends] = least >= 1 ? [`smaller ${noun}`, [least, largest]]
       : largest <= 1 ? [`larger ${noun}`, [1 / largest, 1 / least]]
       : [`ratio of ${noun}`, [least, largest]];
-    return card(metric, `${times(ends[0])}–${times(ends[1])}×`, word, `${line}: least and largest of ${whole(known.length)}`);
+    return card(metric, `${span(ends.map(times), "–")}×`, word, `${line}: least and largest of ${whole(known.length)}`);
   }
   const [size, word] = least >= 1 ? [least, "smaller"] : [1 / least, "larger"];
   const [current] = known;
@@ -36,6 +36,9 @@ function factor(metric, { contrasts, sides, pairs }, noun, what) {
   const at = value(current.step) === null ? "" : ` at step ${whole(current.step)}${some}`;
   return card(metric, `${times(size)}×`, size < 1.05 ? `the same ${noun}` : `${word} ${noun}`, line + at);
 }
+
+/** The least and the largest, or one of them if they read alike. */
+const span = ([least, largest], between) => (least === largest ? least : least + between + largest);
 
 /** A ratio in one decimal, or in two digits where it is small. */
 function times(size) {
@@ -50,7 +53,7 @@ function loss({ contrasts, sides }) {
   if (known.length > 1) {
     const means = known.map(({ mean }) => value(mean));
     const ends = [Math.min(...means), Math.max(...means)].map((mean) => fixed(mean, 4, true));
-    return card("difference", ends.join(" to "), "validation loss", `${line}: least and largest of ${whole(known.length)}`);
+    return card("difference", span(ends, " to "), "validation loss", `${line}: least and largest of ${whole(known.length)}`);
   }
   const [{ mean, deviation, pairs, below, checkpoints }] = known;
   const room = value(deviation) === null ? "" : `, ± ${fixed(deviation)}`;

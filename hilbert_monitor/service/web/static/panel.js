@@ -108,7 +108,10 @@ export class Panel {
       fixedrange: TOUCH.matches,
       title: { ...given.xaxis?.title, font: { size: 12 } },
     };
-    if (range) Object.assign(layout.xaxis, { range: onAxis(range, given.xaxis), autorange: false });
+    if (range) {
+      const ends = onAxis(range, given.xaxis);
+      Object.assign(layout.xaxis, { range: ends, autorange: false, ...(given.xaxis?.type === "log" && logTicks(ends)) });
+    }
     const height = heights[this.spec.key]?.map(layout.yaxis.type === "log" ? Math.log10 : Number);
     if (height?.every(Number.isFinite)) Object.assign(layout.yaxis, { range: height, autorange: false });
     if (mark !== null) layout.shapes = [...(given.shapes ?? []), marker(mark)];
@@ -186,6 +189,12 @@ export class Panel {
 /** A range of x as Plotly wants it: on a logarithmic axis the logarithms, and no zero. */
 function onAxis([first, last], axis) {
   return axis?.type === "log" ? [first > 0 ? first : last / 1e6, last].map(Math.log10) : [first, last];
+}
+
+/** So few labels on a logarithmic x that they do not run into each other: 1, 2, 5, 10, or powers of ten alone. */
+function logTicks([first, last]) {
+  const decades = last - first;
+  return { nticks: decades < 1 ? 4 : decades > 2.5 ? Math.ceil(decades) : Math.ceil(2 * decades) };
 }
 
 /** A line at the step that the address names. */

@@ -3,6 +3,7 @@
 import { h, renew, say, tool } from "./dom.js";
 import { clip, plural } from "./format.js";
 import { archivedAmong, change, offer } from "./remarks.js";
+import { joined } from "./state.js";
 import { runs } from "./store.js";
 
 /** A bar over the table; empty while no run is ticked. */
@@ -47,7 +48,7 @@ export class RunActions {
   links() {
     const models = this.models();
     return [...models].map(([model, ids]) => {
-      const query = new URLSearchParams({ model, runs: ids.join(",") });
+      const query = new URLSearchParams({ model, runs: joined(ids) });
       const label = models.size === 1 ? "Compare these" : `Compare ${ids.length} of ${clip(model, 30)}`;
       return h("a", { class: "button", href: `/?${query}` }, label);
     });

@@ -7,7 +7,7 @@ import { ColumnChoice } from "./column_choice.js";
 import { COLUMNS, added, columnOf, shownColumns } from "./columns.js";
 import { Difference } from "./difference.js";
 import { fill, h, renew, say, stateMark } from "./dom.js";
-import { noMatch, noRuns } from "./empties.js";
+import { noMatch, noRuns, onlyArchived } from "./empties.js";
 import { plural, value, whole } from "./format.js";
 import { coalesce } from "./live.js";
 import { archivedAmong, isArchived, onRemarks } from "./remarks.js";
@@ -139,8 +139,10 @@ export class Runs {
     this.chips();
     this.table.element.hidden = this.hint.hidden = !list.length;
     const clear = () => change({ q: null, status: null });
-    const none = () => (runs.size ? noMatch(clear) : about.progress < 1 ? null : noRuns());
-    renew(this.none, [list.length, runs.size, about.progress, about.root], () => (list.length ? null : none()));
+    const some = () => (this.archived ? onlyArchived(this.archived, () => change({ archived: 1 })) : noMatch(clear));
+    const none = () => (runs.size ? some() : about.progress < 1 ? null : noRuns());
+    const state = [list.length, runs.size, this.archived, about.progress, about.root];
+    renew(this.none, state, () => (list.length ? null : none()));
   }
 
   /** The columns to sort by, for a phone, on which the table has no head. */

@@ -5,7 +5,7 @@ import { h, optimizerMark, renew, say, stateMark, tool } from "./dom.js";
 import { plural } from "./format.js";
 import { coalesce } from "./live.js";
 import { isArchived } from "./remarks.js";
-import { change, get } from "./state.js";
+import { change, joined, namedRuns } from "./state.js";
 import { runs } from "./store.js";
 
 const FIRST = ["AdamW", "RowNorm"];
@@ -32,7 +32,7 @@ export class Selection {
   /** Show the runs of an answer's model. */
   show({ model, aside = [] }) {
     this.model = model;
-    const named = get("runs")?.split(",");
+    const named = namedRuns();
     const takesPart = (run) => run.model === model && (!isArchived(run.id) || named?.includes(run.id));
     this.mine = [...runs.values()].filter(takesPart).sort(inOrder);
     this.chosen = new Set(named ?? this.mine.map((run) => run.id));
@@ -40,8 +40,8 @@ export class Selection {
     const [all, shown] = [this.mine.length, this.mine.filter((run) => this.chosen.has(run.id)).length];
     say(this.title, `Runs: ${shown === all ? `all ${all}` : `${shown} of ${all}`}`);
     const listed = this.mine.map((run) => [run.id, run.status, run.label]);
-    const state = [listed, [...this.chosen], aside, this.found && [...this.found]];
-    renew(this.boxes, state, () => this.groups(shown === all));
+    const state = [listed, [...this.chosen], Boolean(named), aside, this.found && [...this.found]];
+    renew(this.boxes, state, () => this.groups(!named));
   }
 
   /** Ask the server which runs match: it knows their settings. */
@@ -95,7 +95,9 @@ export class Selection {
   }
 
   take(ids) {
-    if (ids.length) change({ runs: ids.length === this.mine.length ? null : ids.join(",") });
+    const usual = this.mine.filter((run) => !isArchived(run.id)).map((run) => run.id);
+    const same = ids.length === usual.length && usual.every((id) => ids.includes(id));
+    if (ids.length) change({ runs: same ? null : joined(ids) });
   }
 
   end() {

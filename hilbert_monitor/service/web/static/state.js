@@ -26,6 +26,12 @@ export function get(name) {
 /** All of a repeated setting. */
 export const getAll = (name) => new URLSearchParams(location.search).getAll(name);
 
+/** The runs that the address names; undefined if it names none. */
+export const namedRuns = () => get("runs")?.split(",").map((id) => id.replaceAll("%2C", ",").replaceAll("%25", "%"));
+
+/** Ids of runs as one setting: commas are between them, and escaped within. */
+export const joined = (ids) => ids.map((id) => id.replaceAll("%", "%25").replaceAll(",", "%2C")).join(",");
+
 /**
  * Change settings of the address; null takes one away, a list is repeated.
  * @param {Record<string, unknown>} changes
