@@ -12,6 +12,7 @@ from .oracle import OracleSolution, centred_decrease, diameter_oracle, first_ord
 from .perturbation import HilbertPerturbation, hilbert_perturbation
 from .radius import RadiusBracket, covering_radius
 from .rows import center_rows, projected_row_norm, row_norm
+from .shards import RowShards
 from .simplex import cross_entropy_change_bound, hilbert_distance, tv_bound, variation_seminorm
 from .spectral import spectral_norm
 from .tension import TensionBracket, TensionFlow, tension_bracket
@@ -24,6 +25,7 @@ __all__ = [
     "OracleSolution",
     "RadiusBracket",
     "RowDiameter",
+    "RowShards",
     "TensionBracket",
     "TensionFlow",
     "backward_bound",

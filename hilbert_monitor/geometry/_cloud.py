@@ -41,15 +41,7 @@ class PointCloud:
         cls, S: Tensor, low: Tensor, high: Tensor, max_bytes: int, dtype: torch.dtype | None = None
     ) -> PointCloud:
         """Centre and scale finite rows S, given their columnwise extremes."""
-        dtype = dtype or compute_dtype(S)
-        largest = float(torch.maximum(low.abs(), high.abs()).max())
-        pre = post = 1.0
-        spread = float((high.double() * 0.5 - low.double() * 0.5).max())
-        narrow, wide = _RANGE[dtype]
-        if spread < narrow or largest > wide:
-            dtype = torch.float64
-            pre = power_of_two_scale(largest)
-            post = power_of_two_scale(spread * pre)
+        dtype, pre, post = scales(low, high, dtype or compute_dtype(S))
         return cls(S, _centre(S, dtype, pre, max_bytes), pre, post, max_bytes)
 
     @classmethod
@@ -172,6 +164,17 @@ class PointCloud:
         roots, and of numbers cast to fp32.
         """
         return (self.width + 8) * torch.finfo(self.dtype).eps / 2
+
+
+def scales(low: Tensor, high: Tensor, dtype: torch.dtype) -> tuple[torch.dtype, float, float]:
+    """Return dtype, pre_scale and post_scale that keep squares of finite rows in range, by their columns' extremes."""
+    largest = float(torch.maximum(low.abs(), high.abs()).max())
+    spread = float((high.double() * 0.5 - low.double() * 0.5).max())
+    narrow, wide = _RANGE[dtype]
+    if narrow <= spread and largest <= wide:
+        return dtype, 1.0, 1.0
+    pre = power_of_two_scale(largest)
+    return torch.float64, pre, power_of_two_scale(spread * pre)
 
 
 def column_extremes(S: Tensor) -> tuple[Tensor, Tensor]:

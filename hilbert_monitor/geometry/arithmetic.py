@@ -45,7 +45,10 @@ def full_precision(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        parts = (
+            getattr(a, "rows", a) for a in (*args, *kwargs.values())
+        )  # of rows on several ranks, those of this one
+        tensors = [part for part in parts if isinstance(part, Tensor)]
         device = tensors[0].device.type if tensors else "cpu"
         with torch.no_grad(), torch.autocast(device, enabled=False), _ieee_matmul():
             return function(*args, **kwargs)
@@ -134,10 +137,15 @@ def power_of_two_scale(x: float) -> float:
 
 def row_mean(A: Tensor, max_bytes: int = MAX_BYTES) -> Tensor:
     """Return the mean of the rows (d,), in fp32 or better, summed in fp64."""
+    return (row_sum(A, max_bytes) / A.shape[0]).to(compute_dtype(A))
+
+
+def row_sum(A: Tensor, max_bytes: int = MAX_BYTES) -> Tensor:
+    """Return the sum of the rows (d,) in fp64."""
     total = torch.zeros(A.shape[1], dtype=torch.float64, device=A.device)
     for _, chunk in row_chunks(A, torch.float64, max_bytes):
         total += chunk.sum(0)
-    return (total / A.shape[0]).to(compute_dtype(A))
+    return total
 
 
 def nonfinite(A: Tensor, max_bytes: int = MAX_BYTES) -> Tensor:

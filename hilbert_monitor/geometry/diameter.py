@@ -34,7 +34,10 @@ import torch
 from torch import Tensor
 
 from ._cloud import PointCloud, column_extremes
+from ._screen import largest_bounds, screen_tables
+from ._sharded_diameter import ShardedSearch, Survey, ordered, survey
 from .arithmetic import MAX_BYTES, check_rows, full_precision, nonfinite
+from .shards import RowShards, row_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,6 @@ _OUTER = 16  # rows that a bracket walks from
 _SURVEY_RANK = 16
 _SCREEN_RANKS = (8, 16, 64)
 _ROW_BYTES = 96  # scratch a row of S needs beside its coordinates
-_SCREEN_TILE, _SCREEN_ROWS = 2**20, 128  # a tile of bounds that stays in cache
 _MEET_ROWS, _MEET_COLUMNS = 2048, 1024  # the largest tile of full distances
 _MANY_HUBS = 2048  # from here on a screen is tried on a sample first
 _SMALL = 512  # up to this many rows, all pairs cost less than a survey
@@ -80,7 +82,7 @@ _FEW = 4096  # up to this many near-longest pairs of a tile are measured one by 
 
 
 @full_precision
-def row_diameter_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> DiameterBracket:
+def row_diameter_bracket(S: Tensor | RowShards, *, max_bytes: int = MAX_BYTES) -> DiameterBracket:
     """Bracket D(S) in O(Vd): two passes over S, and little else.
 
     The first pass finds the rows farthest from the centre. Among those and their farthest partners in an even sample,
@@ -96,6 +98,9 @@ def row_diameter_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> DiameterBr
     Returns:
         lower and upper bound, and the pair that attains the lower one.
     """
+    if shards := row_shards(S):
+        return _sharded_bracket(shards, max_bytes)
+    assert not isinstance(S, RowShards)
     check_rows("S", S)
     cloud = PointCloud.unscaled(S, max_bytes)
     from_centre = cloud.norms()
@@ -114,11 +119,11 @@ def row_diameter_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> DiameterBr
         [cloud.pair_lengths(i[None], j[None])[0], reach, i.double(), j.double()]
     ).tolist()
     lower, upper = length, max(length * _fp64_rounding(S), reach_value * (1 + cloud.rounding))
-    return DiameterBracket(cloud.row_length(lower), _up(cloud.row_length(upper)), _ordered(*map(int, pair)), 0)
+    return DiameterBracket(cloud.row_length(lower), _up(cloud.row_length(upper)), ordered(*map(int, pair)), 0)
 
 
 @full_precision
-def row_diameter(S: Tensor, *, max_bytes: int = MAX_BYTES) -> RowDiameter:
+def row_diameter(S: Tensor | RowShards, *, max_bytes: int = MAX_BYTES) -> RowDiameter:
     """Compute D(S) = max_{i<j} |s_i - s_j| exactly, with a pair that attains it.
 
     Where several pairs tie, any one of them is returned. The cost grows about as V d on optimizers' increments, and is
@@ -131,6 +136,9 @@ def row_diameter(S: Tensor, *, max_bytes: int = MAX_BYTES) -> RowDiameter:
     Returns:
         the value (fp64, from the rows as given), the pair, and how many pairs were screened and computed.
     """
+    if shards := row_shards(S):
+        return _sharded_diameter(shards, max_bytes)
+    assert not isinstance(S, RowShards)
     check_rows("S", S)
     low, high = column_extremes(S)
     if ends := trivial_diameter(S, low, high, max_bytes):
@@ -139,6 +147,26 @@ def row_diameter(S: Tensor, *, max_bytes: int = MAX_BYTES) -> RowDiameter:
     search.run()
     value = search.cloud.row_length(search.length)
     return RowDiameter(value, _up(value * _fp64_rounding(S)), search.pair, 0, search.screened, search.computed)
+
+
+def _sharded_bracket(shards: RowShards, max_bytes: int) -> DiameterBracket:
+    found = survey(shards, max_bytes)
+    if not isinstance(found, Survey):
+        return DiameterBracket(*found)
+    cloud, length = found.cloud, found.length
+    upper = max(length * _fp64_rounding(shards.rows), found.reach * (1 + cloud.rounding))
+    return DiameterBracket(cloud.row_length(length), _up(cloud.row_length(upper)), ordered(*found.pair), 0)
+
+
+def _sharded_diameter(shards: RowShards, max_bytes: int) -> RowDiameter:
+    found = survey(shards, max_bytes)
+    if not isinstance(found, Survey):
+        return RowDiameter(*found, 0, 0)
+    search = ShardedSearch(shards, found)
+    search.run()
+    value = search.cloud.row_length(search.length)
+    upper = _up(value * _fp64_rounding(shards.rows))
+    return RowDiameter(value, upper, ordered(*search.pair), 0, search.screened, search.computed)
 
 
 def _fp64_rounding(S: Tensor) -> float:
@@ -169,7 +197,7 @@ def trivial_diameter(
         bad = nonfinite(S, max_bytes)
         value = float("nan") if bool(extremes.isnan().any()) else float("inf")
         worst = int(bad.int().argmax())
-        return value, value, _ordered(worst, 0 if worst else other), int(bad.sum())
+        return value, value, ordered(worst, 0 if worst else other), int(bad.sum())
     if bool((low == high).all()):
         return 0.0, 0.0, (0, other), 0
     return None
@@ -189,10 +217,6 @@ def _longest(cloud: PointCloud, rows: Tensor) -> tuple[Tensor, Tensor]:
     longest = torch.addmm(norm2 + norm2[:, None], x, x.T, alpha=-2).argmax()
     i, j = rows[torch.stack([longest // len(rows), longest % len(rows)])]  # rows[longest // n] would wait for it
     return i, j
-
-
-def _ordered(i: int, j: int) -> tuple[int, int]:
-    return (i, j) if i < j else (j, i)
 
 
 class _Search:
@@ -244,7 +268,7 @@ class _Search:
         longest, best = lengths.max(0, keepdim=True)
         length, a, b = torch.cat([longest, i[best].double(), j[best].double()]).tolist()
         if length > self.length:
-            self.length, self.pair = length, _ordered(int(a), int(b))
+            self.length, self.pair = length, ordered(int(a), int(b))
 
     def _walk(self, norm2: Tensor, z: Tensor) -> None:
         """Find a long pair: go from outlying rows to their farthest partners in the survey, twice."""
@@ -274,19 +298,8 @@ class _Search:
     def _screen(
         self, hubs: Tensor, partners: Tensor, bounds: Tensor, z_hubs: Tensor, z_partners: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Drop hubs and partners whose every pair is too short along k directions, given their coordinates.
-
-        With e the relative rounding of a dot product, a row's k coordinates err together by sqrt(k) e of its norm, in
-        computing and through the directions' own rounding. So the squared distance of i and j is at most
-        (1 + 2e)(r_i^2 + r_j^2) - 2 z_i.z_j + 2 rho_i rho_j + 8 sqrt(k) e r_i r_j,
-        with rho_i^2 rounded up by (1 + 4 sqrt(k)) e r_i^2: a product of k + 4 columns.
-        """
-        e = self.cloud.rounding
-        err = math.sqrt(z_hubs.shape[1]) * e
-        radius, rest, size = self._parts(hubs, z_hubs)
-        left = torch.column_stack([-2 * z_hubs, 2 * rest, 8 * err * radius, size, torch.ones_like(size)])
-        radius, rest, size = self._parts(partners, z_partners)
-        right = torch.column_stack([z_partners, rest, radius, torch.ones_like(size), size])
+        """Drop hubs and partners whose every pair is too short along k directions, given their coordinates."""
+        left, right = screen_tables(self.radius[hubs], z_hubs, self.radius[partners], z_partners, self.cloud.rounding)
         if len(hubs) > _MANY_HUBS:
             sample = torch.arange(0, len(hubs), len(hubs) // 64, device=hubs.device)
             sampled, _ = self._bounds(hubs[sample], partners, left[sample], right)
@@ -296,30 +309,11 @@ class _Search:
         open_hubs = ~(bounds < self.length**2)
         return hubs[open_hubs], partners[~(reached < self.length**2)], bounds[open_hubs]
 
-    def _parts(self, ranks: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return norms of rows, norms of their parts outside the directions of z, and squared norms; all rounded up."""
-        e = self.cloud.rounding
-        radius = self.radius[ranks]
-        norm2 = radius.square()
-        rest2 = (norm2 - z.square().sum(1)).clamp_min_(0).add_(norm2, alpha=(1 + 4 * math.sqrt(z.shape[1])) * e)
-        return radius, rest2.sqrt_(), norm2.mul_(1 + 2 * e)
-
     def _bounds(self, hubs: Tensor, partners: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest bound on a squared distance of each hub to a partner, and of each partner to a hub."""
-        by_hub = left.new_full((len(hubs),), -torch.inf)
-        by_partner = right.new_full((len(partners),), -torch.inf)
         starts, ends = self._ranges(hubs, partners)
-        columns = min(_SCREEN_TILE, self.cloud.budget // left.element_size()) // _SCREEN_ROWS
-        scratch = left.new_empty(columns * _SCREEN_ROWS)
-        for a in range(0, len(hubs), _SCREEN_ROWS):
-            block = slice(a, min(a + _SCREEN_ROWS, len(hubs)))
-            for start in range(starts[a], ends[a], columns):
-                at = slice(start, min(start + columns, ends[a]))
-                shape = (block.stop - a, at.stop - start)
-                tile = torch.mm(left[block], right[at].T, out=scratch[: shape[0] * shape[1]].view(shape))
-                self.screened += tile.numel()
-                by_hub[block] = torch.maximum(by_hub[block], tile.amax(1))
-                by_partner[at] = torch.maximum(by_partner[at], tile.amax(0))
+        by_hub, by_partner, screened = largest_bounds(left, right, starts, ends, self.cloud.budget)
+        self.screened += screened
         return by_hub, by_partner
 
     def _prove(self, hubs: Tensor, partners: Tensor, bounds: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import check_real, compute_dtype, full_precision
+from .shards import RowShards, row_shards
 
 
 class Interval(NamedTuple):
@@ -39,13 +40,27 @@ def step_efficiency(decrease: float | Interval, *, diameter: Interval, tension: 
 
 
 @full_precision
-def gauge_waste(S: Tensor) -> float:
+def gauge_waste(S: Tensor | RowShards) -> float:
     """Return the share V |mean row|^2 / |S|^2 of S that is a common row shift; nan for S = 0.
 
     Args:
-        S: (V, d). Rows in bf16 or fp16 are copied to fp32.
+        S: (V, d); rows may be on several ranks. Those in bf16 or fp16 are copied to fp32.
     """
+    if shards := row_shards(S):
+        return _sharded_waste(shards)
+    assert not isinstance(S, RowShards)
     check_real("S", S)
     S = S.to(compute_dtype(S))
     shift = S.mean(0, dtype=torch.float64).norm() / torch.linalg.vector_norm(S, dtype=torch.float64)
     return len(S) * float(shift) ** 2
+
+
+def _sharded_waste(shards: RowShards) -> float:
+    def sums() -> Tensor:
+        rows = shards.rows.to(compute_dtype(shards.rows))
+        size = torch.linalg.vector_norm(rows, dtype=torch.float64).square()
+        return torch.cat([rows.sum(0, dtype=torch.float64), size[None]])
+
+    numbers = shards.ranks.sum(sums, shards.shape[1] + 1)
+    shift = (numbers[:-1] / shards.number).norm() / numbers[-1].sqrt()
+    return shards.number * float(shift) ** 2

@@ -19,13 +19,16 @@ as by norm, because RowNorm's rows all have one norm.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ._cloud import SAMPLE, PointCloud, column_extremes, leading_directions
+from ._sharded_diameter import in_range
 from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, nonfinite, times_power_of_two
+from .shards import RowShards, row_shards
 
 _RANK = 32
 _TILE = 64  # positions
@@ -57,52 +60,105 @@ class HilbertPerturbation:
 
 
 @full_precision
-def hilbert_perturbation(S: Tensor, H: Tensor, *, max_bytes: int = MAX_BYTES) -> HilbertPerturbation:
+def hilbert_perturbation(S: Tensor | RowShards, H: Tensor, *, max_bytes: int = MAX_BYTES) -> HilbertPerturbation:
     """Measure how far the update S moves the predictions at the hidden states H, in Hilbert distance.
 
     Args:
-        S: (V, d) update rows, any real floating-point dtype.
-        H: (N, d) hidden states, on the same device.
+        S: (V, d) update rows, any real floating-point dtype; they may be on several ranks.
+        H: (N, d) hidden states, on the same device and the same on all ranks.
         max_bytes: bound on scratch memory; V x N is never held.
 
     Returns:
         delta of every position, its RMS and maximum, and the tokens that attain the maximum.
     """
-    check_rows("S", S)
+    shards = row_shards(S)
+    if shards is None:
+        assert not isinstance(S, RowShards)
+        check_rows("S", S)
     check_rows("H", H)
     if S.shape[1] != H.shape[1]:
         raise ValueError(f"S and H must have one width, got rows of {S.shape[1]} and states of {H.shape[1]}")
-    if S.device != H.device:
-        raise ValueError(f"S and H must be on one device, got {S.device} and {H.device}: move H with .to(S.device)")
-    low, high = column_extremes(S)
-    dtype = compute_dtype(S, H)
+    rows = shards.rows if shards else S
+    assert not isinstance(rows, RowShards)
+    if rows.device != H.device:
+        raise ValueError(
+            f"S and H must be on one device, got {rows.device} and {H.device}: move H with .to({str(rows.device)!r})"
+        )
+    dtype = compute_dtype(rows, H)
     largest_entry = torch.maximum(H.amax(1), -H.amin(1)).to(dtype)  # (N,), a nan where there is one
     bad_positions = ~largest_entry.isfinite()
-    bad_row = bad_rows = products = 0
-    panel = None
-    if bool((low.isfinite() & high.isfinite()).all()):
-        panel = _Panel(PointCloud.in_range(S, low, high, max_bytes, dtype), H, largest_entry)
-        panel.run()
-        delta, products = panel.delta(), panel.products
-    else:
-        bad = nonfinite(S, max_bytes // 2)
-        bad_row, bad_rows = int(bad.int().argmax()), int(bad.sum())
-        value = torch.nan if bool((low.isnan() | high.isnan()).any()) else torch.inf
-        delta = torch.full((len(H),), value, dtype=dtype, device=S.device)
-    delta.masked_fill_(bad_positions, torch.nan)
+    found = (
+        _measured(rows, H, largest_entry, max_bytes) if shards is None else _shared(shards, H, largest_entry, max_bytes)
+    )
+    delta = found.delta.masked_fill_(bad_positions, torch.nan)
     position = int(delta.argmax())
     largest = float(delta[position])
-    pair = panel.extreme_tokens(position) if panel and math.isfinite(largest) else (bad_row, bad_row)
     return HilbertPerturbation(
         delta=delta,
         rms=float(delta.double().square().mean().sqrt()),
         max=largest,
         position=position,
-        pair=pair,
-        nonfinite_rows=bad_rows,
+        pair=found.extreme_tokens(position) if math.isfinite(largest) else (found.bad_row, found.bad_row),
+        nonfinite_rows=found.bad_rows,
         nonfinite_positions=int(bad_positions.sum()),
-        products=products,
+        products=found.products,
     )
+
+
+@dataclass
+class _Found:
+    """The perturbation of every position, from the rows of one rank or of several."""
+
+    delta: Tensor
+    products: int = 0
+    bad_row: int = 0
+    bad_rows: int = 0
+    extreme_tokens: Callable[[int], tuple[int, int]] = lambda position: (0, 0)
+
+
+def _measured(S: Tensor, H: Tensor, largest_entry: Tensor, max_bytes: int) -> _Found:
+    low, high = column_extremes(S)
+    dtype = largest_entry.dtype
+    if bool((low.isfinite() & high.isfinite()).all()):
+        panel = _Panel(PointCloud.in_range(S, low, high, max_bytes, dtype), H, largest_entry)
+        panel.run()
+        return _Found(panel.delta(), panel.products, extreme_tokens=panel.extreme_tokens)
+    bad = nonfinite(S, max_bytes // 2)
+    value = torch.nan if bool((low.isnan() | high.isnan()).any()) else torch.inf
+    delta = torch.full((len(H),), value, dtype=dtype, device=S.device)
+    return _Found(delta, 0, int(bad.int().argmax()), int(bad.sum()))
+
+
+def _shared(shards: RowShards, H: Tensor, largest_entry: Tensor, max_bytes: int) -> _Found:
+    """Let every rank find the extremes over its own rows; those over all rows are all-reduced."""
+    cloud = in_range(shards, max_bytes, largest_entry.dtype)
+    if not isinstance(cloud, PointCloud):  # equal rows, or rows that are not finite
+        value, _, (row, _), bad_rows = cloud
+        return _Found(torch.full_like(largest_entry, value), 0, row if bad_rows else 0, bad_rows)
+    panel = _Panel(cloud, H, largest_entry)
+
+    def extremes() -> Tensor:
+        panel.run()
+        return torch.cat([panel.high, -panel.low, panel.high.new_tensor([panel.products])]).double()
+
+    def extreme_tokens(position: int) -> tuple[int, int]:
+        def make() -> Sequence[Tensor]:
+            if not len(shards.rows):
+                return [
+                    torch.tensor([-torch.inf, -torch.inf], device=H.device, dtype=torch.float64),
+                    shards.ids.new_zeros(2),
+                ]
+            logits = panel.logits(position)
+            ends = torch.stack([logits.argmax(), logits.argmin()])
+            return [(logits[ends] * logits.new_tensor([1, -1])).double(), shards.ids[ends]]
+
+        values, ids = shards.ranks.gather(make, ((2,), torch.float64), ((2,), torch.int64))
+        best = values.argmax(0)
+        return int(ids[best[0], 0]), int(ids[best[1], 1])
+
+    numbers = shards.ranks.max(extremes, 2 * len(H) + 1)
+    panel.high, panel.low = (numbers[: len(H)].to(cloud.dtype), -numbers[len(H) : -1].to(cloud.dtype))
+    return _Found(panel.delta(), int(numbers[-1]), extreme_tokens=extreme_tokens)
 
 
 class _Panel:
@@ -133,9 +189,13 @@ class _Panel:
 
     def extreme_tokens(self, position: int) -> tuple[int, int]:
         """Return the rows with the largest and the smallest product at a position."""
-        h = self.states(slice(position, position + 1))[0]
-        logits = torch.cat([x @ h for _, x in self.cloud.chunks()])
+        logits = self.logits(position)
         return int(logits.argmax()), int(logits.argmin())
+
+    def logits(self, position: int) -> Tensor:
+        """Return the products (V,) of all points with the state of a position."""
+        h = self.states(slice(position, position + 1))[0]
+        return torch.cat([x @ h for _, x in self.cloud.chunks()])
 
     def run(self) -> None:
         (V, d), N = self.cloud.S.shape, len(self.H)

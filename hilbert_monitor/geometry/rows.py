@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, row_chunks, row_mean
+from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, row_chunks, row_mean, row_sum
+from .shards import RowShards, like, row_shards
 
 
 @full_precision
@@ -15,18 +16,29 @@ def center_rows(A: Tensor, *, max_bytes: int = MAX_BYTES) -> Tensor:
     Changes neither D(A) nor softmax(A h).
 
     Args:
-        A: (V, d).
+        A: (V, d); a DTensor may be sharded by rows.
         max_bytes: bound on scratch memory beyond the result.
 
     Returns:
-        (V, d) in A's dtype.
+        (V, d) in A's dtype, with the placements of A.
     """
+    if shards := row_shards(A):
+        return like(A, _less(shards.rows, _mean(shards, max_bytes), max_bytes))
     check_rows("A", A)
-    mean = row_mean(A, max_bytes)
+    return _less(A, row_mean(A, max_bytes), max_bytes)
+
+
+def _less(A: Tensor, mean: Tensor, max_bytes: int) -> Tensor:
     out = torch.empty_like(A, memory_format=torch.contiguous_format)
     for at, chunk in row_chunks(A, mean.dtype, max_bytes):
         out[at] = chunk - mean
     return out
+
+
+def _mean(shards: RowShards, max_bytes: int) -> Tensor:
+    """Return the mean row (d,) of all ranks' rows."""
+    total = shards.ranks.sum(lambda: row_sum(shards.rows, max_bytes), shards.shape[1])
+    return (total / shards.number).to(compute_dtype(shards.rows))
 
 
 @full_precision

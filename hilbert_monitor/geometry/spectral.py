@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .arithmetic import MAX_BYTES, check_rows, full_precision, power_of_two_scale, row_chunks
 from .efficiency import Interval
+from .shards import RowShards, row_shards
 
 _UNIT = 2.0**-53
 _SQUARINGS = 16
@@ -32,7 +33,7 @@ _MARGINS = (2.0**-30, 2.0**-25, 2.0**-20, 2.0**-15, 2.0**-10, 2.0**-5)
 
 
 @full_precision
-def spectral_norm(S: Tensor, *, max_bytes: int = MAX_BYTES) -> Interval:
+def spectral_norm(S: Tensor | RowShards, *, max_bytes: int = MAX_BYTES) -> Interval:
     """Bracket the largest singular value of S: lower <= |S|_2 <= upper.
 
     The bounds agree to about eight digits, and to four where the largest singular values nearly tie. Draws no random
@@ -41,15 +42,19 @@ def spectral_norm(S: Tensor, *, max_bytes: int = MAX_BYTES) -> Interval:
     Cost: V d^2 multiplications in fp64, about d / N of the product with a panel of N positions.
 
     Args:
-        S: (V, d), any real floating-point dtype.
+        S: (V, d), any real floating-point dtype; rows may be on several ranks, which then sum (d, d) numbers.
         max_bytes: bound on scratch memory beyond three matrices of min(V, d)^2 entries in fp64.
 
     Returns:
         both bounds, nan if S has an infinity or a nan.
     """
-    check_rows("S", S)
-    scale = _scale(S)
-    A = _gram(S if len(S) >= S.shape[1] else S.mT, scale, max_bytes)
+    if shards := row_shards(S):
+        scale, A = _sharded_gram(shards, max_bytes)
+    else:
+        assert not isinstance(S, RowShards)
+        check_rows("S", S)
+        scale = _scale(S)
+        A = _gram(S if len(S) >= S.shape[1] else S.mT, scale, max_bytes)
     estimate = _rayleigh_quotient(A)
     margins = [margin + 32 * len(A) ** 2 * _UNIT for margin in _MARGINS]
     failures = [_excess(A, estimate * (1 + margin)) for margin in margins]
@@ -81,6 +86,20 @@ def _gram(S: Tensor, scale: float, max_bytes: int) -> Tensor:
         rows = chunk if scale == 1 else chunk * scale
         A.addmm_(rows.mT, rows)
     return A
+
+
+def _sharded_gram(shards: RowShards, max_bytes: int) -> tuple[float, Tensor]:
+    """Return the scale, and the Gram matrix (d, d) of all ranks' rows."""
+    d, scale = shards.shape[1], 1.0
+    if shards.rows.dtype == torch.float64:
+        largest = float(shards.ranks.max(lambda: _largest(shards.rows), 1))
+        scale = power_of_two_scale(largest) if math.isfinite(largest) else 1.0
+    return scale, shards.ranks.sum(lambda: _gram(shards.rows, scale, max_bytes), d, d)
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Return the largest magnitude (1,) of an entry, infinite where one is not finite."""
+    return rows.abs().nan_to_num(torch.inf).amax()[None] if len(rows) else rows.new_zeros(1)
 
 
 def _rayleigh_quotient(A: Tensor) -> Tensor:

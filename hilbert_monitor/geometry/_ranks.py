@@ -1,0 +1,119 @@
+"""What the ranks that share the rows of a matrix tell each other.
+
+Every rank runs the same code on its own rows. What one needs of the others goes through `Ranks`: sums, maxima, and
+small tables that all ranks see. A rank that fails takes part in the collective it is about to enter all the same, with
+a flag, so that all of them raise together and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its newer name
+T = TypeVar("T")
+Form = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+
+class RankError(RuntimeError):
+    """Another rank has failed; it raises what went wrong there."""
+
+
+class Ranks:
+    """The ranks of one or more process groups: those of the mesh dimensions over which rows are sharded.
+
+    Args:
+        groups: one process group for each of these dimensions, with this rank in it.
+        device: where the tensors are that go through collectives.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self.groups, self.device = tuple(groups), device
+        self.number = math.prod(dist.get_world_size(group) for group in self.groups)
+        self.place = 0
+        """Of this rank, in tables of all ranks."""
+        size = 1
+        for group in self.groups:
+            self.place += size * dist.get_rank(group)
+            size *= dist.get_world_size(group)
+        self.collectives = 0
+        self.bytes = 0
+        """Received by this rank, as a ring moves them."""
+
+    def sum(self, make: Callable[[], Tensor], *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Return the sum over the ranks of what each makes: a tensor of this shape."""
+        return self._reduced(make, shape, dtype, dist.ReduceOp.SUM)
+
+    def max(self, make: Callable[[], Tensor], *shape: int) -> Tensor:
+        """Return the entrywise maximum over the ranks of what each makes, in fp64. It must hold no nan."""
+        return self._reduced(make, shape, torch.float64, dist.ReduceOp.MAX)
+
+    def gather(self, make: Callable[[], Sequence[Tensor]], *forms: Form) -> list[Tensor]:
+        """Return what the ranks make, tensors of these shapes and dtypes: each as (ranks, *shape).
+
+        All ranks get the same tables, in the same order of ranks.
+        """
+        parts, failure = self._made(lambda: [_bytes(x, form) for x, form in zip(make(), forms, strict=True)])
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in forms]
+        flag = torch.tensor([failure is not None], dtype=torch.uint8, device=self.device)
+        empty = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
+        table = torch.cat([empty if parts is None else torch.cat(parts), flag])[None]
+        for group in self.groups:
+            ranks = dist.get_world_size(group)
+            out = table.new_empty(ranks * len(table), table.shape[1])
+            _all_gather(out, table.contiguous(), group=group)
+            self._count(out.numel() * (ranks - 1) // ranks)
+            table = out
+        self._raise_together(failure, bool(table[:, -1].any()))
+        ends = list(accumulate(sizes, initial=0))
+        columns = [table[:, start:end] for start, end in pairwise(ends)]
+        return [_of_bytes(column, form) for column, form in zip(columns, forms, strict=True)]
+
+    def _reduced(
+        self, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype, operation: dist.ReduceOp.RedOpType
+    ) -> Tensor:
+        part, failure = self._made(make)
+        numbers = torch.zeros(math.prod(shape) + 1, dtype=dtype, device=self.device)
+        if part is not None:
+            numbers[:-1] = part.reshape(-1)
+        numbers[-1] = failure is not None
+        for group in self.groups:
+            dist.all_reduce(numbers, op=operation, group=group)
+            ranks = dist.get_world_size(group)
+            self._count(2 * numbers.numel() * dtype.itemsize * (ranks - 1) // ranks)
+        self._raise_together(failure, bool(numbers[-1] != 0))
+        return numbers[:-1].view(*shape)
+
+    def _made(self, make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        try:
+            return make(), None
+        except Exception as failure:
+            return None, failure
+
+    def _raise_together(self, failure: Exception | None, any_failed: bool) -> None:
+        if failure is not None:
+            raise failure
+        if any_failed:
+            raise RankError("another rank failed while the rows of all ranks were measured: its own error says why")
+
+    def _count(self, received: int) -> None:
+        self.collectives += 1
+        self.bytes += received
+
+
+def _bytes(x: Tensor, form: Form) -> Tensor:
+    shape, dtype = form
+    assert (tuple(x.shape), x.dtype) == (tuple(shape), dtype), f"made {tuple(x.shape)} {x.dtype}, announced {form}"
+    return x.contiguous().view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+
+
+def _of_bytes(column: Tensor, form: Form) -> Tensor:
+    shape, dtype = form
+    return column.reshape(-1).clone().view(dtype).view(len(column), *shape)  # a copy: views must be aligned

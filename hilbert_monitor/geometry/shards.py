@@ -1,0 +1,109 @@
+"""The rows of a matrix, some on each rank: what the geometry measures without gathering them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._ranks import Ranks
+from .arithmetic import check_real
+
+
+@dataclass(frozen=True)
+class RowShards:
+    """The rows of a (V, d) matrix that this rank has; the other ranks of some process groups have the rest.
+
+    All ranks call a function of the geometry together, each with its own part, and all get the same answer.
+    """
+
+    rows: Tensor
+    """(n, d) rows of this rank; n may be zero."""
+    ids: Tensor
+    """(n,) which rows of the matrix they are."""
+    number: int
+    """V."""
+    ranks: Ranks
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(V, d) of the whole matrix."""
+        return self.number, self.rows.shape[1]
+
+    @classmethod
+    def split(cls, S: Tensor, group: dist.ProcessGroup | None = None) -> RowShards:
+        """Split a matrix that every rank of a group holds, so that each rank measures a part of its rows.
+
+        Args:
+            S: (V, d), the same on all ranks.
+            group: the ranks; by default all.
+        """
+        group = group or dist.group.WORLD
+        assert group is not None
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        start, end = len(S) * rank // size, len(S) * (rank + 1) // size
+        ids = torch.arange(start, end, device=S.device)
+        return cls(S[start:end], ids, len(S), Ranks([group], S.device))
+
+    @classmethod
+    def of(cls, S: Tensor) -> RowShards:
+        """Take the local rows of a DTensor that is sharded by rows, over one mesh dimension or several."""
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh, placements = S.device_mesh, S.placements  # type: ignore[attr-defined]
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"rank {dist.get_rank()} is not in the mesh of S: call this on the ranks of {mesh} alone")
+        groups = []
+        for dimension, placement in enumerate(placements):
+            if placement.is_replicate():
+                continue
+            if getattr(placement, "dim", None) != 0:
+                raise ValueError(
+                    f"S must be sharded by rows, got placements {tuple(placements)}: redistribute it to Shard(0),"
+                    " or give its whole rows with .full_tensor()"
+                )
+            groups.append(mesh.get_group(dimension))
+        rows: Tensor = S.to_local()  # type: ignore[attr-defined]
+        ids = torch.arange(S.shape[0], device=rows.device)
+        if groups:
+            whole = distribute_tensor(ids, mesh, placements, src_data_rank=None)  # none: nothing is sent
+            ids = whole.to_local()
+        return cls(rows, ids, S.shape[0], Ranks(groups, rows.device))
+
+
+def row_shards(S: Tensor | RowShards) -> RowShards | None:
+    """Return the rows of this rank, if S is a DTensor or has rows on several ranks; None for a plain tensor.
+
+    Anything else that is no matrix is left to the caller's own checks.
+    """
+    if isinstance(S, RowShards):
+        shards = S
+    elif _is_dtensor(S):
+        if S.ndim != 2:
+            raise ValueError(f"S must be a (V, d) matrix with one row a token, got shape {tuple(S.shape)}")
+        shards = RowShards.of(S)
+    else:
+        return None
+    check_real("S", shards.rows)
+    if 0 in shards.shape:
+        raise ValueError(f"S must have at least one row and one column, got shape {shards.shape}")
+    return shards
+
+
+def _is_dtensor(S: object) -> bool:
+    if type(S) is Tensor or not isinstance(S, Tensor) or not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(S, DTensor)
+
+
+def like(S: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of this rank as a matrix that is sharded as S is."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(S, DTensor)
+    stride = (S.shape[1], 1)
+    return DTensor.from_local(rows, S.device_mesh, S.placements, run_check=False, shape=S.shape, stride=stride)

@@ -1,0 +1,213 @@
+"""Rows on several ranks: the answers are those of the whole matrix, the same on every rank, and little is moved."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hilbert_monitor.geometry import (
+    RowShards,
+    center_rows,
+    gauge_waste,
+    hilbert_perturbation,
+    row_diameter,
+    row_diameter_bracket,
+    spectral_norm,
+)
+from tests.support.ranks import in_ranks
+
+SHAPES = [(1001, 16), (3000, 40), (700, 8), (5, 3), (3, 2), (2, 4), (1, 3)]
+KINDS = ("gauss", "heavy", "sphere", "signs", "equal", "nan", "inf", "tiny", "bf16", "huge")
+
+
+def rows(V, d, kind):
+    draw = torch.Generator().manual_seed(V + d)
+    S = torch.randn(V, d, generator=draw)
+    if kind == "heavy":
+        S /= torch.rand(V, 1, generator=draw)
+    elif kind == "sphere":
+        S /= torch.linalg.vector_norm(S, dim=1, keepdim=True)
+    elif kind == "signs":
+        S = S.sign()
+    elif kind == "equal":
+        S = torch.full((V, d), 0.3)
+    elif kind in ("nan", "inf"):
+        S[V // 2, 0] = float(kind)
+    elif kind == "tiny":
+        S *= 1e-30
+    elif kind == "bf16":
+        S = S.bfloat16()
+    elif kind == "huge":
+        S = S.double() * 1e200
+    return S
+
+
+def same(a, b, rel=1e-12):
+    return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=rel)
+
+
+def distance(S, i, j):
+    return math.dist(S[i].double().tolist(), S[j].double().tolist())  # which does not overflow
+
+
+def answers(S, H):
+    """All that is measured of rows, in plain numbers."""
+    exact, bracket, panel = row_diameter(S), row_diameter_bracket(S), hilbert_perturbation(S, H)
+    spectral = spectral_norm(S)
+    return {
+        "exact": (exact.value, exact.upper, exact.pair, exact.nonfinite_rows),
+        "bracket": (bracket.lower, bracket.upper, bracket.pair, bracket.nonfinite_rows),
+        "panel": (panel.rms, panel.max, panel.position, panel.pair, panel.nonfinite_rows, panel.delta.tolist()),
+        "waste": gauge_waste(S),
+        "spectral": (spectral.lower, spectral.upper),
+    }
+
+
+def _measured_by_parts(rank, world):
+    """For every case what the ranks and what the whole matrix gives."""
+    results = {}
+    for V, d in SHAPES:
+        H = torch.randn(20, d, generator=torch.Generator().manual_seed(d))
+        for kind in KINDS:
+            S = rows(V, d, kind)
+            results[V, d, kind] = answers(RowShards.split(S), H), answers(S, H), S
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def measured(request, tmp_path_factory):
+    return in_ranks(_measured_by_parts, tmp_path_factory.mktemp("ranks"), world=request.param)
+
+
+def test_every_rank_has_the_same_answers(measured):
+    first = measured[0]
+    for other in measured[1:]:
+        for case, (ours, _, _) in first.items():
+            assert repr(other[case][0]) == repr(ours), case
+
+
+def test_the_exact_diameter_is_that_of_the_whole_matrix(measured):
+    for case, (ours, whole, S) in measured[0].items():
+        assert same(ours["exact"][0], whole["exact"][0]), case
+        assert ours["exact"][3] == whole["exact"][3], case
+        value, upper, (i, j), _ = ours["exact"]
+        assert not value > upper, case
+        if math.isfinite(value) and len(S) > 1:
+            assert same(distance(S, i, j), value), case
+
+
+def test_the_bracket_holds_the_diameter_and_its_pair_attains_the_lower_bound(measured):
+    for case, (ours, whole, S) in measured[0].items():
+        lower, upper, (i, j), bad = ours["bracket"]
+        value = whole["exact"][0]
+        assert bad == whole["bracket"][3], case
+        if math.isfinite(value):
+            assert lower * (1 - 1e-12) <= value <= upper <= 2.1 * lower + 1e-300, case
+            assert same(distance(S, i, j), lower), case
+        else:
+            assert same(lower, value), case
+            assert same(upper, value), case
+
+
+def test_the_panel_the_waste_and_the_spectral_norm_are_those_of_the_whole_matrix(measured):
+    for case, (ours, whole, _) in measured[0].items():
+        for a, b in zip(ours["panel"][-1], whole["panel"][-1], strict=True):
+            assert same(a, b, rel=2e-5) or abs(a - b) <= 1e-5 * whole["panel"][1], case
+        assert ours["panel"][4] == whole["panel"][4], case
+        assert same(ours["waste"], whole["waste"], rel=1e-6) or abs(ours["waste"] - whole["waste"]) < 1e-9, case
+        (low, high), (least, most) = ours["spectral"], whole["spectral"]
+        assert math.isnan(low) == math.isnan(least), case
+        assert math.isnan(low) or (low <= most * (1 + 1e-12) and least <= high * (1 + 1e-12)), case
+
+
+def _layouts(rank, world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    results = []
+    for V, d in ((1001, 16), (3, 4)):
+        S, H = rows(V, d, "gauss"), torch.randn(7, d, generator=torch.Generator().manual_seed(1))
+        head = torch.nn.Linear(d, V, bias=False)
+        with torch.no_grad():
+            head.weight.copy_(S)
+        parallelize_module(head, mesh["tp"], ColwiseParallel())
+        fully_shard(head, mesh=mesh["dp"])
+        whole, centred = answers(S, H), center_rows(S)
+        layouts = [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Replicate())]
+        matrices = [distribute_tensor(S, mesh, layout, src_data_rank=None) for layout in layouts]
+        for matrix in (*matrices, head.weight.detach()):
+            ours, there = answers(matrix, H), center_rows(matrix)
+            same_rows = torch.allclose(there.full_tensor(), centred, atol=1e-6)
+            results.append((str(matrix.placements), ours, whole, same_rows and there.placements == matrix.placements))
+    return results
+
+
+def test_any_layout_of_rows_over_a_mesh_gives_the_answers_of_the_whole_matrix(tmp_path):
+    """Replicas, nested shards, and the strided ones of FSDP over tensor parallelism; with empty shards."""
+    ranks = in_ranks(_layouts, tmp_path, world=4)
+    assert all(repr(results) == repr(ranks[0]) for results in ranks)
+    for placements, ours, whole, centred in ranks[0]:
+        assert same(ours["exact"][0], whole["exact"][0]), placements
+        assert ours["exact"][2] == whole["exact"][2], placements
+        assert ours["bracket"][0] <= whole["exact"][0] <= ours["bracket"][1], placements
+        assert same(ours["panel"][0], whole["panel"][0], rel=1e-5), placements
+        assert ours["panel"][3] == whole["panel"][3], placements
+        assert centred, placements
+
+
+def _moved(rank, world):
+    S = rows(20_000, 64, "heavy")
+    counts = []
+    for measure in (row_diameter_bracket, row_diameter):
+        shards = RowShards.split(S)
+        measure(shards)
+        counts.append(
+            (shards.ranks.collectives, shards.ranks.bytes / (S.numel() * S.element_size() * (world - 1) / world))
+        )
+    return counts
+
+
+def test_a_bracket_moves_a_few_rows_and_an_exact_search_its_hubs(tmp_path):
+    (collectives, share), (_, exact_share) = in_ranks(_moved, tmp_path, world=2)[0]
+    assert collectives <= 8
+    assert share <= 0.01
+    assert exact_share <= 0.1
+
+
+def _one_rank_fails(rank, world):
+    S = rows(2000, 16, "gauss")
+    try:
+        row_diameter(RowShards.split(S), max_bytes=2**28 if rank else 64)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    total = torch.ones(1)
+    dist.all_reduce(total)  # the group is as it was
+    return failure, row_diameter(RowShards.split(S)).value == row_diameter(S).value and total.item() == world
+
+
+def test_a_rank_that_fails_costs_a_measurement_on_all_of_them_and_no_more(tmp_path):
+    (first, works), (second, still_works) = in_ranks(_one_rank_fails, tmp_path, world=2, patience=120)
+    assert "max_bytes=64" in first
+    assert second.startswith("RankError: another rank failed")
+    assert works
+    assert still_works
+
+
+def _refused(rank, world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(ValueError, match=r"sharded by rows.*redistribute it to Shard\(0\)"):
+        row_diameter(distribute_tensor(rows(10, 4, "gauss"), mesh, [Shard(1)], src_data_rank=None))
+    with pytest.raises(ValueError, match=r"\(V, d\) matrix"):
+        row_diameter(distribute_tensor(torch.ones(8), mesh, [Shard(0)], src_data_rank=None))
+    return True
+
+
+def test_columns_on_several_ranks_are_refused_with_what_to_do(tmp_path):
+    assert in_ranks(_refused, tmp_path, world=2) == [True, True]
