@@ -35,7 +35,8 @@ from torch import Tensor
 
 from ._cloud import PointCloud, column_extremes
 from ._screen import largest_bounds, screen_tables
-from ._sharded_diameter import ShardedSearch, Survey, ordered, survey
+from ._sharded_search import ShardedSearch
+from ._sharded_survey import Survey, ordered, survey
 from .arithmetic import MAX_BYTES, check_rows, full_precision, nonfinite
 from .shards import RowShards, row_shards
 

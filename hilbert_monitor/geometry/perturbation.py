@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ._cloud import SAMPLE, PointCloud, column_extremes, leading_directions
-from ._sharded_diameter import in_range
+from ._sharded_survey import in_range
 from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, nonfinite, times_power_of_two
 from .shards import RowShards, row_shards
 

@@ -1,19 +1,13 @@
-"""The row diameter of a matrix whose rows are on several ranks: the bracket and the exact search of `diameter.py`.
+"""The exact search for the row diameter where rows are on several ranks, from what the bracket has surveyed.
 
-No rank sees all rows. Each surveys its own, and what it tells the others is small:
-
-- Bracket: the mean of a sample, then a few outlying rows of each rank, three times.
-- Exact search: the leading directions, by all-reduced products with a sample; then the coordinates of the hubs, the
-  rows that are long enough to be one end of a longest pair. Each rank screens all hubs against its own rows, and the
-  largest bounds are all-reduced. Hubs that no screen drops go to all ranks as whole rows, the most promising first.
-
-Every rank sees the same tables and comes to the same decisions, so the ranks make the same collectives and return the
-same answer. Bounds, slacks and the order of the steps are those of `diameter.py`.
+The leading directions come from all-reduced products with a sample. Then the ranks show each other the coordinates of
+the hubs, the rows that are long enough to be one end of a longest pair. Each rank screens all hubs against its own
+rows, and the largest bounds are all-reduced. Hubs that no screen drops go to all ranks as whole rows, the most
+promising first. Bounds, slacks and the order of the steps are those of `diameter.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,13 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._cloud import SAMPLE, PointCloud, column_extremes, scales
 from ._screen import largest_bounds, screen_tables
-from .arithmetic import chunk_length, compute_dtype, nonfinite
+from ._sharded_survey import Outliers, Survey, ordered, padded, points, sample_of
+from .arithmetic import chunk_length, compute_dtype
 from .shards import RowShards
 
-OUTER = 16
-"""Outlying rows that all ranks together show each other at a time."""
 SMALL = 512
 """Up to so many rows, all pairs cost less than a survey."""
 SURVEY_RANK, SCREEN_RANKS = 16, (8, 16, 64)
@@ -36,181 +28,30 @@ MANY_HUBS = 2048
 """From here on a screen is tried on a sample first."""
 FIRST_BATCH, LARGEST_BATCH = 32, 2048
 """Hubs that meet all rows at a time."""
-
 FEW = 4096
 """Near-longest pairs of a tile that are measured one by one."""
 
-Ends = tuple[float, float, tuple[int, int], int]
-"""Bounds of D(S), a pair, the number of rows that are not finite."""
-
 
 @dataclass
-class Outliers:
-    """Rows that all ranks know."""
+class Hubs:
+    """Rows of all ranks that can be the longer end of a longest pair, the same on every rank."""
 
-    rows: Tensor
-    """(n, d) as they were given."""
-    ids: Tensor
-    """(n,)."""
+    owner: Tensor
+    """(n,) ranks."""
+    place: Tensor
+    """(n,) in the order of their rank."""
+    radius: Tensor
+    """(n,) norms, rounded up."""
+    bounds: Tensor
+    """(n,) upper bounds of their largest squared distance."""
 
-    def joined(self, other: Outliers) -> Outliers:
-        """Return these and others."""
-        return Outliers(torch.cat([self.rows, other.rows]), torch.cat([self.ids, other.ids]))
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.owner)
 
-    def longest(self, cloud: PointCloud) -> tuple[float, tuple[int, int]]:
-        """Return the length of their longest pair in fp64, in the units of the cloud, and its places."""
-        x = points(cloud.double(), self.rows)
-        norm2 = x.square().sum(1)
-        far = int(torch.addmm(norm2 + norm2[:, None], x, x.T, alpha=-2).argmax())
-        i, j = far // len(x), far % len(x)
-        a, b = (self.rows[k].double() * cloud.pre_scale for k in (i, j))
-        return float(torch.linalg.vector_norm((a - b) * cloud.post_scale)), (i, j)
-
-
-@dataclass
-class Survey:
-    """What the bracket leaves for the exact search."""
-
-    cloud: PointCloud
-    """The rows of this rank."""
-    norms: Tensor
-    """(n,) of their points."""
-    longest: float
-    """Norm of all ranks' longest point."""
-    outliers: Outliers
-    length: float
-    """Of the longest pair among the outliers, in the units of the cloud."""
-    pair: tuple[int, int]
-    reach: float
-    """Sum of the two largest distances from the centre, or from the midpoint of that pair, whichever is smaller."""
-
-
-def _squared(samples: Sequence[Tensor], basis: Tensor) -> Tensor:
-    """Return A'A Q for the rows A of a sample."""
-    return samples[0].T @ (samples[0] @ basis)
-
-
-def ordered(i: int, j: int) -> tuple[int, int]:
-    """Return a pair of ids, the smaller one first."""
-    return (i, j) if i < j else (j, i)
-
-
-def points(cloud: PointCloud, rows: Tensor) -> Tensor:
-    """Return rows (n, d) of any rank as points of a cloud."""
-    return (rows.to(cloud.dtype) * cloud.pre_scale - cloud.centre) * cloud.post_scale
-
-
-def survey(shards: RowShards, max_bytes: int) -> Survey | Ends:
-    """Make the two passes of the bracket; or return the answer where no search is needed."""
-    cloud = centred(shards, compute_dtype(shards.rows), 1.0, 1.0, max_bytes)
-    norms, top, outer = _outliers(shards, cloud)
-    if not cloud.needs_no_scale(top):
-        answer = in_range(shards, max_bytes)
-        if not isinstance(answer, PointCloud):
-            return answer
-        cloud = answer
-        norms, top, outer = _outliers(shards, cloud)
-    walk = outer.joined(_partners(shards, cloud, norms, outer))
-    _, ends = walk.longest(cloud)
-    midpoint = (walk.rows[list(ends)].to(cloud.dtype) * cloud.pre_scale).mean(0)
-    _, from_midpoint, more = _outliers(shards, replace(cloud, centre=midpoint))
-    walk = walk.joined(more)
-    length, (i, j) = walk.longest(cloud)
-    reach = min(float(two.double().sum()) for two in (top, from_midpoint))
-    return Survey(cloud, norms, float(top[0]), walk, length, (int(walk.ids[i]), int(walk.ids[j])), reach)
-
-
-def centred(shards: RowShards, dtype: torch.dtype, pre: float, post: float, max_bytes: int) -> PointCloud:
-    """Return the rows of this rank as points about the mean of an even sample of all ranks' rows."""
-
-    def total() -> Tensor:
-        sample = _sample(shards, dtype, max_bytes).double() * pre
-        return torch.cat([sample.sum(0), sample.new_tensor([len(sample)])])
-
-    numbers = shards.ranks.sum(total, shards.shape[1] + 1)
-    return PointCloud(shards.rows, (numbers[:-1] / numbers[-1]).to(dtype), pre, post, max_bytes)
-
-
-def _sample(shards: RowShards, dtype: torch.dtype, max_bytes: int) -> Tensor:
-    """Return an even sample of this rank's rows: its share of one of all rows."""
-    V, d = shards.shape
-    size = min(SAMPLE, max(1, max_bytes // (16 * d * dtype.itemsize)))
-    return shards.rows[:: -(-V // size)]
-
-
-def _outliers(shards: RowShards, cloud: PointCloud) -> tuple[Tensor, Tensor, Outliers]:
-    """Return the norms of this rank's points, the two largest of all ranks, and the rows of the largest."""
-    k = max(2, -(-OUTER // shards.ranks.number))
-    local = []
-
-    def make() -> Sequence[Tensor]:
-        norms = cloud.norms()
-        local.append(norms)
-        values, places = norms.topk(min(k, len(norms)))
-        return _padded(shards, places, k, values)
-
-    rows, ids, values = shards.ranks.gather(
-        make, ((k, shards.shape[1]), shards.rows.dtype), ((k,), torch.int64), ((k,), cloud.dtype)
-    )
-    shown = ids >= 0
-    return local[0], values[shown].topk(min(2, int(shown.sum()))).values, Outliers(rows[shown], ids[shown])
-
-
-def _padded(shards: RowShards, places: Tensor, k: int, *columns: Tensor) -> Sequence[Tensor]:
-    """Return k rows, their ids, and columns beside them; an id of -1 means that there is none."""
-    missing = k - len(places)
-    rows = pad(shards.rows.index_select(0, places), (0, 0, 0, missing))
-    return [rows, pad(shards.ids[places], (0, missing), value=-1), *(pad(c, (0, missing)) for c in columns)]
-
-
-def _partners(shards: RowShards, cloud: PointCloud, norms: Tensor, outer: Outliers) -> Outliers:
-    """Return rows of each rank's sample that are farthest from an outlier."""
-    k = max(1, -(-OUTER // shards.ranks.number))
-    V, d = shards.shape
-
-    def make() -> Sequence[Tensor]:
-        step = -(-V // SAMPLE)
-        x = points(cloud, outer.rows)
-        far = torch.addmm(norms[::step].square(), x, cloud.points(slice(None, None, step)).T, alpha=-2)
-        farthest = (far + x.square().sum(1)[:, None]).amax(0)
-        return _padded(shards, farthest.topk(min(k, len(farthest))).indices * step, k)
-
-    rows, ids = shards.ranks.gather(make, ((k, d), shards.rows.dtype), ((k,), torch.int64))
-    return Outliers(rows[ids >= 0], ids[ids >= 0])
-
-
-def in_range(shards: RowShards, max_bytes: int, dtype: torch.dtype | None = None) -> PointCloud | Ends:
-    """Centre and scale rows by the extremes of their columns; or return the answer where no search is needed."""
-    V, d = shards.shape
-
-    def extremes() -> Tensor:
-        rows = shards.rows if len(shards.rows) else shards.rows.new_full((1, d), -torch.inf)
-        low, high = column_extremes(rows)
-        low = low if len(shards.rows) else -low
-        has_nan = (low.isnan() | high.isnan()).any()
-        return torch.cat(
-            [
-                high.double().nan_to_num(0.0, torch.inf, -torch.inf),
-                -low.double().nan_to_num(0.0, torch.inf, -torch.inf),
-                has_nan[None].double(),
-            ]
-        )
-
-    numbers = shards.ranks.max(extremes, 2 * d + 1)
-    high, low, has_nan = numbers[:d], -numbers[d:-1], bool(numbers[-1])
-    other = min(1, V - 1)
-    if has_nan or not bool(numbers.isfinite().all()):
-
-        def bad_rows() -> Sequence[Tensor]:
-            ids = shards.ids[nonfinite(shards.rows, max_bytes)]
-            return [torch.stack([ids.new_tensor(len(ids)), ids.amin() if len(ids) else ids.new_tensor(V)])]
-
-        (bad,) = shards.ranks.gather(bad_rows, ((2,), torch.int64))
-        worst, value = int(bad[:, 1].amin()), math.nan if has_nan else math.inf
-        return value, value, ordered(worst, 0 if worst else other), int(bad[:, 0].sum())
-    if bool((low == high).all()):
-        return 0.0, 0.0, (0, other), 0
-    return centred(shards, *scales(low, high, dtype or compute_dtype(shards.rows)), max_bytes)
+    def at(self, which: Tensor | slice) -> Hubs:
+        """Return some of them."""
+        return Hubs(self.owner[which], self.place[which], self.radius[which], self.bounds[which])
 
 
 class ShardedSearch:
@@ -250,7 +91,7 @@ class ShardedSearch:
         samples = []
 
         def start() -> Tensor:
-            sample = points(self.cloud, _sample(self.shards, dtype, self.cloud.max_bytes))
+            sample = points(self.cloud, sample_of(self.shards, dtype, self.cloud.max_bytes))
             samples.append(sample)
             mine = range(self.ranks.place, k, self.ranks.number)  # columns that this rank fills
             basis = sample.new_zeros(d, k)
@@ -273,14 +114,14 @@ class ShardedSearch:
             if directions.shape[1] and not self.z.shape[1]:
                 _, self.z = self.cloud.survey(directions)
             if not len(self.norms):
-                return [*_padded(self.shards, self.shards.ids, 2), self._summary()]
+                return [*padded(self.shards, self.shards.ids, 2), self._summary()]
             x = points(self.cloud, self.seeds.rows)
             estimate = torch.addmm(self.norms.square(), x @ directions, self.z.T, alpha=-2)
             partners = estimate.topk(min(4, len(self.norms)), dim=1).indices
             seed = torch.arange(len(x), device=x.device).repeat_interleave(partners.shape[1])
             lengths = self._measure(self.seeds.rows, self.seeds.ids, seed, partners.flatten())
             far = lengths.topk(min(2, len(lengths))).indices
-            return [*_padded(self.shards, partners.flatten()[far], 2), self._summary()]
+            return [*padded(self.shards, partners.flatten()[far], 2), self._summary()]
 
         d = self.shards.shape[1]
         rows, ids, ends = self.ranks.gather(
@@ -444,23 +285,6 @@ class ShardedSearch:
         return [self._summary()]
 
 
-@dataclass
-class Hubs:
-    """Rows of all ranks that can be the longer end of a longest pair, the same on every rank."""
-
-    owner: Tensor
-    """(n,) ranks."""
-    place: Tensor
-    """(n,) in the order of their rank."""
-    radius: Tensor
-    """(n,) norms, rounded up."""
-    bounds: Tensor
-    """(n,) upper bounds of their largest squared distance."""
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return len(self.owner)
-
-    def at(self, which: Tensor | slice) -> Hubs:
-        """Return some of them."""
-        return Hubs(self.owner[which], self.place[which], self.radius[which], self.bounds[which])
+def _squared(samples: Sequence[Tensor], basis: Tensor) -> Tensor:
+    """Return A'A Q for the rows A of a sample."""
+    return samples[0].T @ (samples[0] @ basis)
