@@ -80,13 +80,17 @@ class Scale:
         return [Tick(value, f"{value / size:.6g}{letter if value else ''}") for value in values]
 
     def _decades(self, count: int, percent: bool) -> list[Tick]:
-        """A tick at every decade, or every second or third one, and so on; 2 and 5 times a decade if there are few."""
+        """A tick at every decade, or every second or third one, and so on.
+
+        If there are few, also at 2 and 5 times a decade; in a range without two of these, as on a linear scale.
+        """
         first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
         if last - first + 1 >= 3:
             stride = -(-(last - first + 1) // (count + 1))
             return [_power(number, percent) for number in range(first, last + 1, stride)]
         values = (digit * 10.0**number for number in range(first - 1, last + 1) for digit in (1, 2, 5))
-        return [_between(value, percent) for value in values if self.low <= value <= self.high]
+        ticks = [_between(value, percent) for value in values if self.low <= value <= self.high]
+        return ticks if len(ticks) > 1 else Scale(self.low, self.high).ticks(count, percent=percent)
 
 
 def _power(number: int, percent: bool) -> Tick:

@@ -46,3 +46,8 @@ def test_a_logarithmic_scale_holds_any_positive_values(values):
     usual = [value for value in values if 1e-250 < value < 1e250]
     assert all(0 <= scale.place(value) <= 1 for value in usual)
     assert all(math.isfinite(scale.place(value)) for value in values)
+
+
+def test_a_narrow_logarithmic_range_has_ticks_too():
+    assert [tick.text for tick in Scale(2.1, 4.9, log=True).ticks(4)] == ["3", "4"]
+    assert len(Scale(5.0000001e16, 5.00004e16, log=True).ticks(5)) >= 2
