@@ -146,7 +146,7 @@ class SeriesPlan:
     """Which series are drawn, and which faults are put into them."""
 
     noises: tuple[str, ...] = tuple(NOISES)
-    seeds: tuple[int, ...] = tuple(range(1000, 1010))
+    seeds: tuple[int, ...] = tuple(range(2000, 2010))
     """Nothing was tuned on these."""
     steps: int = 20_000
     places: int = 100
