@@ -11,7 +11,7 @@ from .efficiency import Interval, gauge_waste, step_efficiency
 from .oracle import OracleSolution, centred_decrease, diameter_oracle, first_order_decrease, jung_ratio
 from .perturbation import HilbertPerturbation, hilbert_perturbation
 from .radius import RadiusBracket, covering_radius
-from .rows import center_rows, projected_row_norm, row_norm
+from .rows import RowSummary, center_rows, projected_row_norm, row_norm, summarize_rows
 from .shards import RowShards
 from .simplex import cross_entropy_change_bound, hilbert_distance, tv_bound, variation_seminorm
 from .spectral import spectral_norm
@@ -26,6 +26,7 @@ __all__ = [
     "RadiusBracket",
     "RowDiameter",
     "RowShards",
+    "RowSummary",
     "TensionBracket",
     "TensionFlow",
     "backward_bound",
@@ -48,6 +49,7 @@ __all__ = [
     "row_norm",
     "spectral_norm",
     "step_efficiency",
+    "summarize_rows",
     "tension_bracket",
     "tv_bound",
     "uniform_backward_bound",

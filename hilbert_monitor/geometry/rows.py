@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,47 @@ def _mean(shards: RowShards, max_bytes: int) -> Tensor:
     """Return the mean row (d,) of all ranks' rows."""
     total = shards.ranks.sum(lambda: row_sum(shards.rows, max_bytes), shards.shape[1])
     return (total / shards.number).to(compute_dtype(shards.rows))
+
+
+class RowSummary(NamedTuple):
+    """The longest row of a matrix, and how far its rows are from summing to zero."""
+
+    norm: float
+    row: int
+    balance: float
+    """|sum of the rows| / sum of their norms: zero for the gradient of a softmax, one for equal rows."""
+
+
+@torch.no_grad()
+def summarize_rows(A: Tensor | RowShards, *, number: int | None = None) -> RowSummary:
+    """Find the longest row of a matrix, and the balance of its rows.
+
+    Cost: two passes; rows on several ranks also one gather of d + 3 numbers from each.
+
+    Args:
+        A: (V, d); its rows may be on several ranks.
+        number: the longest row is one of the first so many; all of them count for the balance.
+    """
+    if shards := row_shards(A):
+        make = lambda: [_summary(shards.rows, shards.ids, number)]  # noqa: E731
+        (parts,) = shards.ranks.gather(make, ((shards.shape[1] + 3,), torch.float64))
+    else:
+        assert not isinstance(A, RowShards)
+        check_rows("A", A)
+        parts = _summary(A, torch.arange(len(A), device=A.device), number)[None]
+    longest = parts[int(parts[:, 0].argmax())]
+    total = parts[:, 2:].sum(0)
+    return RowSummary(float(longest[0]), int(longest[1]), float(torch.linalg.vector_norm(total[1:]) / total[0]))
+
+
+def _summary(rows: Tensor, ids: Tensor, number: int | None) -> Tensor:
+    """Return, in fp64, the largest norm of some rows and its id, the sum of their norms, and the sum of the rows."""
+    A = rows.to(compute_dtype(rows))
+    norms = torch.linalg.vector_norm(A, dim=1)  # (n,)
+    counted = norms if number is None else norms[ids < number]
+    place = counted.argmax() if len(counted) else None
+    longest = norms.new_tensor([-1.0, -1.0]) if place is None else torch.stack([counted[place], ids[place]])
+    return torch.cat([longest.double(), norms.double().sum()[None], A.sum(0).double()])
 
 
 @full_precision

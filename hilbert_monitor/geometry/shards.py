@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ._ranks import Ranks
 from .arithmetic import check_real
@@ -31,6 +32,20 @@ class RowShards:
     def shape(self) -> tuple[int, int]:
         """(V, d) of the whole matrix."""
         return self.number, self.rows.shape[1]
+
+    def whole(self) -> Tensor:
+        """Gather the matrix on every rank, for what cannot be measured by parts. It moves all of it."""
+        (counts,) = self.ranks.gather(lambda: [self.ids.new_tensor(len(self.ids))], ((), torch.int64))
+        most, d = int(counts.max()), self.rows.shape[1]
+        missing = most - len(self.ids)
+        rows, ids = self.ranks.gather(
+            lambda: [pad(self.rows, (0, 0, 0, missing)), pad(self.ids, (0, missing), value=-1)],
+            ((most, d), self.rows.dtype),
+            ((most,), torch.int64),
+        )
+        whole = self.rows.new_empty(self.number, d)
+        whole[ids[ids >= 0]] = rows[ids >= 0]
+        return whole
 
     @classmethod
     def split(cls, S: Tensor, group: dist.ProcessGroup | None = None) -> RowShards:

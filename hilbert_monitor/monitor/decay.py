@@ -102,12 +102,12 @@ class WeightDecay:
 
     @property
     def belief(self) -> float:
-        """The decay that was measured; nan if none was."""
-        return math.nan if self._measured is None else self._measured
+        """The decay that was measured; infinity if none was."""
+        return math.inf if self._measured is None else self._measured
 
     @belief.setter
     def belief(self, measured: float) -> None:
-        self._measured = None if math.isnan(measured) else measured
+        self._measured = None if math.isinf(measured) else measured
 
     def warn_of_guess(self, group: Group) -> None:
         """Say that nothing is known of how this optimizer uses weight_decay, if it uses one."""

@@ -13,7 +13,7 @@ from hilbert_monitor.geometry import compute_dtype
 from hilbert_monitor.optim import Group, cache_chunks
 
 Formula = Callable[[Tensor, Group, Group, Tensor | None], Tensor]
-"""From a parameter, its state, the options of the step and memory for the result to the increment."""
+"""From a parameter, its state and gradient, the options of the step and memory for the result to the increment."""
 
 
 def state_of(optimizer: Optimizer, param: Tensor) -> Group:
@@ -61,6 +61,5 @@ def sgd(p: Tensor, state: Group, options: Group, out: Tensor | None) -> Tensor:
     """-lr times the momentum buffer, or, without momentum, the gradient."""
     if options["momentum"]:
         return torch.mul(state["momentum_buffer"].to(compute_dtype(p)), -options["lr"])
-    assert p.grad is not None
-    G = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    G = state["gradient"]
     return torch.mul(G.to(compute_dtype(p)), options["lr"] if options["maximize"] else -options["lr"])

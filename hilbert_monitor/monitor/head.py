@@ -18,19 +18,24 @@ from hilbert_monitor.optim.roles import head_weight, parameter_of
 from .ceiling import diameter_ceiling
 from .decay import Decay
 from .formulas import state_of
+from .head_rows import HeadRows, Matrix
 from .head_step import HeadStep
 from .increment import Increment, IncrementSource
 from .logits import explain_logits, logit_transform
 from .owners import owning_optimizer
+from .ranks import Ranks
+
+OTHERS = 0.01
+"""Difference between what the ranks have of one head, as a share of it, from which on these are different heads."""
 
 
 class LogitIncrement(NamedTuple):
     """The increment of the logits' matrix in one step."""
 
-    S: Tensor
+    S: Matrix
     """(V, d): scaled, padding dropped; (V, d + 1) for a head with a bias, whose increment is the last column."""
-    rounding: float | None
-    """Bound on the error of D(S) from the rounding of the weights, where there is one."""
+    rounding: float
+    """Bound on the error of D(S) from the rounding of this rank's weights; zero where there is none."""
 
 
 class HeadPlace(NamedTuple):
@@ -61,6 +66,7 @@ class WatchedHead:
         decay: how an unknown optimizer uses weight_decay.
         vocab_size: rows of the head that are tokens, if it is padded.
         logit_scale: factor between the head's output and the logits; by default that of the model's config, or 1.
+        ranks: those that train together; by default this process alone.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class WatchedHead:
         decay: Decay | None = None,
         vocab_size: int | None = None,
         logit_scale: float | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.place = place = find_head_place(model, head)
         self.name, self.module, self.weight = place
@@ -82,13 +89,17 @@ class WatchedHead:
         owner = owning_optimizer(owners, self.weight)
         if owner is None:
             raise NobodyMovesIt(why_nobody_moves(place))
-        self.source = IncrementSource(owner, self.weight, decay=decay)
+        self.ranks = ranks or Ranks.of(self.weight.device, 1)
+        self.alone = False
+        """Whether the ranks have different heads, and rank zero measures its own."""
+        self.rows = HeadRows(self.weight, self.ranks, dim=int(self.transposed))
+        self.source = IncrementSource(owner, self.weight, decay=decay, rows=self.rows)
         bias = place.bias
         bias_owner = None if bias is None else owning_optimizer(owners, bias)
         self.bias: IncrementSource | None = None
         """Of a bias that is trained; one that is frozen adds nothing to a step."""
         if bias is not None and bias_owner is not None:
-            self.bias = IncrementSource(bias_owner, bias, decay=decay)
+            self.bias = IncrementSource(bias_owner, bias, decay=decay, rows=HeadRows(bias, self.ranks))
         embeddings = [m for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)]
         self.tied = any(self.weight is parameter_of(m, "weight") for m in embeddings)
         self._buffer: Tensor | None = None
@@ -119,6 +130,11 @@ class WatchedHead:
     # Steps
 
     @property
+    def measures(self) -> bool:
+        """Whether this rank takes part in measuring."""
+        return not self.alone or self.ranks.rank == 0
+
+    @property
     def waits_for_record(self) -> bool:
         """Whether a step is whole only when its record is made: the bias has an optimizer of its own, or more than the
         optimizer moves the weights."""
@@ -145,8 +161,12 @@ class WatchedHead:
 
         return end
 
-    def unseen(self) -> HeadStep | None:
-        """Return the step of an update that no hook saw, if it moved the weights."""
+    def moved_unseen(self) -> bool:
+        """Whether an update that no hook saw moved this rank's weights."""
+        return self.source.moved_unseen()
+
+    def unseen(self) -> HeadStep:
+        """Return the step of an update that no hook saw. Called on every rank if it moved the weights of one."""
         if self.bias is not None:
             self.bias.unseen()
         return self.source.unseen()
@@ -160,15 +180,36 @@ class WatchedHead:
         for source in self._sources():
             source.finish_update(measure=measure)
 
-    @property
-    def belief(self) -> list[float]:
-        """How increments are formed, in numbers: what one rank finds out, all must know."""
-        return [number for source in self._sources() for number in source.belief]
+    def agree(self, *mine: float) -> list[float]:
+        """Return the least of what the ranks say, for each of some numbers; afterwards all believe the same of steps.
 
-    @belief.setter
-    def belief(self, numbers: list[float]) -> None:
-        for place, source in enumerate(self._sources()):
-            source.belief = numbers[3 * place : 3 * place + 3]
+        Called on every rank. What one rank finds out of how the weights move, all must know.
+        """
+        sources = self._sources()
+        sample = self._sample()
+        belief = [number for source in sources for number in source.belief]
+        *numbers, least, minus_most = self.ranks.least([*mine, *belief, sample, -sample])
+        for place, source in enumerate(sources):
+            source.belief = numbers[len(mine) + 3 * place :][:3]
+        if -minus_most - least > OTHERS * -minus_most:
+            self._part()
+        return numbers[: len(mine)]
+
+    def _sample(self) -> float:
+        """A number that ranks with the same head have in common: of its gradient, or else of its weights."""
+        if self.rows.part is None or not self.source.checks:
+            return 0.0
+        G = self._dense_gradient()
+        common = self.weight.detach() if G is None else G
+        total = float(common[:: max(1, len(common) // 64)].abs().double().sum())
+        return total if math.isfinite(total) else 0.0
+
+    def _part(self) -> None:
+        """Let rank zero measure its own head alone: those of the ranks are not the same."""
+        self.alone = True
+        for source in self._sources():
+            source.take_rows(HeadRows(source.param, Ranks.of(source.param.device, 1), dim=source.rows.dim))
+        self.rows, self._buffer = self.source.rows, None
 
     def _sources(self) -> list[IncrementSource]:
         return [self.source] if self.bias is None else [self.source, self.bias]
@@ -177,9 +218,9 @@ class WatchedHead:
 
     def increment(self) -> LogitIncrement | None:
         """Form the increment of the last step as it acts on the logits; None if the weights did something else."""
-        weight = self.weight
-        if self._buffer is None and weight.device.type == "cpu":
-            self._buffer = torch.empty_like(weight, dtype=compute_dtype(weight), requires_grad=False)
+        if self._buffer is None and self.weight.device.type == "cpu":
+            mine = self.rows.of(self.weight.detach())
+            self._buffer = torch.empty_like(mine, dtype=compute_dtype(mine))
         increment = self.source.form(self._buffer)
         bias = None if self.bias is None else self.bias.form()
         if increment is None or (self.bias is not None and bias is None):
@@ -191,22 +232,40 @@ class WatchedHead:
         """Whether the step that was stored is another than the one intended, and can be formed."""
         return self.source.is_rounded and all(source.has_stored for source in self._sources())
 
-    def stored_increment(self) -> Tensor:
+    def moved_share(self) -> float:
+        """Share of the stored weights that are not what they were before the step. Called on every rank."""
+        moved, number = self.source.moved()
+        if not self.alone:
+            moved, number = self.ranks.total([moved, number])
+        return moved / number
+
+    def stored_increment(self) -> Matrix:
         """Form the increment that the stored weights made in the last step, as it acts on the logits. (V, d)."""
         return self._on_logits(self.source.stored(), None if self.bias is None else self.bias.stored()).S
 
-    def logit_matrix(self, dtype: torch.dtype) -> Tensor:
+    def logit_matrix(self, dtype: torch.dtype) -> Matrix:
         """The matrix that makes logits of hidden states, (V, d), as it is now."""
-        weight = self.weight.detach()
-        return (weight.t() if self.transposed else weight)[: self.vocab_size].to(dtype) * self.logit_scale
+        U = self._by_tokens(self.weight.detach()).to(dtype) * self.logit_scale
+        return self.rows.matrix(U, self.vocab_size)
 
-    def gradient(self) -> Tensor | None:
+    def gradient(self) -> Matrix | None:
         """The gradient of the head's weight, (V, d) with padding."""
+        G = self._dense_gradient()
+        return None if G is None else self.rows.matrix(self._by_tokens(G))
+
+    def whole_gradient(self) -> Tensor | None:
+        """The gradient of a weight that this rank has whole, (V, d) with padding."""
+        G = self._dense_gradient()
+        return G.t() if G is not None and self.transposed else G
+
+    def _dense_gradient(self) -> Tensor | None:
         G = self.weight.grad
-        if G is None:
-            return None
-        G = G.to_dense() if G.is_sparse else G
-        return G.t() if self.transposed else G
+        return G.to_dense() if G is not None and G.is_sparse else G
+
+    def _by_tokens(self, x: Tensor) -> Tensor:
+        """This rank's rows of a tensor that is laid out as the weight is."""
+        mine = self.rows.of(x)
+        return mine.t() if self.transposed else mine
 
     def ceiling(self) -> float | None:
         """The largest D(S) that the optimizer can make in a step like the last, where there is a theorem."""
@@ -223,8 +282,9 @@ class WatchedHead:
         if bias is not None:
             squares += bias.rounding**2
             S = torch.cat([S, bias.S.to(S.dtype)[:, None]], dim=1)
-        S, rounding = S[: self.vocab_size].contiguous(), 2 * math.sqrt(squares) * abs(self.logit_scale)
-        return LogitIncrement(S if self.logit_scale == 1 else S * self.logit_scale, rounding or None)
+        S, rounding = S.contiguous(), 2 * math.sqrt(squares) * abs(self.logit_scale)
+        matrix = self.rows.matrix(S if self.logit_scale == 1 else S * self.logit_scale, self.vocab_size)
+        return LogitIncrement(matrix, rounding)
 
 
 # Finding it
@@ -277,8 +337,6 @@ def _check_matrix(name: str, kind: str, weight: Tensor | None) -> None:
     if weight is None or weight.ndim != 2:
         got = "no weight of its own" if weight is None else f"a weight of shape {tuple(weight.shape)}"
         raise TypeError(f"the head '{name}', a {kind}, has {got}, not one of (V, d): pass the LM head as head=...")
-    if hasattr(weight, "device_mesh"):
-        raise TypeError(f"the head '{name}' has a sharded weight, and only a whole one is measured: use DDP")
 
 
 def _is_transposed(model: Module, place: HeadPlace, vocab_size: int | None) -> bool:

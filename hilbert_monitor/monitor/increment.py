@@ -7,6 +7,9 @@ which takes a copy of U on the steps that are measured and is exact to the round
 What is believed is compared with what the weights did, on a few hundred rows of the first steps and of some later ones.
 Where the two part, the difference of the weights is taken from then on: that of a step, or, where something else moves
 the weights as well (Lookahead, a patched step, weights that are swapped), that of a whole update.
+
+Where the rows of the head are measured by several ranks, each rank forms and keeps its own rows alone; see `HeadRows`.
+What one rank finds out, all come to know through `belief`.
 """
 
 from __future__ import annotations
@@ -23,13 +26,15 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from hilbert_monitor.geometry import compute_dtype
-from hilbert_monitor.optim import Group, LastStep, MatrixOptimizer, Muon, options_of
+from hilbert_monitor.optim import Group, LastStep, MatrixOptimizer, Muon, RowNorm, options_of
 
 from .decay import Decay, WeightDecay
 from .formulas import formula_of, sgd, state_of, steps_as
+from .head_rows import HeadRows
 from .head_step import HeadStep, learning_rate
 from .kept_rows import KeptRows
 from .owners import group_of, inner_optimizers, stepping_optimizer
+from .ranks import Ranks
 
 Basis = Literal["state", "step", "update"]
 """What an increment is formed from: the optimizer's state, or the weights around its step, or around an update."""
@@ -42,7 +47,8 @@ PARTED = 1e-3
 class Increment:
     """The increment of a step, and how far it may be from what the stored weights did."""
 
-    S: Tensor  # as the parameter, in fp32 or better
+    S: Tensor
+    """This rank's entries, laid out as those of the parameter, in fp32 or better."""
     rounding: float
     """Bound on the difference between an entry of S and the change of the stored weight, which is rounded. Zero where S
     was formed from state and U has at least fp32."""
@@ -56,15 +62,21 @@ class IncrementSource:
             watched.
         param: a parameter of it.
         decay: how an unknown optimizer uses weight_decay. Without it "decoupled" is assumed, with a warning.
+        rows: the entries of the parameter that this rank measures; by default all that this process has.
     """
 
-    def __init__(self, optimizer: Optimizer, param: Tensor, *, decay: Decay | None = None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, param: Tensor, *, decay: Decay | None = None, rows: HeadRows | None = None
+    ) -> None:
         self.optimizer = stepping_optimizer(optimizer, param)
         self.param = param
+        self.rows = rows or HeadRows(param, Ranks.of(param.device, 1))
         self.last: HeadStep | None = None
         self.decay = WeightDecay(self.optimizer, decay)
-        self._rows = KeptRows(param)
-        self._trusted, self._by_update, self._checks = True, False, True
+        self._kept = KeptRows(self._weights)
+        self._trusted, self._by_update = True, False
+        self.checks = True
+        """Whether what is believed of the step is compared with what the weights did."""
         self._has_stepped = False  # before the first step anybody may load other weights
         self._found_out = False  # in this step: the weights of before it were not kept
         self._before: Tensor | None = None
@@ -87,7 +99,10 @@ class IncrementSource:
         group = group_of(self.optimizer, self.param)
         if group is None or not self._trusted:
             return False
-        return isinstance(self.optimizer, MatrixOptimizer) or formula_of(self.optimizer, group) is not None
+        if isinstance(self.optimizer, MatrixOptimizer):
+            alone = isinstance(self.optimizer, RowNorm) and group["center"] == "none"
+            return alone or not self.rows.sharded  # of a shard others need what the ranks tell each other
+        return formula_of(self.optimizer, group) is not None
 
     @property
     def is_rounded(self) -> bool:
@@ -102,7 +117,7 @@ class IncrementSource:
     @property
     def formable(self) -> bool:
         """Whether the increment of the last step can still be formed: nothing has moved the weights since."""
-        if self.last is None or self._rows.are_others():
+        if self.last is None or self._kept.are_others():
             return False
         if self.from_state and self._is_plain_sgd():
             return self._has_gradient()
@@ -157,7 +172,7 @@ class IncrementSource:
                 return  # a step within a step: a subclass called that of its base, which has hooks too
             self._outermost = caller
             with guard("increment"):
-                self._checks = check()
+                self.checks = check()
                 self._begin(measure())
 
         def after(*_: Any) -> None:
@@ -182,70 +197,79 @@ class IncrementSource:
 
         return end
 
-    def unseen(self) -> HeadStep | None:
-        """Return the step of an update that no hook saw, if it moved the weights."""
-        if self._next is None or not self._rows.are_others():
-            return None
-        self._end(self._likelier(self._next, options_of(self.group)))
+    def moved_unseen(self) -> bool:
+        """Whether an update that no hook saw moved this rank's weights."""
+        return self._next is not None and self._kept.are_others()
+
+    def unseen(self) -> HeadStep:
+        """Return the step of an update that no hook saw. Called on every rank if it moved the weights of one."""
+        now = options_of(self.group)
+        self._end(now if self._next is None else self._likelier(self._next, now))
         if not self._by_update and not self.from_state:
             self._follow_updates(f"no hook saw the step of {type(self.optimizer).__name__}")
+        assert self.last is not None
         return self.last
 
     def finish_update(self, *, measure: bool) -> None:
         """Note that an update is over, and whether the next will be measured."""
-        if self._checks:  # the next check is of other rows
-            self._rows.compare()
-            self._rows.go_on()
-            self._rows.see()
-        self._rows.begin()
+        if self.checks:  # the next check is of other rows
+            self._kept.compare()
+            self._kept.go_on()
+            self._kept.see()
+        self._kept.begin()
         self._next = options_of(self.group)
         if self._by_update:
-            self._before = self.param.detach().clone() if measure else None
+            self._before = self._weights().clone() if measure else None
 
     def stands(self) -> bool:
         """Whether the weights are those that the last step left; if not, updates are measured from now on."""
-        self._rows.compare()
-        if self._checks and not self._by_update and self._rows.moved():
+        self._kept.compare()
+        if self.checks and not self._by_update and self._kept.moved():
             self._follow_updates(self._elsewhere())
             return False
         return True
 
     @property
     def belief(self) -> list[float]:
-        """How increments are formed, in numbers: what one rank finds out, all must know."""
-        return [float(self._trusted), float(self._by_update), self.decay.belief]
+        """How increments are formed, in numbers of which the least over the ranks is what all of them believe."""
+        return [float(self._trusted), float(not self._by_update), self.decay.belief]
 
     @belief.setter
     def belief(self, numbers: list[float]) -> None:
-        trusted, by_update, self.decay.belief = numbers
-        self._found_out |= bool(trusted) != self._trusted
-        if bool(by_update) != self._by_update:
-            self._before = None
-        self._trusted, self._by_update = bool(trusted), bool(by_update)
+        trusted, by_steps, self.decay.belief = numbers
+        if self._trusted and not trusted:
+            self._distrust("the rows of another rank moved otherwise than the optimizer's state says")
+        if not self._by_update and not by_steps:
+            self._follow_updates(f"on another rank, {self._elsewhere()}")
+
+    def take_rows(self, rows: HeadRows) -> None:
+        """Measure other entries of the parameter from now on."""
+        self.forget()
+        self.rows, self._kept = rows, KeptRows(self._weights)
 
     def forget(self) -> None:
         """Forget the last step."""
         self._before = self.last = self._next = None
-        self._rows.forget()
+        self._kept.forget()
 
     def _begin(self, measured: bool) -> None:
         """Keep what the step's increment needs of the weights before it."""
         starts_update, self._next, self._found_out = self._next is not None, None, False
         if self._by_update:
             if not starts_update:  # several steps to an update; the weights at the end of the last update are kept
-                self._before = self.param.detach().clone() if measured else None
+                self._before = self._weights().clone() if measured else None
             return
-        self._rows.compare()
-        if self._checks and self._rows.moved():
-            self._rows.see()
+        self._kept.compare()
+        if self.checks and self._kept.moved():
+            self._kept.see()
             if self._has_stepped:
                 self._follow_updates(self._elsewhere())
-        self._rows.begin()
+        self._kept.begin()
         self._before = None
         if not self.from_state:
             self.last = None
         if measured and (self.is_rounded or not self.from_state):
-            self._before = self.param.detach().clone()
+            self._before = self._weights().clone()
 
     def _end(self, options: Group) -> None:
         """Note the step that was made."""
@@ -256,23 +280,19 @@ class IncrementSource:
             self._gradient = LastStep.of(self.param.grad, self.last.options)
         elif self._is_plain_sgd() and not self.last.skipped and self._trusted:
             self._distrust(f"a step of {type(self.optimizer).__name__} clears its gradient")
-        self._rows.see()
+        self._kept.see()
 
     def _likelier(self, *candidates: Group) -> Group:
         """The options with which the rows that were kept moved: a schedule may set them before a step or after it."""
-        before, formula = self._rows.before, formula_of(self.optimizer, candidates[0])
-        state = state_of(self.optimizer, self.param)
-        if before is None or formula is None or not self.from_state or self._is_plain_sgd():
+        before, formula = self._kept.before, formula_of(self.optimizer, candidates[0])
+        if before is None or not len(before) or formula is None or not self.from_state or self._is_plain_sgd():
             return candidates[0]
-        rows = {
-            name: self._rows.of(value) if isinstance(value, Tensor) and value.shape == self.param.shape else value
-            for name, value in state.items()
-        }
+        rows = self._state(self._kept.of)
 
         def gap(options: Group) -> float:
             S = formula(before, rows, options, None)
             kept = before.to(S.dtype) * (1 - self.decay.share(HeadStep("", options)))
-            return float((self._rows.now().to(S.dtype) - kept - S).abs().amax())
+            return float((self._kept.now().to(S.dtype) - kept - S).abs().amax())
 
         return min(candidates, key=gap)
 
@@ -294,17 +314,17 @@ class IncrementSource:
         if self.last is None:
             raise RuntimeError("there has been no step to form an increment of")
         if self.last.skipped:
-            return Increment(torch.zeros_like(self.param.detach(), dtype=compute_dtype(self.param)), 0.0)
+            return Increment(torch.zeros_like(self._weights(), dtype=compute_dtype(self.param)), 0.0)
         if self._before is None and (self._by_update or self._found_out):
             return None
         if self._by_update or not self.from_state:
             return self.stored()
         S = self._from_state(self.last, out)
         fresh = self._next is None  # or the rows of before the step are no longer kept
-        if self._checks and fresh and not self._agrees(S, self.last):
+        if self.checks and fresh and not self._agrees(S, self.last):
             return None
-        U = self.param.detach()
-        return Increment(S, torch.finfo(U.dtype).eps * float(U.abs().amax()) if self.is_rounded else 0.0)
+        U = self._weights()
+        return Increment(S, torch.finfo(U.dtype).eps * _largest(U) if self.is_rounded else 0.0)
 
     @torch.no_grad()
     def stored(self) -> Increment:
@@ -314,16 +334,15 @@ class IncrementSource:
                 f"the increment of {type(self.optimizer).__name__} is a difference of weights, and none were kept of"
                 " before this step: it was not to be measured"
             )
-        U, before, dtype = self.param.detach(), self._before, compute_dtype(self.param)
+        U, before, dtype = self._weights(), self._before, compute_dtype(self.param)
         moved = torch.sub(U.to(dtype), before.to(dtype))  # near U the subtraction is exact
         S = moved + before.to(dtype) * self.decay.share(self.last)
-        if U.ndim == 2 and self._checks and self.basis == "step" and not self.is_rounded:
-            seen = self.decay.correct(self._rows.of(before), self._rows.of(S), self.last)
+        if U.ndim == 2 and len(U) and self.checks and self.basis == "step" and not self.is_rounded:
+            seen = self.decay.correct(self._kept.of(before), self._kept.of(S), self.last)
             if seen:
                 self._doubt(seen)
                 S = moved + before.to(dtype) * self.decay.share(self.last)
-        largest = float(torch.maximum(U.abs().amax(), before.abs().amax()))
-        return Increment(S, 2 * torch.finfo(U.dtype).eps * largest)
+        return Increment(S, 2 * torch.finfo(U.dtype).eps * max(_largest(U), _largest(before)))
 
     @property
     def has_stored(self) -> bool:
@@ -331,26 +350,28 @@ class IncrementSource:
         return self.last is not None and self._before is not None
 
     @torch.no_grad()
-    def moved_share(self) -> float:
-        """Share of the stored weights that are not what they were before the step."""
+    def moved(self) -> tuple[float, float]:
+        """How many of this rank's weights are not what they were before the step, and how many there are."""
         assert self._before is not None
-        return float((self._before != self.param.detach()).double().mean())
+        return float((self._before != self._weights()).sum()), float(self._before.numel())
 
     def _from_state(self, last: HeadStep, out: Tensor | None) -> Tensor:
         if isinstance(self.optimizer, MatrixOptimizer):
-            return self.optimizer.increment(self.param, out=out)
+            part = self.rows.part if self.rows.dim == 0 else None
+            S = self.optimizer.increment(self.param, out=out if part or not self.rows.part else None, rows=part)
+            return S if part else self.rows.of(S)
         if self._is_plain_sgd() and not self._has_gradient():
             raise RuntimeError("the gradient of the last step is gone or changed, and SGD's increment needs it")
         formula = formula_of(self.optimizer, last.options)
         assert formula is not None
-        return formula(self.param, state_of(self.optimizer, self.param), last.options, out)
+        return formula(self._weights(), self._state(), last.options, out)
 
     def _agrees(self, S: Tensor, last: HeadStep) -> bool:
         """Whether the rows that were kept moved as `S` says."""
-        before = self._rows.before
-        if before is None:
+        before = self._kept.before
+        if before is None or not len(before):
             return True
-        after, step = self._rows.now().to(S.dtype), self._rows.of(S)
+        after, step = self._kept.now().to(S.dtype), self._kept.of(S)
         moved = after - before.to(S.dtype) * (1 - self.decay.share(last))
         largest = torch.maximum(after.abs().amax(), before.abs().amax().to(S.dtype))
         numbers = ((moved - step).abs().amax(), step.abs().amax(), moved.abs().amax(), largest)
@@ -361,6 +382,20 @@ class IncrementSource:
         kind = type(self.optimizer).__name__
         self._distrust(f"a step of {kind} moved a weight by {real:.3g} where its state says {believed:.3g}")
         return False
+
+    def _weights(self) -> Tensor:
+        """This rank's entries of the parameter, as they are now."""
+        return self.rows.of(self.param.detach())
+
+    def _state(self, of: Callable[[Tensor], Tensor] = lambda x: x) -> Group:
+        """The optimizer's state of this rank's entries, or of some of them; the gradient too."""
+        state = {**state_of(self.optimizer, self.param), "gradient": self.param.grad}
+        if isinstance(self.param.grad, Tensor) and self.param.grad.is_sparse:
+            state["gradient"] = self.param.grad.to_dense()
+        return {
+            name: of(self.rows.of(x)) if isinstance(x, Tensor) and x.shape == self.param.shape else x
+            for name, x in state.items()
+        }
 
     def _distrust(self, why: str) -> None:
         self._trusted, self._found_out = False, True
@@ -384,10 +419,15 @@ class IncrementSource:
         return self._gradient is not None and self._gradient.had(self.param.grad)
 
     def _skipped(self) -> str:
-        if self.param.grad is None and not self._rows.stepped():  # or the step has cleared it
+        if self.param.grad is None and not self._kept.stepped():  # or the step has cleared it
             return "no gradient"
         overflow = getattr(self.optimizer, "found_inf", None)  # a GradScaler leaves it to a fused optimizer
         return "overflow" if overflow is not None and bool(overflow) else ""
+
+
+def _largest(x: Tensor) -> float:
+    """The largest |entry|; zero if there is none."""
+    return float(x.abs().amax()) if x.numel() else 0.0
 
 
 def _on_the_stack(frame: FrameType | None, caller: FrameType | None) -> bool:

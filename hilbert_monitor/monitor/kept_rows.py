@@ -6,6 +6,7 @@ They are others after every check, so that a change of a single row is found too
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,12 +20,12 @@ class KeptRows:
     """Evenly spaced rows of a parameter, as they were before its last step and as they were last seen.
 
     Args:
-        param: the parameter.
+        weights: returns this rank's entries of the parameter, as they are when it is called.
     """
 
-    def __init__(self, param: Tensor) -> None:
-        self._param = param
-        self._stride = max(1, len(param) // ROWS)
+    def __init__(self, weights: Callable[[], Tensor]) -> None:
+        self._weights = weights
+        self._stride = max(1, len(weights()) // ROWS)
         self._start, self._starts = 0, random.Random(0)  # the same on every rank
         self.before: Tensor | None = None
         """The rows before the last step."""
@@ -37,7 +38,7 @@ class KeptRows:
 
     def now(self) -> Tensor:
         """The rows as they are."""
-        return self.of(self._param)
+        return self.of(self._weights())
 
     def go_on(self) -> None:
         """Take other rows from now on."""

@@ -12,8 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hilbert_monitor.geometry import covering_radius, row_diameter, row_diameter_bracket
+from hilbert_monitor.geometry import (
+    covering_radius,
+    hilbert_perturbation,
+    row_diameter,
+    row_diameter_bracket,
+    summarize_rows,
+)
 from hilbert_monitor.runs.record import Pair, StepRecord
+
+from .head_rows import Matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +34,7 @@ class DiameterBounds:
     nonfinite_rows: int
 
     @classmethod
-    def of(cls, S: Tensor) -> DiameterBounds:
+    def of(cls, S: Matrix) -> DiameterBounds:
         """Bound the diameter of an increment (V, d) in two passes."""
         bracket = row_diameter_bracket(S)
         return DiameterBounds(
@@ -48,20 +56,19 @@ class ExactDiameter(DiameterBounds):
     radius_lower: float
 
     @classmethod
-    def of(cls, S: Tensor) -> ExactDiameter:
+    def of(cls, S: Matrix) -> ExactDiameter:
         """Search an increment (V, d) for its diameter."""
         exact = row_diameter(S)
         radius = covering_radius(S, diameter=exact)
-        norms = torch.linalg.vector_norm(S, dim=1)  # (V,)
-        token = int(norms.argmax())
+        rows = summarize_rows(S)
         return cls(
             diameter=exact.lower,
             diameter_lower=exact.lower,
             diameter_upper=exact.upper,
             pair=exact.pair,
             nonfinite_rows=exact.nonfinite_rows,
-            row_norm=float(norms[token]),
-            row_token=token,
+            row_norm=rows.norm,
+            row_token=rows.row,
             radius=radius.upper,
             radius_lower=radius.lower,
         )
@@ -98,17 +105,10 @@ class GradientRows:
     gradient_balance: float
 
     @classmethod
-    @torch.no_grad()
-    def of(cls, gradient: Tensor, tokens: int | None = None) -> GradientRows:
+    def of(cls, gradient: Matrix, tokens: int | None = None) -> GradientRows:
         """Measure a gradient (V, d) whose first `tokens` rows are tokens; padding takes part in the softmax too."""
-        G = gradient.float()
-        norms = torch.linalg.vector_norm(G, dim=1)  # (V,)
-        token = int(norms[:tokens].argmax())
-        return cls(
-            gradient_row_norm=float(norms[token]),
-            gradient_row_token=token,
-            gradient_balance=float(G.sum(0).norm() / norms.sum()),
-        )
+        rows = summarize_rows(gradient, number=tokens)
+        return cls(gradient_row_norm=rows.norm, gradient_row_token=rows.row, gradient_balance=rows.balance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +132,19 @@ class PanelPerturbation:
     perturbation_pair: Pair
     hidden_norm: float
     hidden_norm_rms: float
+
+    @classmethod
+    def of(cls, S: Matrix, H: Tensor) -> PanelPerturbation:
+        """Measure an increment (V, d) at the hidden states (N, d) of a panel, the same on all ranks."""
+        perturbation = hilbert_perturbation(S, H)
+        norms = torch.linalg.vector_norm(H, dim=1).double()
+        return cls(
+            perturbation_rms=perturbation.rms,
+            perturbation_max=perturbation.max,
+            perturbation_pair=perturbation.pair,
+            hidden_norm=float(norms.max()),
+            hidden_norm_rms=float(norms.square().mean().sqrt()),
+        )
 
 
 @dataclass(slots=True, kw_only=True)

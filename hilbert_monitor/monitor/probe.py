@@ -9,33 +9,32 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
-from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from hilbert_monitor.runs.alerts import Judge, with_samples
+from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, StepRecord
 
 from .decay import Decay
 from .guard import Guard, tell
-from .head import WatchedHead
+from .head import WatchedHead, find_head_place
+from .head_rows import Matrix
 from .head_step import HeadStep
 from .hidden import AutocastFactory, HiddenStates
 from .increment import IncrementSource
 from .measurement import Measurement
 from .owners import owning_optimizer, stepping_optimizer
 from .panel import Panel
-from .ranks import Ranks
+from .ranks import Ranks, compute_device
 from .samples import SampleIndices, first_samples
 from .schedule import Schedule, Schedulers
 from .silence import Silence, why_head_rests
 from .step_meter import StepMeter
+from .verdict import Judged, Verdict
 
 CHECKED = 5
 """How many of the first steps are compared with what the weights did; later ones where D(S) or the panel is due."""
-
-Judged = tuple[StepRecord, list[Alert]]
-"""A record, and the alerts that the rules raised about it."""
 
 
 class Probe:
@@ -44,6 +43,9 @@ class Probe:
     From ``attach`` to ``detach`` every step of the optimizer is seen by a hook; ``record`` returns the record of the
     last one. Observation changes nothing: weights, state, gradients, random numbers and training flags stay as they
     were.
+
+    With several ranks there is a probe on each, and all of them measure together: each its part of the rows of a head
+    that all have, or its shard of a DTensor. Rank zero has the records with their alerts.
 
     Args:
         model: a language model; a head that is tied to an embedding is measured too, with a remark.
@@ -64,6 +66,7 @@ class Probe:
         judge: blow-up rules. If the bounds of a step are higher than usual, its exact diameter is computed. If it is a
             blow-up, the panel is measured too. Give it on every rank.
         world: ranks that train together, if they are not those of torch.distributed: 1 for a process by itself.
+        process_group: these ranks, if they are not all: in a pipeline, those of the stage that has the head.
         guard: counts what fails; by default one of its own.
         strict: raise failures instead of counting them. Ignored if `guard` is given.
     """
@@ -87,18 +90,25 @@ class Probe:
         judge: Judge | None = None,
         efficiency: bool = False,
         world: int | None = None,
+        process_group: ProcessGroup | None = None,
         guard: Guard | None = None,
         strict: bool = False,
     ) -> None:
         self.model, self.panel = model, panel
+        self.ranks = Ranks.of(compute_device(find_head_place(model, head).weight), world, process_group)
         self._watched_head = partial(
-            WatchedHead, model, head=head, decay=decay, vocab_size=vocab_size, logit_scale=logit_scale
+            WatchedHead,
+            model,
+            head=head,
+            decay=decay,
+            vocab_size=vocab_size,
+            logit_scale=logit_scale,
+            ranks=self.ranks,
         )
         self.head = self._watched_head(optimizer)
         self.diameter_every, self.perturbation_every = diameter_every, perturbation_every
         self._bracket = bracket
-        self.judge = judge
-        self.ranks = Ranks.of(self.head.weight.device, world)
+        self._verdict = Verdict(judge)
         self.guard = guard or Guard(strict=strict)
         self.step = 0
         self.last = math.inf
@@ -130,11 +140,18 @@ class Probe:
         self._since = time.perf_counter()
         self._checked = 0  # steps that were compared with what the weights did
         self._silence = Silence()
+        self._decide()
+
+    def _decide(self) -> None:
+        """Note what follows from how increments are formed, where all ranks agree on it: one may find out more soon."""
+        self.bracket: bool = self.source.basis == "state" if self._bracket is None else self._bracket
+        """Whether bounds of the diameter are measured on every step."""
+        self._waits = self.head.waits_for_record
 
     @property
-    def bracket(self) -> bool:
-        """Whether bounds of the diameter are measured on every step."""
-        return self.source.basis == "state" if self._bracket is None else self._bracket
+    def judge(self) -> Judge | None:
+        """The blow-up rules."""
+        return self._verdict.judge
 
     @property
     def source(self) -> IncrementSource:
@@ -203,16 +220,17 @@ class Probe:
             optimizers: those of the run, as they are now.
             weight: how much of an update it is, where the loop cannot tell.
         """
-        step = None
+        moved = False
         with self.guard("increment"):
             if self._follow(optimizers):
                 self._current = self._next_measurement()
                 return
-            step = self.head.unseen()
-        if step is not None:
-            self._on_step(step, seen=False)
-        else:
+            moved = self.head.moved_unseen()
+        if self.ranks.unanimous(not moved):
             self._silence.add(lambda: why_head_rests(self.head, ""), weight)
+            return
+        with self.guard("increment"):
+            self._on_step(self.head.unseen(), seen=False)
 
     def _follow(self, optimizers: Sequence[Optimizer]) -> bool:
         """Watch another optimizer, if the head has moved to one."""
@@ -229,6 +247,7 @@ class Probe:
 
     def _finish_update(self) -> None:
         with self.guard("increment"):
+            self._decide()
             self.head.finish_update(measure=self._will_measure())
         with self.guard("learning_rate"):
             self._rates = self._schedule.rates()
@@ -265,7 +284,7 @@ class Probe:
             self._silence.add(lambda: why_head_rests(self.head, step.skipped))
         else:
             self._silence.end()
-        if self.head.waits_for_record:
+        if self._waits:
             return
         self._measure_step(self._current)
         panel_due = self._due(self.step, self.perturbation_every)
@@ -282,52 +301,33 @@ class Probe:
 
     def _measure_step(self, step: Measurement) -> None:
         """Measure a new step: in its hook, or at its record where it is whole only then."""
-        if step.skipped or step.bounds is not None:
-            return
         self._measure_diameter(step, exact=self._due(self.step, self.diameter_every))
-        if self.ranks.rank == 0 and self._due(self.step, self.perturbation_every):
-            with self._meter.timed("quality"):
-                self._meter.measure_quality(self.head, step)
+        if self._due(self.step, self.perturbation_every):
+            self._meter.measure_quality(self.head, step)
 
     def _measure_diameter(self, step: Measurement, *, exact: bool) -> None:
-        """Measure D(S) or its bounds, on the rank that writes."""
-        if (exact or self.bracket) and self.ranks.rank == 0:
-            self._meter.measure_diameter(self.head, step, exact=exact, suspects=partial(self._suspects, step))
+        """Measure D(S) or its bounds."""
+        if exact or self.bracket:
+            suspects = partial(self._verdict.suspects, step)
+            self._meter.measure_diameter(self.head, step, exact=exact, suspects=suspects)
 
-    def increment(self) -> Tensor | None:
+    def increment(self) -> Matrix | None:
         """S of the last step as it acts on the logits: scaled, padding dropped, extended by the bias. (V, d).
 
-        None if the weights did something else than the optimizer's state says.
+        With several ranks it is the rows of this one. None if the weights did something else than the optimizer's state
+        says.
         """
         increment = self.head.increment()
         return None if increment is None else increment.S
 
-    # Rules
-
-    def _suspects(self, step: Measurement, lower: float, upper: float) -> bool:
-        """Whether the rules want to know the exact diameter of a step with these bounds."""
-        if self.judge is None or step.learning_rate is None:
-            return False
-        return self.judge.suspects(self.step, step.learning_rate, lower, upper, scheduled=step.scheduled)
-
-    def _is_blow_up(self, step: Measurement, diameter: float | None) -> bool:
-        """Whether a diameter of this step is more than the rules allow."""
-        if self.judge is None or diameter is None or step.learning_rate is None:
-            return False
-        limit = self.judge.limit(self.step, step.learning_rate, scheduled=step.scheduled)
-        return limit is not None and diameter > limit
-
     def _blew_up(self, step: Measurement) -> bool:
-        """Whether the step is a blow-up, as the rank that measures it says. It also says how increments are formed."""
+        """Whether the step is a blow-up, as the rank that has the rules says."""
         mine = False
         with self._meter.timed("rules"):
-            stored = step.stored.stored_diameter if step.stored else None
-            intended = step.exact.diameter if step.exact else None
-            mine = self._is_blow_up(step, intended if stored is None else stored)
-        blew_up, *belief = self.ranks.numbers_from_rank_zero([float(mine), *self.head.belief])
-        if self.ranks.rank != 0:
-            self.head.belief = belief
-        return bool(blew_up)
+            mine = self.ranks.rank == 0 and self._verdict.is_blow_up(step)
+        return self.ranks.from_rank_zero(mine)
+
+    # Remarks
 
     def _remark(self, text: str) -> None:
         """Note once why the identity is not exact, and warn of it."""
@@ -367,9 +367,8 @@ class Probe:
         if step is None:
             return None
         if fresh:
-            with self.guard("increment"):
-                self._check_weights(step)
-            if self.head.waits_for_record:
+            self._check_weights(step)
+            if self._waits:
                 self._measure_step(step)
         formable = self.ranks.unanimous(self._is_formable()) if final else self.source.last is not None
         if formable and not step.skipped:
@@ -393,23 +392,37 @@ class Probe:
 
     def _check_weights(self, step: Measurement) -> None:
         """Drop what was measured in the hook of a step, if something moved the weights after it."""
-        if step.bounds is not None and not self.head.stands():
+        stands, waited = True, self._waits
+        with self.guard("increment"):
+            stands = step.bounds is None or self.head.stands()
+            if self.source.checks:
+                stands = bool(self.head.agree(float(stands))[0])
+                self._decide()
+        if not stands:
             step.forget_increment()
             self._meter.forget()
+        self._waits &= waited or not stands  # what was measured in the hook is not measured again
 
     def _measure_rest(self, step: Measurement, *, final: bool) -> bool:
         """Measure what waits for the record, or for the end of the run; return whether anything was due."""
         due = False
-        if final and self.diameter_every and step.exact is None:
+        if final and self.diameter_every and not self.ranks.unanimous(step.exact is not None):
             due = True
             self._measure_diameter(step, exact=True)
         if not self.perturbation_every:
             return due
         panel_due = self._blew_up(step) or final or self._due(self.step, self.perturbation_every)
-        if panel_due and step.panel is None:
+        if panel_due and not (final and self.ranks.unanimous(step.panel is not None)):
             due = True
             self._meter.measure_panel(self.head, step, self.panel)
         return due
+
+    def _read_samples(self) -> tuple[int, ...] | None:
+        samples: tuple[int, ...] | None = None
+        if self._samples:
+            with self.guard("samples"):
+                samples = first_samples(self._samples)
+        return samples
 
     def earlier(self) -> list[Judged]:
         """Return records, with their alerts, of steps that others followed before `record` was called."""
@@ -431,14 +444,10 @@ class Probe:
         share = sum(seconds.values()) / (now - self._since) if now > self._since else None
         record = step.record(time=time.time(), seconds=seconds, share=share)
         self.alerts = []
-        if self.judge is not None and self.ranks.rank == 0:
+        if self.ranks.rank == 0:
             with self._meter.timed("rules"):
-                self.alerts = self.judge.judge(record)
-        if self.alerts and self._samples:
-            with self.guard("samples"):
-                step.samples = first_samples(self._samples)
-                record = msgspec.structs.replace(record, samples=step.samples)
-                self.alerts = [with_samples(alert, step.samples) for alert in self.alerts]
+                record, self.alerts = self._verdict.of(record, self._read_samples)
+                step.samples = record.samples
         self._record, self._recorded, self._current = record, step, None
         self._meter.forget()
         self._meter.seconds.clear()

@@ -1,4 +1,8 @@
-"""Measures the parts of one step: what there is to form, to bound, to search and to run on the panel."""
+"""Measures the parts of one step: what there is to form, to bound, to search and to run on the panel.
+
+Ranks that share the rows of a head measure together, and each of these methods is called on all of them. Before a part
+that sends anything they agree that each can take part. What then fails on one rank fails on all (see `geometry`).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from . import panel_perturbation
 from .guard import Guard
 from .head import WatchedHead
+from .head_rows import Matrix
 from .hidden import AutocastFactory, HiddenStates, hidden_states
-from .measurement import DiameterBounds, ExactDiameter, GradientRows, Measurement, StoredStep
+from .measurement import DiameterBounds, ExactDiameter, GradientRows, Measurement, PanelPerturbation, StoredStep
 from .panel import Panel
 from .ranks import Ranks
 from .step_quality import backward_bound, head_diameter, head_quality
@@ -53,7 +57,8 @@ class StepMeter:
         self.efficiency, self.hidden, self.autocast = efficiency, hidden, autocast
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """What measuring has cost since the last record, by part."""
-        self._increment: Tensor | None = None
+        self._increment: Matrix | None = None
+        self._rounding = 0.0
         self._head_diameter: float | None = None
         self._compared = False  # whether the logits of a batch were compared with the head's output
 
@@ -67,115 +72,135 @@ class StepMeter:
         return self._increment is not None
 
     def take_increment(self, head: WatchedHead, step: Measurement) -> None:
-        """Form the increment now: later it is lost."""
+        """Form this rank's rows of the increment, and keep them: of some optimizers they are lost later."""
         with self.timed("increment"):
-            self._increment = self._form(head, step)
+            increment = head.increment()
+            if increment is not None:
+                self._increment, self._rounding = increment
+                step.increment_from = head.source.basis
 
     def measure_diameter(
         self, head: WatchedHead, step: Measurement, *, exact: bool, suspects: Callable[[float, float], bool]
     ) -> None:
-        """Measure D(S), or its bounds; D(S) as well if the bounds are suspicious."""
-        S: Tensor | None = None
-        with self.timed("increment"):
-            S = self._form(head, step)
-        if S is None:
+        """Measure D(S), or its bounds; D(S) as well if rank zero finds the bounds suspicious."""
+        self._increment = None
+        if not step.skipped:
+            self.take_increment(head, step)
+        S = self._increment
+        if not self._agree(head, step):
             return
+        assert S is not None
         if not exact:
+            self._bound(head, step, S)
+            exact = self.ranks.from_rank_zero(self._is_suspicious(step, suspects))
+            self._increment = S if exact else None
+        if exact:
+            self._search(head, step, S)
+            self._measure_gradient(head, step)
+
+    def _agree(self, head: WatchedHead, step: Measurement, *, ready: bool = True) -> bool:
+        """Whether every rank has formed its rows, and is ready for what comes next."""
+        agreed = False
+        with self.timed("increment"):
+            mine = self._increment is not None and ready
+            everybody, minus_rounding = head.agree(float(mine), -self._rounding if mine else 0.0)
+            agreed, step.rounding = bool(everybody), -minus_rounding or None
+        if not agreed:
+            self._increment = None
+        return agreed
+
+    def _bound(self, head: WatchedHead, step: Measurement, S: Matrix) -> None:
+        if head.measures:
             with self.timed("bracket"):
                 step.bounds, step.ceiling = DiameterBounds.of(S), head.ceiling()
-                self._measure_stored(head, step, exact=False)
-                exact = (
-                    suspects(step.stored.stored_diameter_lower, step.stored.stored_diameter_upper)
-                    if step.stored
-                    else suspects(step.bounds.diameter_lower, step.bounds.diameter_upper)
-                )
-        if exact:
+                self._measure_stored(head, step, DiameterBounds)
+
+    def _search(self, head: WatchedHead, step: Measurement, S: Matrix) -> None:
+        if head.measures:
             with self.timed("diameter"):
                 step.bounds, step.ceiling = ExactDiameter.of(S), head.ceiling()
-                self._measure_stored(head, step, exact=True)
-            if step.bounds is None:  # the search has failed
-                with self.timed("bracket"):
-                    step.bounds, step.ceiling = DiameterBounds.of(S), head.ceiling()
-            self._increment = S  # for the panel, if it is due too
-            with self.timed("gradient"):
-                self._measure_gradient(head, step)
+                self._measure_stored(head, step, ExactDiameter)
+        if not self.ranks.unanimous(step.exact is not None or not head.measures):
+            self._bound(head, step, S)
 
-    def _measure_stored(self, head: WatchedHead, step: Measurement, *, exact: bool) -> None:
+    def _is_suspicious(self, step: Measurement, suspects: Callable[[float, float], bool]) -> bool:
+        with self.timed("rules"):
+            if step.stored is not None:
+                return suspects(step.stored.stored_diameter_lower, step.stored.stored_diameter_upper)
+            if step.bounds is not None:
+                return suspects(step.bounds.diameter_lower, step.bounds.diameter_upper)
+        return False
+
+    def _measure_stored(self, head: WatchedHead, step: Measurement, kind: type[DiameterBounds]) -> None:
         """Measure the step that rounded weights really made, where it is not the one intended."""
-        if not head.has_stored:
-            return
-        S = head.stored_increment() if head.source.basis == "state" else None
-        bounds = step.bounds if S is None else ExactDiameter.of(S) if exact else DiameterBounds.of(S)
-        if bounds is not None:
-            step.stored = StoredStep.of(bounds, moved_share=head.source.moved_share())
-
-    def _form(self, head: WatchedHead, step: Measurement) -> Tensor | None:
-        increment = head.increment()
-        if increment is None:
-            return None
-        step.rounding, step.increment_from = increment.rounding, head.source.basis
-        return increment.S
+        if head.has_stored and step.bounds is not None:
+            bounds = kind.of(head.stored_increment()) if head.source.basis == "state" else step.bounds
+            step.stored = StoredStep.of(bounds, moved_share=head.moved_share())
 
     def measure_quality(self, head: WatchedHead, step: Measurement) -> None:
         """Measure how good the step is, while its gradient is there."""
-        if step.bounds is not None and step.bounds.nonfinite_rows:
+        finite = step.bounds is None or not step.bounds.nonfinite_rows
+        if finite and self._increment is None and not step.skipped:
+            self.take_increment(head, step)
+        S = self._increment
+        if not self._agree(head, step, ready=finite) or not head.measures:
             return
-        if self._increment is None:
-            self._increment = self._form(head, step)
-        if self._increment is None:
-            return
-        bounds = step.bounds if self.efficiency else None
-        step.quality = head_quality(head, self._increment, bounds)
-        if head.bias is None:
-            self._head_diameter = head_diameter(head.logit_matrix(self._increment.dtype), self._increment)
+        assert S is not None
+        with self.timed("quality"):
+            step.quality = head_quality(head, S, step.bounds if self.efficiency else None)
+            if head.bias is None:
+                self._head_diameter = head_diameter(head, S)
 
     def _measure_gradient(self, head: WatchedHead, step: Measurement) -> None:
-        gradient = head.gradient()
-        if gradient is None:
+        G: Matrix | None = None
+        with self.timed("gradient"):
+            G = head.gradient()
+        if not self.ranks.unanimous(G is not None) or not head.measures:
             return
-        step.gradient = GradientRows.of(gradient, head.vocab_size)
-        # An embedding's gradient is in that of a tied weight too.
-        if step.gradient.gradient_balance > UNBALANCED and not head.tied:
-            self.remark(
-                "the rows of the head's gradient do not sum to zero, as those of a plain softmax cross entropy do:"
-                " gradients clipped by value, a z-loss or soft-capped logits can be why"
-            )
+        assert G is not None
+        with self.timed("gradient"):
+            step.gradient = GradientRows.of(G, head.vocab_size)
+            # An embedding's gradient is in that of a tied weight too.
+            if step.gradient.gradient_balance > UNBALANCED and not head.tied:
+                self.remark(
+                    "the rows of the head's gradient do not sum to zero, as those of a plain softmax cross entropy do:"
+                    " gradients clipped by value, a z-loss or soft-capped logits can be why"
+                )
 
     def measure_panel(self, head: WatchedHead, step: Measurement, panel: Panel | None) -> None:
-        """Measure the panel: each rank takes its share, and all of them learn of a failure by one gather."""
-        if panel is None and self.ranks.world == 1:
+        """Measure the panel. Every rank runs the model on all of it: the passes of a sharded model are collective."""
+        if not self.ranks.unanimous(panel is not None):  # it is yet to be collected
             return
-        mine = panel_perturbation.failure()
+        assert panel is not None
+        H: Tensor | None = None
         with self.timed("panel", user_code=True):
-            mine = self._measure_share(head, step, panel)
-        step.panel = panel_perturbation.whole(self.ranks.gathered(mine))
+            H = self._hidden_states(head, panel)
+        if H is not None and self._increment is None:
+            self.take_increment(head, step)
+        S = self._increment
+        if not self._agree(head, step, ready=H is not None) or not head.measures:
+            return
+        assert H is not None
+        assert S is not None
+        with self.timed("panel"):
+            step.panel = PanelPerturbation.of(S, H)
         if step.panel is not None and step.bounds is not None and self._head_diameter is not None:
             with self.timed("quality"):
                 step.backward_bound = backward_bound(
                     step.bounds.diameter_upper, self._head_diameter, step.panel.hidden_norm
                 )
 
-    def _measure_share(self, head: WatchedHead, step: Measurement, panel: Panel | None) -> Tensor:
-        if panel is None:  # it is yet to be collected
-            return panel_perturbation.failure()
-        share = panel.share(self.ranks.rank, self.ranks.world)
-        if not share.size:
-            return panel_perturbation.nothing()
-        S = self._form(head, step) if self._increment is None else self._increment
-        if S is None:
-            return panel_perturbation.failure()
+    def _hidden_states(self, head: WatchedHead, panel: Panel) -> Tensor:
         H = hidden_states(
             self.model,
             head.module or head.weight,
-            share,
+            panel,
             hidden=self.hidden,
             autocast=self.autocast,
             on_logits=None if self._compared else partial(self._compare_logits, head),
         )
         self._compared = True
-        if head.bias is not None:
-            H = torch.cat([H, H.new_ones(len(H), 1)], dim=1)
-        return panel_perturbation.share(S, H)
+        return H if head.bias is None else torch.cat([H, H.new_ones(len(H), 1)], dim=1)
 
     def _compare_logits(self, head: WatchedHead, output: Tensor, logits: Tensor) -> None:
         if text := head.explain(output, logits):

@@ -1,10 +1,11 @@
 """How good a step is: what part of it reaches the predictions, and how much descent it makes of its diameter.
 
-Measured as rarely as the panel is, on the rank that writes.
+Measured as rarely as the panel is. The efficiency is bracketed by rank zero, on whole matrices: a sharded head has none.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from hilbert_monitor.geometry import (
     Interval,
+    RowShards,
     centred_decrease,
     gauge_waste,
     row_diameter_bracket,
@@ -23,6 +25,7 @@ from hilbert_monitor.geometry import (
 
 from .formulas import state_of
 from .head import WatchedHead
+from .head_rows import Matrix
 from .measurement import DiameterBounds, StepQuality
 
 BUDGET = 1.0
@@ -31,24 +34,35 @@ MOMENTS = ("exp_avg", "momentum_buffer")
 """Where optimizers keep their moment, the running average of their gradients."""
 
 
-def head_quality(head: WatchedHead, S: Tensor, bounds: DiameterBounds | None) -> StepQuality:
+def head_quality(head: WatchedHead, S: Matrix, bounds: DiameterBounds | None) -> StepQuality:
     """Measure a step of the head, and bracket its efficiency if the bounds of its diameter are given.
 
     With a bias no gradient has the shape of S, and there is no efficiency.
     """
-    if bounds is None or head.bias is not None:
-        return increment_quality(S)
+    quality = increment_quality(S)
+    if bounds is None or head.bias is not None or head.rows.sharded:
+        return quality
+    whole = S.whole() if isinstance(S, RowShards) else S
+    if head.ranks.rank != 0:
+        return quality
     state = {} if head.transposed else state_of(head.source.optimizer, head.weight)
-    return step_quality(S, head.gradient(), state, Interval(bounds.diameter_lower, bounds.diameter_upper))
+    diameter = Interval(bounds.diameter_lower, bounds.diameter_upper)
+    return step_quality(whole, head.whole_gradient(), state, diameter, quality=quality)
 
 
-def increment_quality(S: Tensor) -> StepQuality:
+def increment_quality(S: Matrix) -> StepQuality:
     """Measure what can be said of an increment (V, d) by itself."""
     return StepQuality(gauge_waste=gauge_waste(S), spectral_norm=spectral_norm(S).upper)
 
 
 def step_quality(
-    S: Tensor, gradient: Tensor | None, state: dict[str, Any], diameter: Interval, *, budget: float = BUDGET
+    S: Tensor,
+    gradient: Tensor | None,
+    state: dict[str, Any],
+    diameter: Interval,
+    *,
+    quality: StepQuality | None = None,
+    budget: float = BUDGET,
 ) -> StepQuality:
     """Measure the increment, and bracket its efficiency for the batch's gradient and for the optimizer's moment.
 
@@ -59,13 +73,13 @@ def step_quality(
         gradient: (V, d) of the batch.
         state: the optimizer's, of the weight.
         diameter: bounds of D(S).
+        quality: what has been measured of the increment by itself.
         budget: seconds for each of the two.
     """
     moment = next((state[name] for name in MOMENTS if isinstance(state.get(name), Tensor)), None)
     for_gradient, for_moment = (_efficiency(S, G, diameter, budget) for G in (gradient, moment))
-    return StepQuality(
-        gauge_waste=gauge_waste(S),
-        spectral_norm=spectral_norm(S).upper,
+    return replace(
+        quality or increment_quality(S),
         efficiency_lower=for_gradient.lower if for_gradient else None,
         efficiency_upper=for_gradient.upper if for_gradient else None,
         moment_efficiency_lower=for_moment.lower if for_moment else None,
@@ -83,9 +97,12 @@ def _efficiency(S: Tensor, gradient: Tensor | None, diameter: Interval, budget: 
     return step_efficiency(decrease, diameter=diameter, tension=Interval(tension.lower, tension.upper))
 
 
-def head_diameter(U: Tensor, S: Tensor) -> float:
+def head_diameter(head: WatchedHead, S: Matrix) -> float:
     """Bound the smaller of D(U) and D(U - S) from above. U: the head after the step. U - S: before, but for decay."""
-    return min(row_diameter_bracket(U).upper, row_diameter_bracket(U - S).upper)
+    shards = isinstance(S, RowShards)
+    U = head.logit_matrix(S.rows.dtype if shards else S.dtype)
+    before = replace(U, rows=U.rows - S.rows) if shards else U - S
+    return min(row_diameter_bracket(U).upper, row_diameter_bracket(before).upper)
 
 
 def backward_bound(diameter: float, head: float, hidden_norm: float) -> float:

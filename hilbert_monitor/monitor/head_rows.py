@@ -1,0 +1,75 @@
+"""The rows of the LM head that this rank measures: all, its part of a head that every rank has, or its shard."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hilbert_monitor.geometry import RowShards
+
+from .ranks import Ranks, compute_device
+
+Matrix = Tensor | RowShards
+"""A (V, d) matrix, whole or with its rows on several ranks."""
+
+
+class HeadRows:
+    """Which entries of the head's weight this rank measures. A row stands for a token.
+
+    Under DDP every rank has the whole weight, and measures as many rows of it as the others. A DTensor stays where it
+    is: each rank measures its own shard.
+
+    Args:
+        weight: the parameter, with as many rows as tokens, or as many columns.
+        ranks: those that train together.
+        dim: the dimension of the tokens.
+    """
+
+    def __init__(self, weight: Tensor, ranks: Ranks, *, dim: int = 0) -> None:
+        self.dim, self.number = dim, weight.shape[dim]
+        self.device = compute_device(weight)
+        self.sharded = hasattr(weight, "device_mesh")
+        self.part: slice | None = None
+        """Of a weight that every rank has: the tokens of this rank."""
+        self._shards: RowShards | None = None
+        if self.sharded:
+            tokens_first: Any = weight.detach() if dim == 0 else weight.detach().t()
+            check_layout(tokens_first)
+            self._shards = RowShards.of(tokens_first)
+        elif ranks.world > 1:
+            start, end = (self.number * rank // ranks.world for rank in (ranks.rank, ranks.rank + 1))
+            self.part = slice(start, end)
+            self._shards = RowShards.split(torch.empty(self.number, 0, device=weight.device), ranks.group)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return this rank's entries of a tensor that is laid out as the weight is: no copy, and nothing is sent."""
+        if self.sharded:
+            local: Tensor = x.detach().to_local() if hasattr(x, "to_local") else x.detach()
+            return local
+        return x if self.part is None else x.narrow(self.dim, self.part.start, self.part.stop - self.part.start)
+
+    def matrix(self, rows: Tensor, number: int | None = None) -> Matrix:
+        """Return rows (n, d) of this rank as a part of the whole matrix, as the geometry takes it.
+
+        Args:
+            rows: one for each of this rank's tokens.
+            number: tokens; rows after these are padding, and are left out.
+        """
+        if self._shards is None:
+            return rows[:number]
+        ids, number = self._shards.ids, self.number if number is None else min(number, self.number)
+        mine = int((ids < number).sum())  # the first ones: ids ascend
+        return replace(self._shards, rows=rows[:mine].to(self.device), ids=ids[:mine].to(self.device), number=number)
+
+
+def check_layout(weight: Any) -> None:
+    """Refuse a DTensor whose rows are in pieces."""
+    columns = [p for p in weight.placements if not p.is_replicate() and getattr(p, "dim", None) != 0]
+    if columns:
+        raise ValueError(
+            f"the head has placements {tuple(weight.placements)}, and only a head sharded by rows, one for each token,"
+            " is measured: shard it with Shard(0), as fully_shard and ColwiseParallel do"
+        )
