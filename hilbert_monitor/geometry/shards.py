@@ -95,7 +95,7 @@ def row_shards(S: Tensor | RowShards) -> RowShards | None:
     """
     if isinstance(S, RowShards):
         shards = S
-    elif _is_dtensor(S):
+    elif is_dtensor(S):
         if S.ndim != 2:
             raise ValueError(f"S must be a (V, d) matrix with one row a token, got shape {tuple(S.shape)}")
         shards = RowShards.of(S)
@@ -107,7 +107,8 @@ def row_shards(S: Tensor | RowShards) -> RowShards | None:
     return shards
 
 
-def _is_dtensor(S: object) -> bool:
+def is_dtensor(S: object) -> bool:
+    """Return whether S is a DTensor, one of torch's sharded tensors."""
     if type(S) is Tensor or not isinstance(S, Tensor) or not dist.is_available():
         return False
     from torch.distributed.tensor import DTensor

@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from hilbert_monitor.geometry import compute_dtype
+from hilbert_monitor.geometry.shards import is_dtensor, like
 
 from ._hyperparameters import Group, check_choice, check_number, options_of, parameter_label
+from ._layout import changes, is_partial, laid_out_like, local, refusal
 from ._rounding import NEAREST, ROUNDINGS, Rounding
 
 
@@ -31,20 +33,15 @@ class LastStep(NamedTuple):
     def of(cls, gradient: Tensor, options: Group) -> LastStep:
         """Record a step. Marks the gradient with an attribute; a weak reference to it would forbid swapping it."""
         gradient._hilbert_mark = mark = object()  # type: ignore[attr-defined]
-        return cls(options, mark, _version(gradient))
+        return cls(options, mark, changes(gradient))
 
     def had(self, gradient: Tensor | None) -> bool:
         """Return whether the step used this gradient and nobody has changed it since."""
         return (
             gradient is not None
             and getattr(gradient, "_hilbert_mark", None) is self.mark
-            and _version(gradient) == self.version
+            and changes(gradient) == self.version
         )
-
-
-def _version(gradient: Tensor) -> int:
-    """Return how often a gradient was changed in place; zero for an inference tensor, where torch does not count."""
-    return 0 if gradient.is_inference() else gradient._version
 
 
 @contextmanager
@@ -107,8 +104,11 @@ class MatrixOptimizer(Optimizer, ABC):
             )
         if p.is_complex() or not p.is_floating_point():
             raise TypeError(f"{name} moves real floating-point matrices, got {p.dtype} for {label}")
-        if hasattr(p, "device_mesh"):
-            raise TypeError(f"{name} needs whole matrices, and parameter {label} is sharded: train it with DDP")
+        if is_partial(p):
+            raise TypeError(
+                f"{name} moves parameters, and {label} is a sum that the ranks have not taken yet ({p.placements}):"
+                " redistribute it to Shard or Replicate"
+            )
 
     def check_gradients(self) -> None:
         """Raise TypeError for a gradient that this optimizer cannot use, before any parameter has moved."""
@@ -119,6 +119,12 @@ class MatrixOptimizer(Optimizer, ABC):
                     raise TypeError(
                         f"{type(self).__name__} needs dense real gradients, got a {kind} one for parameter"
                         f" {parameter_label(group, index)}"
+                    )
+                refused = refusal(p)
+                if refused is not None:
+                    raise TypeError(
+                        f"{type(self).__name__} got {refused}, {parameter_label(group, index)}: redistribute it to the"
+                        " parameter's mesh and placements"
                     )
 
     @torch.no_grad()
@@ -133,24 +139,32 @@ class MatrixOptimizer(Optimizer, ABC):
             for group in self.param_groups:
                 options = {**self.defaults, **options_of(group)}  # an old checkpoint may lack a hyperparameter
                 self._step_group(group["params"], options)
+                moved = [p for p in group["params"] if is_dtensor(p) and p.grad is not None]
+                torch.autograd.graph.increment_version(moved)  # their local tensors were changed in place
                 last.update((p, LastStep.of(p.grad, options)) for p in group["params"] if p.grad is not None)
         self._last = last
         return loss
 
     @torch.no_grad()
-    def increment(self, param: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def increment(self, param: Tensor, *, out: Tensor | None = None, rows: slice | None = None) -> Tensor:
         """Return the increment S of the last step on `param`, without the decoupled weight decay.
 
         U' = (1 - lr decay) U + S: signed, and scaled by the learning rate of that step. Zero if the parameter had no
         gradient in the last step. A step that a GradScaler skipped does not count: the increment is still that of the
         step before it. It is formed here from the optimizer's state, so a step itself costs nothing more.
 
+        Of a sharded parameter every rank forms its own shard. All ranks of the mesh must call this together where the
+        formula needs the other shards: for Muon, for RowNorm with center="both", and where columns are sharded.
+
         Args:
             param: one of this optimizer's parameters.
-            out: memory for the result; a subclass may ignore it.
+            out: memory for the result: for a sharded parameter a DTensor laid out alike, or memory for this rank's
+                part. A subclass may ignore it.
+            rows: form these rows alone, of a parameter that is whole; `out` then is memory for these rows. RowNorm
+                without centering computes no others.
 
         Returns:
-            (m, n) in the dtype of the optimizer's state.
+            (m, n) or (rows, n), in the dtype of the optimizer's state; a DTensor laid out as `param` if it is sharded.
         """
         if not any(param is p for group in self.param_groups for p in group["params"]):
             raise ValueError(f"the parameter of shape {tuple(param.shape)} is not one of this {type(self).__name__}'s")
@@ -158,11 +172,14 @@ class MatrixOptimizer(Optimizer, ABC):
             raise RuntimeError(
                 "no step has moved this parameter since the optimizer was made, loaded or given it: call this after one"
             )
+        rows = slice(None) if rows is None else _checked_rows(rows, param)
         last = self._last[param]
         if last is None:
-            return torch.zeros_like(param, dtype=compute_dtype(param))
+            whole = torch.zeros_like(param, dtype=compute_dtype(param))
+            return whole if rows == slice(None) else whole[rows]
         with outside_autocast([param]):
-            return self._form_increment(param, last, out)
+            S = self._form_increment(param, last, None if out is None else local(out), rows)
+        return like(param, S) if is_dtensor(param) else S
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state in its own precision; torch's method would cast it to that of the parameters."""
@@ -185,8 +202,19 @@ class MatrixOptimizer(Optimizer, ABC):
         """Step the parameters of one group that have a gradient."""
 
     @abstractmethod
-    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
-        """Form the increment of the last step, in `out` if the subclass can use it."""
+    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None, rows: slice) -> Tensor:
+        """Form these rows of the increment of the last step, in `out` if the subclass can use it.
+
+        All tensors are plain ones: for a sharded parameter, what this rank has.
+        """
+
+
+def _checked_rows(rows: slice, param: Tensor) -> slice:
+    if is_dtensor(param):
+        raise ValueError("rows= is for a whole parameter, and this one is sharded: each rank forms its own rows")
+    if not isinstance(rows, slice) or rows.step not in (None, 1):
+        raise ValueError(f"rows must be a slice of consecutive rows, got {rows!r}")
+    return rows
 
 
 @contextmanager
@@ -211,7 +239,7 @@ def keep_state_precision(loading: Optimizer, *owners: Optimizer) -> Iterator[Non
             for key, value in saved["state"].get(index, {}).items() if p in ours else ():
                 if isinstance(value, Tensor):
                     dtype = p.dtype if key == "compensation" else compute_dtype(p)
-                    loading.state[p][key] = value.to(device=p.device, dtype=dtype)
+                    loading.state[p][key] = laid_out_like(value.to(device=p.device, dtype=dtype), p)
 
     handles = [
         loading.register_load_state_dict_pre_hook(before),  # after the user's own

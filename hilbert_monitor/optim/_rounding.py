@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 from hilbert_monitor.geometry import compute_dtype
 
 from ._chunks import cache_chunks
+from ._layout import Layout, local
 
 ROUNDINGS = ("nearest", "stochastic", "compensated")
 """Choices of the hyperparameter `rounding`."""
@@ -38,6 +39,7 @@ class Rounding:
 
         Stochastic rounding has a generator of its own, seeded by the parameter's position and its number of steps. So
         no other random number is disturbed, a resumed run draws what it would have drawn, and all ranks draw alike.
+        Shards of one parameter draw differently, replicas of one shard alike.
 
         Args:
             p: the parameter; in fp32 or fp64 it is not rounded.
@@ -50,9 +52,10 @@ class Rounding:
         if kind == "compensated":
             if "compensation" not in state:
                 state["compensation"] = torch.zeros_like(p)
-            return cls(lost=state["compensation"])
+            return cls(lost=local(state["compensation"]))
         state["roundings"] = state.get("roundings", 0) + 1
-        seed = zlib.crc32(f"{index} {state['roundings']}".encode())
+        place = "".join(f" {coordinate}" for coordinate in Layout.of(p).place)
+        seed = zlib.crc32(f"{index} {state['roundings']}{place}".encode())
         return cls(generator=torch.Generator(p.device).manual_seed(seed))
 
     def chunks(self, A: Tensor, like: Tensor) -> Iterator[tuple[Tensor, Rounding]]:

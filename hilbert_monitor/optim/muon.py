@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hilbert_monitor.geometry import compute_dtype
+from hilbert_monitor.geometry.shards import is_dtensor
 
-from ._hyperparameters import Group, check_choice, check_number
+from ._hyperparameters import Group, check_choice, check_number, parameter_label
 from ._matrix_optimizer import LastStep, MatrixOptimizer
 from ._rounding import shrink_and_add
 from .newton_schulz import orthogonalize
@@ -123,6 +124,12 @@ class Muon(MatrixOptimizer):
         check_choice(group, "nesterov", (True, False))
         check_choice(group, "ns_dtype", (torch.float32, torch.bfloat16, torch.float64))
 
+    def _check_parameter(self, group: Group, index: int) -> None:
+        super()._check_parameter(group, index)
+        if is_dtensor(group["params"][index]):
+            label = parameter_label(group, index)
+            raise TypeError(f"Muon needs whole matrices, and parameter {label} is sharded: train it with DDP")
+
     def _step_group(self, params: list[Tensor], options: Group) -> None:
         live = [p for p in params if p.grad is not None]
         for p in live:
@@ -184,13 +191,13 @@ class Muon(MatrixOptimizer):
     def _buffers(self, params: list[Tensor]) -> list[Tensor]:
         return [self.state[p]["momentum_buffer"] for p in params]
 
-    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
+    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None, rows: slice) -> Tensor:
         if last.options["nesterov"] and not last.had(param.grad):
             raise RuntimeError(
                 "the gradient of the last step is gone or changed, and Muon's increment needs it: ask before zero_grad,"
                 " for instance in a step post-hook"
             )
-        return _scaled(self._orthogonal([param], last.options)[0], param, last.options)
+        return _scaled(self._orthogonal([param], last.options)[0], param, last.options)[rows]
 
     def _before_step(self) -> None:
         """Raise ValueError on all ranks if they hold different parameters. Checked once for each set of parameters."""

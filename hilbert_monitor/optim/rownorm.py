@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -12,8 +15,9 @@ from hilbert_monitor.geometry import compute_dtype
 
 from ._chunks import cache_chunks
 from ._hyperparameters import Group, check_choice, check_number
+from ._layout import Layout, local, local_gradient
 from ._matrix_optimizer import LastStep, MatrixOptimizer
-from ._norms import stable_norms
+from ._norms import in_range, norms_over_ranks, stable_norms
 from ._rounding import shrink_and_add
 
 
@@ -43,6 +47,11 @@ class RowNorm(MatrixOptimizer):
     The step is in place. On a CPU it needs no scratch of the matrix's size: it takes rows in chunks that fit the cache,
     so that matrix, gradient and buffer are read from memory once. Elsewhere it takes five kernels over the matrix, six
     with weight decay, and up to 256 MiB of scratch, twice that for bf16 and fp16 matrices.
+
+    A sharded matrix (a DTensor) is stepped shard by shard, with state laid out alike. Where rows are sharded, as
+    `fully_shard` and `ColwiseParallel` do it, a step needs no communication at all, and every row is to the bit what it
+    is in the whole matrix. center="both" adds two all-reduces of d numbers. Where columns are sharded, a step needs one
+    all-reduce of V squared norms.
 
     Args:
         params: matrices, or groups of them. A vector is refused.
@@ -100,62 +109,93 @@ class RowNorm(MatrixOptimizer):
                 state["step"] = 0
                 state["momentum_buffer"] = torch.zeros_like(p, dtype=compute_dtype(p))
             state["step"] += 1
-            B = state["momentum_buffer"]
-            targets = self._rounding(p, options).chunks(p, B)
-            if options["center"] == "none":  # a chunk's row norms need its own buffer alone
-                for b, g, (u, rounding) in zip(cache_chunks(B), cache_chunks(p.grad, B), targets, strict=True):
-                    b.lerp_(g.to(b.dtype), weight)
-                    rows, scale = _direction(b, state["step"], options)
-                    shrink_and_add(u, rows, scale=scale, shrink=shrink, rounding=rounding)
+            B, layout = local(state["momentum_buffer"]), Layout.of(p)
+            pairs = zip(cache_chunks(B), cache_chunks(local_gradient(p), B), strict=True)
+            averages = (b.lerp_(g.to(b.dtype), weight) for b, g in pairs)
+            if options["center"] == "none" and not layout.columns:  # a chunk's row norms need its own buffer alone
+                steps: Iterator[_Factors] = (_direction(b, None, state["step"], options) for b in averages)
             else:
-                for b, g in zip(cache_chunks(B), cache_chunks(p.grad, B), strict=True):
-                    b.lerp_(g.to(b.dtype), weight)
-                for s, (u, rounding) in zip(_projected(B, state["step"], options), targets, strict=True):
-                    shrink_and_add(u, s, shrink=shrink, rounding=rounding)
+                deque(averages, maxlen=0)
+                steps = _steps(B, len(p), layout, state["step"], options)
+            targets = self._rounding(p, options).chunks(local(p), B)
+            for (rows, scale), (u, rounding) in zip(steps, targets, strict=True):
+                shrink_and_add(u, rows, scale=scale, shrink=shrink, rounding=rounding)
 
-    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
-        B, step, options = self.state[param]["momentum_buffer"], self.state[param]["step"], last.options
-        out = torch.empty_like(B) if out is None else out
-        if options["center"] == "none":
-            for b, s in zip(cache_chunks(B), cache_chunks(out), strict=True):
-                torch.mul(*_direction(b, step, options), out=s)
-        else:
-            for chunk, s in zip(_projected(B, step, options), cache_chunks(out), strict=True):
+    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None, rows: slice) -> Tensor:
+        B, step = local(self.state[param]["momentum_buffer"]), self.state[param]["step"]
+        out = torch.empty_like(B[rows]) if out is None else out
+        steps = _steps(B, len(param), Layout.of(param), step, last.options, rows)
+        for (chunk, scale), s in zip(steps, cache_chunks(out), strict=True):
+            if scale is None:
                 s.copy_(chunk)
+            else:
+                torch.mul(chunk, scale, out=s)
         return out
 
 
-def _direction(b: Tensor, step: int, options: Group) -> tuple[Tensor, Tensor]:
+_Factors = tuple[Tensor, Tensor | None]
+"""Rows, and factors (rows, 1) whose product with them is the step; None where the rows are the step."""
+
+
+def _steps(
+    B: Tensor, number: int, layout: Layout, step: int, options: Group, rows: slice = slice(None)
+) -> Iterator[_Factors]:
+    """Yield chunks of -lr RN(C), or of -lr P RN(P C).
+
+    Args:
+        B: the buffer, or the shard of it on this rank.
+        number: of rows, of all shards together.
+        layout: of the buffer.
+        step: number of the step.
+        options: the hyperparameters.
+        rows: the rows of `B` that are wanted.
+    """
+    centred = options["center"] == "both"
+    mean = _mean(cache_chunks(B), number, layout) if centred else None
+
+    def chunks(wanted: slice = slice(None)) -> Iterator[Tensor]:
+        yield from (b if mean is None else b - mean for b in cache_chunks(B[wanted]))
+
+    norms: Iterable[Tensor | None] = repeat(None)
+    if layout.columns:
+        norms = torch.split(norms_over_ranks(chunks(), layout.columns), [len(b) for b in cache_chunks(B)])
+
+    def directions(wanted: slice = slice(None)) -> Iterator[tuple[Tensor, Tensor]]:
+        for b, norm in zip(chunks(wanted), norms, strict=False):
+            yield _direction(b, norm, step, options)
+
+    if not centred:
+        return directions(rows)
+    shift = _mean((chunk.mul_(scale) for chunk, scale in directions()), number, layout)
+    return ((chunk.mul_(scale).sub_(shift), None) for chunk, scale in directions(rows))
+
+
+def _direction(b: Tensor, norm: Tensor | None, step: int, options: Group) -> tuple[Tensor, Tensor]:
     """Return rows and factors (rows, 1) whose product is the step: -lr b / (|b| + eps (1 - momentum^step)).
 
     This is -lr c / (|c| + eps), with c = b / (1 - momentum^step) the bias-corrected rows, which are not formed. The
     rows are `b` itself, but for rows whose squares leave the range of their dtype.
+
+    Args:
+        b: rows of the buffer, or some columns of them.
+        norm: of whole rows, where `b` has only some of their columns.
+        step: number of the step.
+        options: the hyperparameters.
     """
     lr = options["lr"] if options["maximize"] else -options["lr"]
-    rows, norm, eps = stable_norms(b, 1, options["eps"] * (1 - options["momentum"] ** step))
+    eps = options["eps"] * (1 - options["momentum"] ** step)
+    rows, norm, eps = stable_norms(b, 1, eps) if norm is None else in_range(b, norm, eps)
     return rows, norm.add_(eps).reciprocal_().mul_(lr)
 
 
-def _projected(B: Tensor, step: int, options: Group) -> Iterator[Tensor]:
-    """Yield chunks of -lr P RN(P C)."""
-    mean = _mean(cache_chunks(B), len(B))
-
-    def steps() -> Iterator[Tensor]:
-        for b in cache_chunks(B):
-            rows, scale = _direction(b - mean, step, options)
-            yield rows.mul_(scale)
-
-    shift = _mean(steps(), len(B))
-    for s in steps():
-        yield s.sub_(shift)
-
-
-def _mean(chunks: Iterator[Tensor] | tuple[Tensor, ...], rows: int) -> Tensor:
-    """Return the mean row. Sums of chunks are added in fp64, where the device has fp64."""
+def _mean(chunks: Iterable[Tensor], rows: int, layout: Layout) -> Tensor:
+    """Return the mean row of all shards. Sums of chunks are added in fp64, where the device has fp64."""
     total, dtype = None, torch.float32
     for chunk in chunks:
         wide = torch.float32 if chunk.device.type == "mps" else torch.float64  # which knows no fp64
         part, dtype = chunk.sum(0).to(wide), chunk.dtype
         total = part if total is None else total.add_(part)
     assert total is not None
+    for group in layout.rows:
+        dist.all_reduce(total, group=group)
     return (total / rows).to(dtype)

@@ -355,6 +355,23 @@ def test_increment_is_what_the_step_added_beside_the_decay(make, reference, opti
 
 
 @each
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(2, None), slice(3, 3), slice(-2, 99), slice(None)], ids=str)
+def test_some_rows_of_the_increment_are_those_of_the_whole(make, rows):
+    params = matrices()
+    optimizer = make(params, lr=0.1)
+    take_steps(optimizer, params, 2)
+    for p in params:
+        S = optimizer.increment(p)[rows]
+        assert torch.equal(optimizer.increment(p, rows=rows), S)
+        assert torch.equal(optimizer.increment(p, rows=rows, out=torch.empty_like(S)), S)
+    params[0].grad = None
+    optimizer.step()
+    assert torch.equal(optimizer.increment(params[0], rows=rows), torch.zeros_like(params[0][rows]))
+    with pytest.raises(ValueError, match="rows must be a slice of consecutive rows"):
+        optimizer.increment(params[1], rows=slice(0, 4, 2))
+
+
+@each
 @pytest.mark.parametrize("kind", [float, torch.tensor], ids=["number", "tensor"])
 def test_increment_is_of_the_step_whatever_has_become_of_the_hyperparameters(make, kind):
     params = matrices()
@@ -587,14 +604,6 @@ def test_a_sparse_gradient_is_refused_before_anything_has_moved(make):
         optimizer.step()
     assert same(params, weights)
     assert same_state(contents(optimizer), state)
-
-
-@each_class
-def test_a_sharded_parameter_is_refused(make):
-    p = Parameter(torch.ones(3, 2))
-    p.device_mesh = None  # what a DTensor is known by
-    with pytest.raises(TypeError, match=rf"\A{make.__name__} needs whole matrices, .*sharded.*\Z"):
-        make([p], lr=0.1)
 
 
 @each

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 
 from hilbert_monitor.geometry import projected_row_norm, row_diameter
-from hilbert_monitor.optim import RowNorm, _chunks
+from hilbert_monitor.optim import RowNorm, _chunks, rownorm
 from tests.support.optim_references import LRS, assert_walks_agree, gradients, rotation, rownorm_steps, walk
 from tests.support.references import normal
 
@@ -285,3 +285,14 @@ def test_projected_step_does_not_see_a_common_row_in_the_gradients(seed, V, d, s
     shifted = [G + normal(seed + 50 + t, d, scale=size) for t, G in enumerate(grads)]
     plain = walk(RowNorm, W, grads, LRS, eps=1e-3, center="both")
     assert_walks_agree(walk(RowNorm, W, shifted, LRS, eps=1e-3, center="both"), plain, atol=2e-12 * (1 + size))
+
+
+def test_some_rows_of_the_increment_are_formed_without_the_others(monkeypatch):
+    p = Parameter(torch.ones(8, 3))
+    optimizer = RowNorm([p], lr=0.1)
+    p.grad = torch.ones(8, 3)
+    optimizer.step()
+    rows, real = [], rownorm.stable_norms
+    monkeypatch.setattr(rownorm, "stable_norms", lambda b, *args: (rows.append(len(b)), real(b, *args))[1])
+    optimizer.increment(p, rows=slice(1, 3))
+    assert rows == [2]

@@ -1,0 +1,137 @@
+"""The optimizers on sharded parameters, over real gloo processes: the steps are those of the whole matrices."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hilbert_monitor import RowNorm
+from tests.support.ranks import in_ranks
+
+SHAPES = [(7, 5), (2, 3), (1, 4), (13, 1), (5, 12)]
+"""Rows and columns that do not divide by the ranks, and fewer of them than ranks."""
+
+
+def strided_layout(mesh):
+    """What FSDP over tensor parallelism makes of a head."""
+    head = nn.Linear(4, 8, bias=False)
+    parallelize_module(head, mesh["tp"], ColwiseParallel())
+    fully_shard(head, mesh=mesh["dp"])
+    return head.weight.device_mesh, head.weight.placements
+
+
+def layouts(world):
+    """Every kind of layout on so many ranks, by name: (mesh, placements)."""
+    line = init_device_mesh("cpu", (world,))
+    found = {repr(p): (line, [p]) for p in (Shard(0), Shard(1), Replicate())}
+    if world == 4:
+        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        kinds = (Replicate(), Shard(0), Shard(1))
+        found.update({f"{a!r} {b!r}": (square, [a, b]) for a in kinds for b in kinds})
+        found["strided"] = strided_layout(square)
+    return found
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that this process enters, torch's own for DTensors among them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.namespace in ("c10d", "_c10d_functional") and "wait" not in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def draws(seed, shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def wild(seed, shape, dtype=torch.float32):
+    """Gradients with rows whose squares leave the range of their dtype, and rows that are not finite."""
+    G, (tiny, huge) = draws(seed, shape, dtype), (1e-30, 1e25) if dtype == torch.float32 else (1e-220, 1e230)
+    for row, factor in zip(G, [1, tiny, huge, 0, torch.inf, 1, torch.nan], strict=False):
+        row[0 if factor in (torch.inf, torch.nan) else slice(None)] *= factor
+    return G
+
+
+def sharded(t, layout):
+    return distribute_tensor(t, *layout, src_data_rank=None)
+
+
+def walk(make, layout, shapes, *, gradients=draws, dtype=torch.float32, steps=3, options):
+    """Steps on sharded matrices, or on whole ones where `layout` is None: all that is left of them, gathered."""
+    put = (lambda t: t) if layout is None else (lambda t: sharded(t, layout))
+    params = [nn.Parameter(put(draws(10 + i, shape, dtype))) for i, shape in enumerate(shapes)]
+    optimizer = make(params, **options)
+    counts = []
+    for t in range(steps):
+        optimizer.param_groups[0]["lr"] = 0.1 * t  # the first is zero, as in a warm-up
+        for i, p in enumerate(params):
+            p.grad = put(gradients(100 * t + i, p.shape, dtype))
+        with Collectives() as collectives:
+            optimizer.step()
+        counts.append(collectives.count)
+    S = [optimizer.increment(p) for p in params]
+    state = [value for p in params for _, value in sorted(optimizer.state[p].items())]
+    if layout is not None:
+        tensors = [*S, *(value for value in state if isinstance(value, torch.Tensor))]
+        assert all(t.placements == tuple(layout[1]) and t.device_mesh == layout[0] for t in tensors)
+    gather = lambda ts: [t.full_tensor() if isinstance(t, DTensor) else torch.as_tensor(t) for t in ts]  # noqa: E731
+    return {"weights": gather([p.detach() for p in params]), "S": gather(S), "state": gather(state), "counts": counts}
+
+
+ROWNORM = {
+    "plain": {"options": {"lr": 0.1, "weight_decay": 0.1}},
+    "centred": {"options": {"lr": 0.1, "center": "both"}},
+    "wild": {"options": {"lr": 0.1, "eps": 1e-15}, "gradients": wild},
+    "wild fp64": {"options": {"lr": 0.1, "eps": 1e-15}, "gradients": wild, "dtype": torch.float64},
+    "bf16": {"options": {"lr": 0.1, "maximize": True}, "dtype": torch.bfloat16},
+    "compensated": {"options": {"lr": 1e-3, "rounding": "compensated"}, "dtype": torch.bfloat16},
+}
+
+
+def rownorm_everywhere(rank, world):
+    """For every layout and case: what the sharded and what the whole optimizer leaves."""
+    results = {}
+    for case, kind in ROWNORM.items():
+        whole = walk(RowNorm, None, SHAPES, **kind)
+        for name, layout in layouts(world).items():
+            results[name, case] = walk(RowNorm, layout, SHAPES, **kind), whole
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4], ids="{} ranks".format)
+def rownorm(request, tmp_path_factory):
+    return in_ranks(rownorm_everywhere, tmp_path_factory.mktemp("rownorm"), world=request.param)
+
+
+def assert_alike(results, whole, *, rtol, atol, case):
+    for what in ("weights", "S", "state"):
+        for a, b in zip(results[what], whole[what], strict=True):
+            torch.testing.assert_close(
+                a, b, equal_nan=True, rtol=rtol, atol=atol, msg=lambda text, what=what: f"{case} {what}: {text}"
+            )
+
+
+def test_rownorm_on_shards_is_rownorm_on_the_whole_matrix(rownorm):
+    """To the bit where rows are sharded and none is subtracted, to rounding otherwise."""
+    for ours in rownorm:
+        for (layout, case), (results, whole) in ours.items():
+            rtol, atol = (1e-2, 1e-3) if case in ("bf16", "compensated") else (1e-5, 1e-7)
+            if "dim=1" not in layout and case != "centred":
+                rtol = atol = 0
+            assert_alike(results, whole, rtol=rtol, atol=atol, case=(layout, case))
+
+
+def test_rownorm_sends_nothing_where_rows_are_sharded(rownorm):
+    """Centering takes two sums of a row for each mesh dimension, sharded columns one sum of norms."""
+    for ours in rownorm:
+        for (layout, case), (results, _) in ours.items():
+            placements = ["dim=0", "dim=0"] if layout == "strided" else layout.split()
+            rows, columns = (sum(f"dim={dim}" in p for p in placements) for dim in (0, 1))
+            a_step = len(SHAPES) * (columns + (2 * rows if case == "centred" else 0))
+            assert results["counts"] == [a_step] * 3, (layout, case)
