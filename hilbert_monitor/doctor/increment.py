@@ -96,7 +96,7 @@ def _against_weights(case: OptimizerCase, device: torch.device, updates: int) ->
             _backward(model, optimizer, update)
             optimizer.step()
             S, record = probe.increment(), probe.record()
-            assert S is not None
+            assert isinstance(S, torch.Tensor)
             S = S.cpu().double()
             after = weight.detach().cpu().double()
             gap = _gap(S, record, after - decay * before, largest=float(torch.maximum(before.abs(), after.abs()).max()))

@@ -195,13 +195,15 @@ class HilbertMonitor(Callback):
         self.session.alive()
         if dataloader_idx == 0:
             with self.session.guard("panel"):
-                self.session.panels.offer(batch, world=trainer.world_size)
+                self.session.panels.offer(batch, readers=_reader(trainer)[1])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the panel of what was collected, and note the validation loss."""
         with self.session.guard("panel"):
-            ranks = Ranks.of(pl_module.device, trainer.world_size)
-            self.session.panels.finish(ranks=ranks, more_to_come=trainer.sanity_checking)
+            ranks, (reader, readers) = Ranks.of(pl_module.device, trainer.world_size), _reader(trainer)
+            self.session.panels.finish(
+                ranks=ranks, reader=reader, readers=readers, more_to_come=trainer.sanity_checking
+            )
             self.session.update_panel()
         with self.session.guard("validation loss"):
             metrics = trainer.callback_metrics
@@ -375,6 +377,13 @@ class LightningLoop:
 def _monitors(trainer: Trainer) -> list[HilbertMonitor]:
     """The monitors among a trainer's callbacks; they may be several, of several heads."""
     return [callback for callback in getattr(trainer, "callbacks", ()) if isinstance(callback, HilbertMonitor)]
+
+
+def _reader(trainer: Trainer) -> tuple[int, int]:
+    """Number of this rank among those that read data of their own, and how many these are; tensor-parallel ranks share
+    theirs."""
+    sampler = trainer.distributed_sampler_kwargs or {}
+    return sampler.get("rank", trainer.global_rank), sampler.get("num_replicas", trainer.world_size)
 
 
 def _prometheus(port: int | None, settings: Prometheus | None) -> Prometheus | None:

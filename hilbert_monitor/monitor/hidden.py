@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from hilbert_monitor.optim.roles import weight_matrix
 
 from .batches import Batch, input_ids, select_rows, with_tensors
 from .guard import tell
+from .noted_calls import noted_inputs, noted_outputs
 from .object_state import kept_state, same_packages
 from .panel import Panel
 from .random_state import preserve_random_state
+from .ranks import compute_device
 
 HiddenStates = Callable[[Module, Batch], Tensor]
 """From the model and a batch to the head's inputs, (B, T, d) or (B * T, d)."""
@@ -58,22 +58,26 @@ def hidden_states(
     autocast: AutocastFactory | None = None,
     device: torch.device | str | None = None,
     on_logits: Callable[[Tensor, Tensor], None] | None = None,
+    remark: Callable[[str], None] = lambda text: None,
 ) -> Tensor:
     """Return the head's inputs at the positions of a panel.
 
     Calls the innermost module that contains the head, and the embedding if there is one, and defines forward: with the
-    ids of a batch, or with those entries of a dict that its forward takes. It runs eagerly, in eval mode, without
-    gradients and without autocast's cache, on as many rows of a batch as have LOGIT_BYTES of logits. Modes, hooks,
-    random numbers, buffers and plain attributes are as before, whatever happens; see `SavedState`.
+    ids of a batch, or with those entries of a dict that its forward takes. Of a model that FSDP shards it is the root.
+    Where the head is never called, as under a fused loss, the output of the last norm is taken. The model runs eagerly,
+    in eval mode, without gradients and without autocast's cache, on as many rows of a batch as have LOGIT_BYTES of
+    logits. Modes, hooks, random numbers, buffers and plain attributes are as before, whatever happens; see
+    `SavedState`.
 
     Args:
         model: the model, or what DistributedDataParallel or torch.compile made of it.
         head: a module of it, or a parameter that its forward pass multiplies by.
-        panel: the positions; a rank's share may be empty.
+        panel: the positions.
         hidden: forms the states of a batch, for a model that never calls its head.
         autocast: makes the run's autocast context.
-        device: where batches go; that of the model's first parameter by default.
+        device: where batches go; where the model computes by default.
         on_logits: told once what the head returned in a forward pass, and what the model returned, of one shape.
+        remark: told which norm the states are taken from, if it is one.
 
     Returns:
         (size, d) fp32, in the order of the panel, on the device.
@@ -83,19 +87,26 @@ def hidden_states(
     """
     module = unwrapped(model)
     weight = weight_matrix(head) if isinstance(head, Module) else head  # (V, d), or (d, V)
-    read = hidden or _inputs_of(module, head, on_logits)
+    read = hidden or _inputs_of(module, head, on_logits, remark)
     if device is None:
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        device = next((compute_device(p) for p in module.parameters()), torch.device("cpu"))
     where, states = torch.device(device), []
     vocabulary = None if hidden is not None or weight is None else max(weight.shape)
     with _undisturbed(module), (autocast or nullcontext)(), _no_autocast_cache():
         for batch, positions in _passes(panel, vocabulary):
-            flat = _flat(read(module, with_tensors(batch, lambda x: x.to(where))), input_ids(batch))  # (B * T, d)
+            found = _whole(read(module, with_tensors(batch, lambda x: x.to(where))))
+            flat = _flat(found, input_ids(batch))  # (B * T, d)
             states.append(flat[positions.to(flat.device)].to(where, torch.float32))
         if not states:
             width = 0 if weight is None else weight.shape[1]
             states.append(torch.empty(0, width, dtype=torch.float32, device=where))
         return torch.cat(states)
+
+
+def _whole(states: Tensor) -> Tensor:
+    """Return states that tensor-parallel ranks hold in parts as a plain tensor, on each of them."""
+    sharded: Any = states
+    return sharded.full_tensor() if hasattr(states, "full_tensor") else states
 
 
 def _passes(panel: Panel, vocabulary: int | None) -> Iterator[tuple[Batch, Tensor]]:
@@ -130,11 +141,16 @@ def unwrapped(model: Module) -> Module:
 
 
 def _inputs_of(
-    model: Module, head: Module | Tensor, on_logits: Callable[[Tensor, Tensor], None] | None = None
+    model: Module,
+    head: Module | Tensor,
+    on_logits: Callable[[Tensor, Tensor], None] | None = None,
+    remark: Callable[[str], None] = lambda text: None,
 ) -> HiddenStates:
     """Return a function that runs the model and returns what its head is given."""
     caller = _innermost_caller(model, head)
     name = type(caller).__name__
+    norms = {m: path for path, m in caller.named_modules() if "norm" in type(m).__name__.lower()}
+    weight = weight_matrix(head) if isinstance(head, Module) else head
     if _has_decoder_inputs(caller):
         raise HeadNotReached(
             f"{name} is an encoder-decoder: its head is given the decoder's states, and the ids of a batch are the"
@@ -146,19 +162,30 @@ def _inputs_of(
         ids, inputs, failure = input_ids(batch), list[Tensor](), None
 
         outputs: list[Any] = []
+        normed: dict[Module, Any] = {}
         try:
-            with _noted(head, inputs, outputs):
+            with noted_inputs(head, inputs, outputs), noted_outputs(norms, normed):
                 for args, kwargs in _calls(caller.forward, batch):
                     inputs.clear()
                     outputs.clear()
+                    normed.clear()
                     try:
                         _compare(outputs, caller(*args, **kwargs))
                     except Exception as error:  # perhaps after the head: a loss without its targets
                         failure = error
                     if (whole := _joined(inputs, ids)) is not None:
                         return whole
+            if not inputs and weight is not None:
+                for norm, output in reversed(normed.items()):
+                    if isinstance(output, Tensor) and _fit(output, ids) and output.shape[-1] in weight.shape:
+                        remark(
+                            f"the forward pass never calls the head: hidden states are the output of {norms[norm]!r};"
+                            " if they are others, pass hidden=..."
+                        )
+                        return output
         finally:
             outputs.clear()
+            normed.clear()
         if failure is not None:
             failure.add_note(f"hilbert_monitor called {name} to see what its head is given; hidden= says how else to")
             raise failure
@@ -175,60 +202,10 @@ def _inputs_of(
         if on_logits is not None and len(outputs) == 1 and isinstance(logits, Tensor):
             output, tell_of = outputs[0], on_logits
             on_logits = None
-            if isinstance(output, Tensor) and output.shape == logits.shape:
+            if isinstance(output, Tensor) and output.shape == logits.shape and not hasattr(logits, "device_mesh"):
                 tell_of(output, logits)
 
     return states
-
-
-@contextmanager
-def _noted(head: Module | Tensor, inputs: list[Tensor], outputs: list[Any]) -> Iterator[None]:
-    """Collect what the head is given within the block, and what it returns."""
-    if isinstance(head, Tensor):
-        with _Products(head, inputs):
-            yield
-        return
-
-    def before(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        if given is not None:
-            inputs.append(given.detach().clone())  # what follows may write to it
-
-    def after(_: Module, args: tuple[Any, ...], output: Any) -> None:
-        outputs.append(output)
-
-    hooks = [head.register_forward_pre_hook(before, with_kwargs=True), head.register_forward_hook(after)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-class _Products(TorchFunctionMode):
-    """Collects what is multiplied by a parameter that no module of its own holds, by a view or a cast of it.
-
-    Args:
-        weight: the parameter.
-        inputs: where what it is multiplied with goes.
-    """
-
-    def __init__(self, weight: Tensor, inputs: list[Tensor]) -> None:
-        super().__init__()
-        self._widths, self._inputs = set(weight.shape), inputs
-        self._forms = [weight.detach()]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, and look at what it was given."""
-        result = func(*args, **(kwargs or {}))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
-        places = {form.untyped_storage().data_ptr() for form in self._forms}
-        others = [x for x in given if x.untyped_storage().data_ptr() not in places]
-        if len(others) < len(given):
-            if not others and isinstance(result, Tensor) and result.is_floating_point():
-                self._forms.append(result)
-            self._inputs.extend(x.detach().clone() for x in others[:1] if x.ndim > 1 and x.shape[-1] in self._widths)
-        return result
 
 
 def _joined(inputs: list[Tensor], ids: Tensor) -> Tensor | None:
@@ -261,7 +238,14 @@ def _innermost_caller(model: Module, head: Module | Tensor) -> Module:
             f"no module of {type(model).__name__} above the head has a forward pass: pass hidden=, a function of the"
             " module and a batch that returns the head's inputs (B, T, d)"
         )
-    return (whole or above)[0]
+    root = max((place for place, m in enumerate(above) if _is_sharded(m)), default=0)  # FSDP gathers from there
+    return above[max(root, above.index((whole or above)[0]))]
+
+
+def _is_sharded(module: Module) -> bool:
+    """Whether FSDP shards the parameters of a module, and gathers them when it is called."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _has_forward(module: Module) -> bool:
@@ -332,11 +316,15 @@ def _sharded_as_before(model: Module) -> Iterator[None]:
     try:
         yield
     finally:
-        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-        if fsdp is not None and not all(map(is_, before, model.parameters())):
-            for module in model.modules():
-                if isinstance(module, fsdp.FSDPModule):
-                    module.reshard()
+        if not all(map(is_, before, model.parameters())):
+            reshard(model)
+
+
+def reshard(model: Module) -> None:
+    """Let FSDP give up the parameters that it has gathered."""
+    for module in model.modules():
+        if _is_sharded(module):
+            module.reshard()  # type: ignore[operator]
 
 
 @contextmanager

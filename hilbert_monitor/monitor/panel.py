@@ -9,7 +9,7 @@ import hashlib
 import struct
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -38,8 +38,6 @@ class Panel:
     """As the model takes them."""
     positions: tuple[Tensor, ...]
     """For each micro-batch indices into its B * T positions, ascending; int64."""
-    own: bool = False
-    """Whether this is one rank's part already, from its own text."""
 
     @property
     def size(self) -> int:
@@ -65,22 +63,12 @@ class Panel:
                 digest.update(struct.pack(f"<{len(entries)}q", *entries))
         return digest.hexdigest()
 
-    def share(self, rank: int, world: int) -> Panel:
-        """Return the part of one rank. The parts of all ranks, one after the other, are the panel.
-
-        Sizes differ by one at most; with more ranks than positions some are empty. Of a panel of one rank it is all.
-        """
-        _check_rank(rank, world)
-        if self.own or world == 1:
-            return self
-        start, stop = self.size * rank // world, self.size * (rank + 1) // world
-        parts, before = [], 0
-        for batch, positions in zip(self.batches, self.positions, strict=True):
-            part = positions[max(start - before, 0) : max(stop - before, 0)]
-            before += len(positions)
-            if len(part):
-                parts.append(select_rows(batch, part))
-        return Panel(tuple(batch for batch, _ in parts), tuple(part for _, part in parts))
+    @classmethod
+    def joined(cls, parts: Iterable[Panel]) -> Panel:
+        """Return panels one after the other as one."""
+        panels = tuple(parts)
+        batches = (batch for panel in panels for batch in panel.batches)
+        return cls(tuple(batches), tuple(positions for panel in panels for positions in panel.positions))
 
     @classmethod
     def of_loader(cls, loader: Any, size: int = POSITIONS) -> Panel | None:
@@ -124,19 +112,14 @@ class Panel:
         return cls._of(batches, size)
 
     @classmethod
-    def of_batches(cls, batches: Iterable[Batch], size: int = POSITIONS, *, rank: int = 0, world: int = 1) -> Panel:
+    def of_batches(cls, batches: Iterable[Batch], size: int = POSITIONS) -> Panel:
         """Take the first positions of batches; ask for no more batches than are needed.
 
         Args:
             batches: as the model takes them, on any device; they are copied.
-            size: number of positions on all ranks together.
-            rank: with `world`, the rank whose own batches these are; it takes its part of `size` from them.
-            world: number of ranks.
+            size: number of positions.
         """
-        _check_rank(rank, world)
-        part = size * (rank + 1) // world - size * rank // world
-        panel = cls((), ()) if size > 0 and not part else cls._of(batches, part)
-        return replace(panel, own=world > 1)
+        return cls._of(batches, size)
 
     @classmethod
     def _of(cls, batches: Iterable[Batch], size: int) -> Panel:
@@ -163,8 +146,3 @@ class Panel:
                 stacklevel=3,
             )
         return cls(tuple(batch for batch, _ in parts), tuple(positions for _, positions in parts))
-
-
-def _check_rank(rank: int, world: int) -> None:
-    if not 0 <= rank < world:
-        raise ValueError(f"rank must be one of the {world} from 0 on, got {rank}")

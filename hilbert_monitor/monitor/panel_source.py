@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from .batches import Batch, positions_of, with_tensors
@@ -17,7 +16,7 @@ PanelChoice = Literal["loader", "paper"] | list[int] | list[list[int]] | Tensor
 
 
 class PanelSource:
-    """Finds the panel of a run. All ranks have one, or none has.
+    """Finds the panel of a run. All ranks have the same one, or none has.
 
     Args:
         choice: "loader" for the first positions of the validation data; "paper" for those that each rank's first
@@ -46,8 +45,8 @@ class PanelSource:
         try:
             panel = self._at_hand(loaders, validates=validates)
         finally:  # also after a failure: the other ranks wait for this one
-            hashes = ranks.gathered(_numbers(panel))
-            self.panel = panel if bool((hashes == hashes[0]).all()) else None
+            hashes = ranks.gathered(None if panel is None else panel.hash)
+            self.panel = panel if len(set(hashes)) == 1 else None
 
     def _at_hand(self, loaders: Any, *, validates: bool) -> Panel | None:
         if not isinstance(self.choice, str):
@@ -67,40 +66,47 @@ class PanelSource:
         """Begin to collect validation batches, if there is no panel yet."""
         self._batches = [] if self.panel is None else None
 
-    def offer(self, batch: Batch, *, world: int) -> None:
-        """Collect a validation batch, if this rank still lacks positions of its part."""
-        if self._batches is not None and self._missing(world) > 0:
+    def offer(self, batch: Batch, *, readers: int) -> None:
+        """Collect a validation batch, if this rank still lacks positions of its part.
+
+        Args:
+            batch: as the model takes it.
+            readers: how many ranks read data of their own.
+        """
+        if self._batches is not None and self._missing(readers) > 0:
             self._batches.append(with_tensors(batch, lambda x: x.detach().cpu().clone()))
 
-    def finish(self, *, ranks: Ranks, more_to_come: bool = False) -> None:
-        """Make the panel of what was collected. Called on every rank.
+    def finish(self, *, ranks: Ranks, reader: int, readers: int, more_to_come: bool = False) -> None:
+        """Make the panel of what the ranks have collected: of each its part. Called on every rank.
 
         Args:
             ranks: those that train together.
+            reader: number of this rank among those that read data of their own; ranks that share data share it.
+            readers: how many there are.
             more_to_come: a later validation will deliver more: too few positions make no panel yet.
         """
         if self._batches is None:
             return
-        panel: Panel | None = None
+        part: Panel | None = None
         try:
-            batches, missing = self._batches, self._missing(ranks.world)
+            batches, missing = self._batches, self._missing(readers)
             self._batches = None
             if batches and not (missing > 0 and more_to_come):
-                panel = Panel.of_batches(batches, self.size, rank=ranks.rank, world=ranks.world)
+                part = self._part(batches, reader, readers)
         finally:
-            self.panel = panel if ranks.unanimous(panel is not None) else None
+            parts = dict(reversed(ranks.gathered((reader, part))))  # of ranks that share data, the first one's
+            whole = [parts[key] for key in sorted(parts)]
+            self.panel = None if None in whole else Panel.joined(whole)
+
+    def _part(self, batches: list[Batch], reader: int, readers: int) -> Panel:
+        size = self.size * (reader + 1) // readers - self.size * reader // readers
+        return Panel.of_batches(batches, size) if size else Panel((), ())
 
     def reset(self) -> None:
         """Forget the panel: the next run finds its own."""
         self.panel = self._batches = None
         self._stream = False
 
-    def _missing(self, world: int) -> int:
+    def _missing(self, readers: int) -> int:
         """Positions that this rank still lacks of its part."""
-        return -(-self.size // world) - sum(len(positions_of(batch)) for batch in self._batches or ())
-
-
-def _numbers(panel: Panel | None) -> Tensor:
-    """The hash of a panel as a vector; zeros where there is none."""
-    digest = bytes(32) if panel is None else bytes.fromhex(panel.hash)
-    return torch.tensor(list(digest), dtype=torch.float32)
+        return -(-self.size // readers) - sum(len(positions_of(batch)) for batch in self._batches or ())

@@ -21,7 +21,7 @@ from .guard import Guard, tell
 from .head import WatchedHead, find_head_place
 from .head_rows import Matrix
 from .head_step import HeadStep
-from .hidden import AutocastFactory, HiddenStates
+from .hidden import AutocastFactory, HiddenStates, reshard
 from .increment import IncrementSource
 from .measurement import Measurement
 from .owners import owning_optimizer, stepping_optimizer
@@ -95,6 +95,7 @@ class Probe:
         strict: bool = False,
     ) -> None:
         self.model, self.panel = model, panel
+        reshard(model)  # after a validation its root may be gathered, in other parameters than the optimizer's
         self.ranks = Ranks.of(compute_device(find_head_place(model, head).weight), world, process_group)
         self._watched_head = partial(
             WatchedHead,
@@ -152,6 +153,10 @@ class Probe:
     def judge(self) -> Judge | None:
         """The blow-up rules."""
         return self._verdict.judge
+
+    @judge.setter
+    def judge(self, judge: Judge | None) -> None:
+        self._verdict.judge = judge
 
     @property
     def source(self) -> IncrementSource:

@@ -309,6 +309,7 @@ class MonitorSession:
             judge=Judge(options.rules),
             efficiency=options.efficiency,
             world=loop.ranks.world,
+            process_group=loop.ranks.group,
             guard=self.guard,
         )
         self._resume(loop, self.probe)

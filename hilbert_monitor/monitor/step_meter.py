@@ -198,6 +198,7 @@ class StepMeter:
             hidden=self.hidden,
             autocast=self.autocast,
             on_logits=None if self._compared else partial(self._compare_logits, head),
+            remark=self.remark,
         )
         self._compared = True
         return H if head.bias is None else torch.cat([H, H.new_ones(len(H), 1)], dim=1)

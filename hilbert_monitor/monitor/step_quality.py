@@ -1,6 +1,6 @@
 """How good a step is: what part of it reaches the predictions, and how much descent it makes of its diameter.
 
-Measured as rarely as the panel is. The efficiency is bracketed by rank zero, on whole matrices: a sharded head has none.
+Measured as rarely as the panel is. Rank zero brackets the efficiency, of whole matrices: a sharded head has none.
 """
 
 from __future__ import annotations
@@ -99,10 +99,16 @@ def _efficiency(S: Tensor, gradient: Tensor | None, diameter: Interval, budget: 
 
 def head_diameter(head: WatchedHead, S: Matrix) -> float:
     """Bound the smaller of D(U) and D(U - S) from above. U: the head after the step. U - S: before, but for decay."""
-    shards = isinstance(S, RowShards)
-    U = head.logit_matrix(S.rows.dtype if shards else S.dtype)
-    before = replace(U, rows=U.rows - S.rows) if shards else U - S
-    return min(row_diameter_bracket(U).upper, row_diameter_bracket(before).upper)
+    U = head.logit_matrix(S.rows.dtype if isinstance(S, RowShards) else S.dtype)
+    return min(row_diameter_bracket(U).upper, row_diameter_bracket(_difference(U, S)).upper)
+
+
+def _difference(A: Matrix, B: Matrix) -> Matrix:
+    if isinstance(A, RowShards) and isinstance(B, RowShards):
+        return replace(A, rows=A.rows - B.rows)
+    assert isinstance(A, Tensor)
+    assert isinstance(B, Tensor)
+    return A - B
 
 
 def backward_bound(diameter: float, head: float, hidden_norm: float) -> float:
