@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,17 @@ class RowShards:
     def shape(self) -> tuple[int, int]:
         """(V, d) of the whole matrix."""
         return self.number, self.rows.shape[1]
+
+    def first(self, number: int) -> RowShards:
+        """Return the first rows of the matrix alone, as without those that pad a vocabulary: nothing is sent."""
+        kept = self.ids < number
+        rows, ids = (self.rows, self.ids) if bool(kept.all()) else (self.rows[kept], self.ids[kept])
+        return replace(self, rows=rows, ids=ids, number=min(number, self.number))
+
+    @classmethod
+    def whole(cls, S: Tensor) -> RowShards:
+        """Take all rows of a plain matrix (V, d), with no other rank."""
+        return cls(S, torch.arange(len(S), device=S.device), len(S), Ranks([], S.device))
 
     @classmethod
     def split(cls, S: Tensor, group: dist.ProcessGroup | None = None) -> RowShards:
