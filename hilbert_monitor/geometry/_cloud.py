@@ -50,10 +50,11 @@ class PointCloud:
         return cls(S, _centre(S, compute_dtype(S), 1.0, max_bytes), 1.0, 1.0, max_bytes)
 
     def needs_no_scale(self, norms: Tensor) -> bool:
-        """Return whether points of these norms (V,) are finite, not all equal, and need no scale."""
+        """Return whether points of these norms (V,) are finite, certainly not all equal, and need no scale."""
         narrow, wide = _RANGE[self.dtype]
-        largest, reach = torch.stack([norms.amax(), norms.amax() + self.centre.abs().amax()]).tolist()
-        return bool(2 * math.sqrt(self.width) * narrow <= largest and reach <= wide)  # false for a nan
+        largest, size = torch.stack([norms.amax(), self.centre.abs().amax()]).tolist()
+        least = math.sqrt(self.width) * max(2 * narrow, 4 * torch.finfo(self.dtype).eps * size)  # a centre is rounded
+        return bool(least <= largest and largest + size <= wide)  # false for a nan
 
     @property
     def budget(self) -> int:

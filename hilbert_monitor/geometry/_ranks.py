@@ -60,6 +60,8 @@ class Ranks:
 
         All ranks get the same tables, in the same order of ranks.
         """
+        if not self.groups:
+            return [x[None] for x in make()]
         parts, failure = self._made(lambda: [_bytes(x, form) for x, form in zip(make(), forms, strict=True)])
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in forms]
         flag = torch.tensor([failure is not None], dtype=torch.uint8, device=self.device)
@@ -79,6 +81,8 @@ class Ranks:
     def _reduced(
         self, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype, operation: dist.ReduceOp.RedOpType
     ) -> Tensor:
+        if not self.groups:
+            return make().to(dtype).reshape(*shape)
         part, failure = self._made(make)
         numbers = torch.zeros(math.prod(shape) + 1, dtype=dtype, device=self.device)
         if part is not None:

@@ -110,9 +110,14 @@ def centred(shards: RowShards, dtype: torch.dtype, pre: float, post: float, max_
 
 def sample_of(shards: RowShards, dtype: torch.dtype, max_bytes: int) -> Tensor:
     """Return an even sample of this rank's rows: its share of one of all rows."""
+    return shards.rows[:: sample_step(shards, dtype, max_bytes)]
+
+
+def sample_step(shards: RowShards, dtype: torch.dtype, max_bytes: int) -> int:
+    """Return of how many rows one is in a sample that fits the memory bound with room to work on it in a dtype."""
     V, d = shards.shape
     size = min(SAMPLE, max(1, max_bytes // (16 * d * dtype.itemsize)))
-    return shards.rows[:: -(-V // size)]
+    return -(-V // size)
 
 
 def _outliers(shards: RowShards, cloud: PointCloud) -> tuple[Tensor, Tensor, Outliers]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ class RowShards:
         """(V, d) of the whole matrix."""
         return self.number, self.rows.shape[1]
 
-    def whole(self) -> Tensor:
+    def gathered(self) -> Tensor:
         """Gather the matrix on every rank, for what cannot be measured by parts. It moves all of it."""
         (counts,) = self.ranks.gather(lambda: [self.ids.new_tensor(len(self.ids))], ((), torch.int64))
         most, d = int(counts.max()), self.rows.shape[1]
@@ -46,6 +46,17 @@ class RowShards:
         whole = self.rows.new_empty(self.number, d)
         whole[ids[ids >= 0]] = rows[ids >= 0]
         return whole
+
+    def first(self, number: int) -> RowShards:
+        """Return the first rows of the matrix alone, as without those that pad a vocabulary: nothing is sent."""
+        kept = self.ids < number
+        rows, ids = (self.rows, self.ids) if bool(kept.all()) else (self.rows[kept], self.ids[kept])
+        return replace(self, rows=rows, ids=ids, number=min(number, self.number))
+
+    @classmethod
+    def whole(cls, S: Tensor) -> RowShards:
+        """Take all rows of a plain matrix (V, d), with no other rank."""
+        return cls(S, torch.arange(len(S), device=S.device), len(S), Ranks([], S.device))
 
     @classmethod
     def split(cls, S: Tensor, group: dist.ProcessGroup | None = None) -> RowShards:

@@ -42,7 +42,7 @@ def head_quality(head: WatchedHead, S: Matrix, bounds: DiameterBounds | None) ->
     quality = increment_quality(S)
     if bounds is None or head.bias is not None or head.rows.sharded:
         return quality
-    whole = S.whole() if isinstance(S, RowShards) else S
+    whole = S.gathered() if isinstance(S, RowShards) else S
     if head.ranks.rank != 0:
         return quality
     state = {} if head.transposed else state_of(head.source.optimizer, head.weight)

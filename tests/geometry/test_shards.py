@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hilbert_monitor.geometry import (
     RowShards,
     center_rows,
+    covering_radius,
     gauge_waste,
     hilbert_perturbation,
     row_diameter,
@@ -54,13 +55,15 @@ def distance(S, i, j):
 def answers(S, H):
     """All that is measured of rows, in plain numbers."""
     exact, bracket, panel = row_diameter(S), row_diameter_bracket(S), hilbert_perturbation(S, H)
-    spectral = spectral_norm(S)
+    spectral, radius = spectral_norm(S), covering_radius(S, diameter=exact)
     return {
         "exact": (exact.value, exact.upper, exact.pair, exact.nonfinite_rows),
         "bracket": (bracket.lower, bracket.upper, bracket.pair, bracket.nonfinite_rows),
         "panel": (panel.rms, panel.max, panel.position, panel.pair, panel.nonfinite_rows, panel.delta.tolist()),
         "waste": gauge_waste(S),
         "spectral": (spectral.lower, spectral.upper),
+        "radius": (radius.lower, radius.upper, radius.ball_radius, radius.nonfinite_rows),
+        "ball": (radius.center.tolist(), radius.support.tolist(), radius.weights.tolist()),
     }
 
 
@@ -121,6 +124,53 @@ def test_the_panel_the_waste_and_the_spectral_norm_are_those_of_the_whole_matrix
         assert math.isnan(low) or (low <= most * (1 + 1e-12) and least <= high * (1 + 1e-12)), case
 
 
+def test_the_radius_is_bracketed_as_that_of_the_whole_matrix_with_certificates(measured):
+    for case, (ours, whole, S) in measured[0].items():
+        (lower, upper, ball, bad), (center, support, weights) = ours["radius"], ours["ball"]
+        least, most, _, as_bad = whole["radius"]
+        assert bad == as_bad, case
+        if not math.isfinite(most):
+            assert same(lower, least), case
+            assert same(upper, most), case
+            continue
+        assert lower <= most, case
+        assert least <= upper <= 1.02 * lower, case
+        size = 2.0 ** -math.frexp(max(float(S.double().abs().max()), 1e-300))[1]  # keeps squares in range
+        x = S.double() * size
+        farthest = float((x - torch.tensor(center, dtype=torch.float64) * size).norm(dim=1).max())
+        assert farthest <= ball * size * (1 + 1e-12) + 1e-15, case
+        w, core = torch.tensor(weights, dtype=torch.float64), x[support]
+        assert lower * size <= math.sqrt(float(w @ (core - w @ core).square().sum(1))) * (1 + 1e-12) + 1e-15, case
+
+
+def _without_padding(rank, world):
+    """Rows past the vocabulary are cut by each rank; all of the last rank's are."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    V, d, padded = 700, 16, 1100
+    S, H = rows(padded, d, "gauss"), torch.randn(20, d, generator=torch.Generator().manual_seed(d))
+    S[V:] *= 100
+    shards = RowShards.of(distribute_tensor(S, init_device_mesh("cpu", (world,)), [Shard(0)], src_data_rank=None))
+    ours = answers(shards.first(V), H)
+    return ours, answers(S[:V], H)
+
+
+def test_padding_rows_that_each_rank_cuts_are_not_measured(tmp_path):
+    ranks = in_ranks(_without_padding, tmp_path, world=3)
+    for ours, whole in ranks:
+        assert repr(ours) == repr(ranks[0][0])
+        assert same(ours["exact"][0], whole["exact"][0])
+        assert ours["exact"][2] == whole["exact"][2]
+        assert ours["bracket"][0] <= whole["exact"][0] <= ours["bracket"][1]
+        assert same(ours["panel"][0], whole["panel"][0], rel=1e-5)
+        assert ours["panel"][3] == whole["panel"][3]
+        assert same(ours["waste"], whole["waste"], rel=1e-6)
+        assert same(ours["spectral"][0], whole["spectral"][0], rel=1e-6)
+        assert ours["radius"][0] <= whole["radius"][1]
+        assert whole["radius"][0] <= ours["radius"][1] <= 1.02 * ours["radius"][0]
+
+
 def _layouts(rank, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -156,6 +206,8 @@ def test_any_layout_of_rows_over_a_mesh_gives_the_answers_of_the_whole_matrix(tm
         assert ours["bracket"][0] <= whole["exact"][0] <= ours["bracket"][1], placements
         assert same(ours["panel"][0], whole["panel"][0], rel=1e-5), placements
         assert ours["panel"][3] == whole["panel"][3], placements
+        assert ours["radius"][0] <= whole["radius"][1], placements
+        assert whole["radius"][0] <= ours["radius"][1], placements
         assert centred, placements
 
 

@@ -231,9 +231,9 @@ def panels_of_ranks(rank, world, case):
     taken = source.panel
     source.collect()
     for batch in (TEXT[:2], TEXT[2:4])[: 2 - rank]:
-        source.offer(batch, world=world)
-    source.finish(ranks=ranks)
-    return taken and taken.hash, source.panel and (source.panel.size, source.panel.own)
+        source.offer(batch, readers=world)
+    source.finish(ranks=ranks, reader=rank, readers=world)
+    return taken and taken.hash, source.panel and (source.panel.size, source.panel.hash)
 
 
 @pytest.mark.parametrize("case", ["an iterator", "a failure", "other text", "another seed"])
@@ -241,7 +241,9 @@ def test_ranks_all_take_the_panel_or_all_collect_it(case, tmp_path):
     (first, collected), (second, other) = in_ranks(panels_of_ranks, tmp_path, case)
     assert first == second
     assert (first is not None) == (case == "another seed")
-    assert collected == other == ((10, True) if first is None else (20, False))
+    assert collected == other
+    assert collected[0] == 20
+    assert first is not None or collected[1] == Panel.joined([Panel.of_batches([TEXT[:2]], 10)] * 2).hash
 
 
 def test_no_more_items_are_read_than_it_takes():
@@ -426,8 +428,6 @@ def test_what_cannot_be_a_panel_is_refused():
         Panel.of_tokens(torch.rand(2, T), 10)
     with pytest.raises(ValueError, match="context must be at least one token, got 0"):
         Panel.of_tokens(TEXT, 10, context=0)
-    with pytest.raises(ValueError, match="rank must be one of the 2 from 0 on, got 2"):
-        Panel.of_batches([TEXT], 10).share(2, 2)
 
 
 def test_tokens_are_cut_to_the_context_and_the_rest_is_a_row_too():
@@ -487,28 +487,14 @@ def test_hash_sees_one_token_a_position_the_order_and_where_rows_begin():
     assert len(set(hashes)) == len(hashes)
 
 
-# Shares
+# Parts
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 64])
-def test_shares_are_the_whole_panel_in_order_without_overlap(world):
+def test_panels_one_after_the_other_are_one():
     panel = Panel.of_loader(DataLoader(TEXT, batch_size=5), 50)
-    shares = [panel.share(rank, world) for rank in range(world)]
-    assert [token for share in shares for token in counted_tokens(share)] == counted_tokens(panel)
-    assert max(s.size for s in shares) - min(s.size for s in shares) <= 1
-    rows = sum(len(input_ids(batch)) for share in shares for batch in share.batches)
-    assert rows < 8 + world  # a row is run twice only where the cut goes through it
-    assert shares[-1].size
-    assert all(share.size for share in shares) == (world < 64)
-
-
-def test_of_their_own_batches_ranks_take_parts_that_add_up():
-    parts = [Panel.of_batches([TEXT[4 * rank :]], 11, rank=rank, world=3) for rank in range(3)]
-    assert sum(part.size for part in parts) == 11
-    for rank, part in enumerate(parts):  # the first positions, position 0 among them
-        assert counted_tokens(part) == TEXT[4 * rank :].flatten()[: part.size].tolist()
-    assert Panel.of_batches([TEXT], 1, rank=0, world=3).size == 0
-
+    parts = [Panel.of_batches([TEXT[:5]], 35), Panel.of_batches([TEXT[5:]], 15), Panel((), ())]
+    assert counted_tokens(Panel.joined(parts)) == counted_tokens(panel)
+    assert Panel.joined(parts).hash == panel.hash
 
 # States
 
@@ -772,7 +758,7 @@ def test_weights_cast_for_the_states_are_neither_taken_from_the_cache_nor_left_t
 
 def test_model_in_bfloat16_gives_fp32_rows_also_when_there_are_none(panel):
     model = seeded(Plain).bfloat16()
-    empty = Panel.of_batches([TEXT], 1).share(0, 2)
+    empty = Panel((), ())
     for part in (panel, empty):
         states = hidden_states(model, model.lm_head, part)
         assert states.shape == (part.size, 6)
@@ -992,19 +978,20 @@ def test_model_under_ddp_is_seen_through(tmp_path, panel):
         dist.destroy_process_group()
 
 
-def states_of_share(rank, world):
+def states_of_a_rank(rank, world):
     torch.manual_seed(rank)
     model = seeded(Dropping)
     wrapped = DistributedDataParallel(model)
     panel = Panel.of_loader(DataLoader(TensorDataset(TEXT, TEXT), batch_size=2 + rank, shuffle=True), 51)
-    return panel.hash, hidden_states(wrapped, model.lm_head, panel.share(rank, world))
+    return panel.hash, hidden_states(wrapped, model.lm_head, panel)
 
 
-def test_states_of_two_ranks_one_after_the_other_are_those_of_one_process(tmp_path):
+def test_states_of_each_of_two_ranks_are_those_of_one_process(tmp_path):
     model, panel = seeded(Dropping), Panel.of_tokens(TEXT, 51)
-    found = in_ranks(states_of_share, tmp_path)
+    found = in_ranks(states_of_a_rank, tmp_path)
     assert {digest for digest, _ in found} == {panel.hash}
-    torch.testing.assert_close(torch.cat([rows for _, rows in found]), hidden_states(model, model.lm_head, panel))
+    for _, states in found:
+        torch.testing.assert_close(states, hidden_states(model, model.lm_head, panel))
 
 
 def weights_under_fsdp(rank, world):
@@ -1015,14 +1002,14 @@ def weights_under_fsdp(rank, world):
         for part in (*model.blocks, model):
             fully_shard(part, mesh=init_device_mesh("cpu", (world,)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        share = Panel.of_batches([TEXT[:8]], 50).share(rank, world)
+        panel = Panel.of_batches([TEXT[:8]], 50)
         torch.manual_seed(rank)
         for _ in range(3):
             model(TEXT[4 * rank :][:4]).logsumexp(-1).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             if watched:
-                hidden_states(model, model.lm_head, share)
+                hidden_states(model, model.lm_head, panel)
         runs.append([p.full_tensor() for p in model.parameters() if p.requires_grad] + [model.load, model.calls])
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*runs, strict=True))
 
@@ -1041,9 +1028,3 @@ def test_of_a_sampler_of_a_subset_only_its_items_are_taken():
 def test_ignored_labels_of_a_tuple_count_wherever_they_stand():
     ids, mask, labels = torch.ones(2, 3).long(), torch.ones(2, 3).long(), torch.tensor([[1, -100, 1], [-100, 1, 1]])
     assert positions_of((ids, mask, labels)).tolist() == [0, 2, 4, 5]
-
-
-def test_a_panel_of_one_rank_is_not_shared_again():
-    panel = Panel.of_batches([torch.arange(40).view(4, 10)], 20, rank=1, world=2)
-    assert panel.size == 10
-    assert panel.share(1, 2) is panel
