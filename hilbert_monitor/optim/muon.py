@@ -15,8 +15,10 @@ from torch.optim.optimizer import ParamsT
 from hilbert_monitor.geometry import compute_dtype
 from hilbert_monitor.geometry.shards import is_dtensor
 
-from ._hyperparameters import Group, check_choice, check_number, parameter_label
+from ._hyperparameters import Group, check_choice, check_number
+from ._layout import local, local_gradient
 from ._matrix_optimizer import LastStep, MatrixOptimizer
+from ._owners import Bucket, Held, Owners
 from ._rounding import shrink_and_add
 from .newton_schulz import orthogonalize
 
@@ -47,6 +49,13 @@ class Muon(MatrixOptimizer):
     rank that computes a parameter has no gradient for it, the parameter moves on no rank. The gathered results of one
     shape take as much memory as its parameters in `ns_dtype`.
 
+    The step of a sharded matrix (a DTensor) is that of the whole matrix, not of its shards. Each matrix is
+    orthogonalised by one rank of its mesh, its owner, so that all ranks have about the same work. Its shards go there
+    in `ns_dtype` and the results come back, by two collectives for all matrices of a mesh. With W ranks a rank sends
+    and receives about 2 / W of what all matrices hold; a gather on every rank would receive all of it. Momentum stays
+    in shards, laid out as the parameter. If a rank that has a shard has no gradient for it, the matrix moves on no
+    rank.
+
     A weight stored the other way round, (in, out), as in Hugging Face's Conv1D, gets the scale of its transpose.
 
     Args:
@@ -60,8 +69,9 @@ class Muon(MatrixOptimizer):
         ns_dtype: precision of Newton-Schulz. fp32 is true fp32, never TF32. torch.bfloat16 is for accelerators.
         maximize: ascend.
         rounding: of matrices stored in bf16 or fp16, as in `RowNorm`.
-        distributed: share the work over the ranks of `process_group` when torch.distributed is initialised.
-        process_group: the ranks that hold the same parameters; all of them by default.
+        distributed: share the work over the ranks of `process_group` when torch.distributed is initialised. Sharded
+            matrices do not ask: theirs is shared over their mesh.
+        process_group: the ranks that hold the same parameters, where these are whole; all of them by default.
     """
 
     def __init__(
@@ -92,11 +102,16 @@ class Muon(MatrixOptimizer):
             "rounding": rounding,
         }
         self.distributed, self._ranks, self._agreed = distributed, _Ranks(process_group), False
+        self._owners: dict[Any, Owners] = {}
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"distributed": self.distributed, "_ranks": self._ranks, "_agreed": self._agreed}
         return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        vars(self).setdefault("_owners", {})  # a copy meets the ranks of its meshes again
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of matrices, with hyperparameters of its own if it has any."""
@@ -124,12 +139,6 @@ class Muon(MatrixOptimizer):
         check_choice(group, "nesterov", (True, False))
         check_choice(group, "ns_dtype", (torch.float32, torch.bfloat16, torch.float64))
 
-    def _check_parameter(self, group: Group, index: int) -> None:
-        super()._check_parameter(group, index)
-        if is_dtensor(group["params"][index]):
-            label = parameter_label(group, index)
-            raise TypeError(f"Muon needs whole matrices, and parameter {label} is sharded: train it with DDP")
-
     def _step_group(self, params: list[Tensor], options: Group) -> None:
         live = [p for p in params if p.grad is not None]
         for p in live:
@@ -140,16 +149,19 @@ class Muon(MatrixOptimizer):
             torch._foreach_mul_(buffers, options["momentum"])
             torch._foreach_add_(buffers, _gradients(live))
         world = self._world
-        for alike in _by_shape(params):
+        for alike in _by_shape([p for p in params if not is_dtensor(p)]):
             if world > 1:
                 self._step_shared(alike, options, world)
             else:
                 self._step_alone(alike, options)
+        for owners, sharded in self._by_mesh(params):
+            for bucket in owners.buckets(sharded, options["ns_dtype"]):
+                self._step_sharded(bucket, options)
 
     def _step_alone(self, alike: list[Tensor], options: Group) -> None:
         shrink = 1 - options["lr"] * options["weight_decay"]
         for stack in _stacks([p for p in alike if p.grad is not None], options["ns_dtype"]):
-            S = _scaled(self._orthogonal(stack, options), stack[0], options)
+            S = _scaled(_oriented(self._orthogonal(stack, options), stack[0]), stack[0], options)
             if S.dtype == stack[0].dtype:
                 torch._foreach_mul_(stack, shrink)
                 torch._foreach_add_(stack, list(S))
@@ -175,21 +187,53 @@ class Muon(MatrixOptimizer):
         for index, p in enumerate(alike):
             rank, slot = divmod(index, share)
             x = gathered[rank, slot * size : (slot + 1) * size].view(min(p.shape), max(p.shape))
-            S, shrink = _scaled(x, p, options), shrinks[rank, slot]
+            S, shrink = _scaled(_oriented(x, p), p, options), shrinks[rank, slot]
             shrink_and_add(p, S, shrink=shrink, rounding=self._rounding(p, options))
+
+    def _step_sharded(self, bucket: Bucket, options: Group) -> None:
+        for p, (x, present) in zip(bucket.params, self._orthogonal_shards(bucket, options), strict=True):
+            shrink = 1 - options["lr"] * options["weight_decay"] * present.to(compute_dtype(p))
+            S = _scaled(x, p, options)
+            shrink_and_add(local(p), S, shrink=shrink, rounding=self._rounding(p, options))
+
+    def _orthogonal_shards(self, bucket: Bucket, options: Group) -> list[Held]:
+        """Return this rank's shards of the orthogonalised directions. Each matrix is computed by its owner alone."""
+        live = [p for p in bucket.params if p.grad is not None]
+        directions = dict(zip(live, self._directions(live, options), strict=True))
+        wholes = bucket.gather([directions.get(p) for p in bucket.params])
+        places = {held.X: i for i, held in wholes.items()}
+        for alike in _by_shape(list(places)):
+            for stack in _stacks(alike, options["ns_dtype"]):
+                for X, result in zip(stack, _orthogonalized(stack, options), strict=True):
+                    present = wholes[places[X]].present
+                    wholes[places[X]] = Held(_oriented(result, X).masked_fill_(present == 0, 0), present)
+        return bucket.scatter(wholes)
+
+    def _by_mesh(self, params: list[Tensor]) -> Iterator[tuple[Owners, list[Tensor]]]:
+        """Yield the sharded parameters on each mesh that this rank is in, with the ranks that share their work."""
+        meshes: dict[Any, list[Tensor]] = {}
+        for p in params:
+            if is_dtensor(p) and p.device_mesh.get_coordinate() is not None:  # type: ignore[attr-defined]
+                meshes.setdefault((p.device_mesh, p.device), []).append(p)  # type: ignore[attr-defined]
+        for (mesh, _), sharded in meshes.items():
+            if mesh not in self._owners:
+                self._owners[mesh] = Owners(mesh)
+            yield self._owners[mesh], sharded
 
     def _orthogonal(self, stack: list[Tensor], options: Group) -> Tensor:
         """Return the orthogonalised directions of `stack`, (k, min(m, n), max(m, n))."""
-        directions = self._buffers(stack)
-        if options["nesterov"]:
+        return _orthogonalized(self._directions(stack, options), options)
+
+    def _directions(self, params: list[Tensor], options: Group) -> list[Tensor]:
+        """Return the directions before they are orthogonalised; of sharded parameters the shards of this rank."""
+        directions = self._buffers(params)
+        if options["nesterov"] and params:
             directions = list(torch._foreach_mul(directions, options["momentum"]))
-            torch._foreach_add_(directions, _gradients(stack))
-        X = torch.stack(directions).to(options["ns_dtype"])  # (k, m, n)
-        wide = X if X.shape[1] <= X.shape[2] else X.mT
-        return orthogonalize(wide, steps=options["ns_steps"], eps=options["eps"])
+            torch._foreach_add_(directions, _gradients(params))
+        return directions
 
     def _buffers(self, params: list[Tensor]) -> list[Tensor]:
-        return [self.state[p]["momentum_buffer"] for p in params]
+        return [local(self.state[p]["momentum_buffer"]) for p in params]
 
     def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None, rows: slice) -> Tensor:
         if last.options["nesterov"] and not last.had(param.grad):
@@ -197,11 +241,17 @@ class Muon(MatrixOptimizer):
                 "the gradient of the last step is gone or changed, and Muon's increment needs it: ask before zero_grad,"
                 " for instance in a step post-hook"
             )
-        return _scaled(self._orthogonal([param], last.options)[0], param, last.options)[rows]
+        if not is_dtensor(param):
+            return _scaled(_oriented(self._orthogonal([param], last.options)[0], param), param, last.options)[rows]
+        for owners, params in self._by_mesh([param]):
+            for bucket in owners.buckets(params, last.options["ns_dtype"]):
+                return _scaled(self._orthogonal_shards(bucket, last.options)[0].X, param, last.options)
+        return torch.zeros_like(local(param), dtype=compute_dtype(param))  # this rank is not in the mesh
 
     def _before_step(self) -> None:
         """Raise ValueError on all ranks if they hold different parameters. Checked once for each set of parameters."""
-        world, params = self._world, [p for group in self.param_groups for p in group["params"]]
+        world = self._world
+        params = [p for group in self.param_groups for p in group["params"] if not is_dtensor(p)]
         if world == 1 or self._agreed or not params:
             return
         shapes = zlib.crc32(repr([(tuple(p.shape), p.dtype) for p in params]).encode())
@@ -253,12 +303,24 @@ def _stacks(params: list[Tensor], dtype: torch.dtype) -> Iterator[list[Tensor]]:
 
 
 def _gradients(params: list[Tensor]) -> list[Tensor]:
-    return [p.grad for p in params if p.grad is not None]
+    return [local_gradient(p) for p in params if p.grad is not None]
+
+
+def _orthogonalized(directions: list[Tensor], options: Group) -> Tensor:
+    """Return the orthogonal factors of matrices of one shape, (k, min(m, n), max(m, n))."""
+    X = torch.stack(directions).to(options["ns_dtype"])  # (k, m, n)
+    wide = X if X.shape[1] <= X.shape[2] else X.mT
+    return orthogonalize(wide, steps=options["ns_steps"], eps=options["eps"])
+
+
+def _oriented(X: Tensor, p: Tensor) -> Tensor:
+    """Return wide matrices in the orientation of `p`."""
+    return X if X.shape[-2:] == p.shape else X.mT
 
 
 def _scaled(X: Tensor, p: Tensor, options: Group) -> Tensor:
-    """Return the increments -lr sqrt(max(1, m / n)) X of matrices like `p`. May overwrite X."""
+    """Return the increments -lr sqrt(max(1, m / n)) X of matrices like `p`, or of shards. May overwrite X."""
     m, n = p.shape
-    S = (X if X.shape[-2:] == p.shape else X.mT).to(compute_dtype(p))
+    S = X.to(compute_dtype(p))
     lr = options["lr"] if options["maximize"] else -options["lr"]
     return S.mul_(lr * math.sqrt(max(1, m / max(n, 1))))

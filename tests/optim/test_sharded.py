@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hilbert_monitor import RowNorm
+from hilbert_monitor import Muon, RowNorm
 from tests.support.ranks import in_ranks
 
 SHAPES = [(7, 5), (2, 3), (1, 4), (13, 1), (5, 12)]
@@ -24,16 +24,15 @@ def strided_layout(mesh):
     return head.weight.device_mesh, head.weight.placements
 
 
-def layouts(world):
-    """Every kind of layout on so many ranks, by name: (mesh, placements)."""
-    line = init_device_mesh("cpu", (world,))
-    found = {repr(p): (line, [p]) for p in (Shard(0), Shard(1), Replicate())}
-    if world == 4:
-        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        kinds = (Replicate(), Shard(0), Shard(1))
-        found.update({f"{a!r} {b!r}": (square, [a, b]) for a in kinds for b in kinds})
-        found["strided"] = strided_layout(square)
-    return found
+def layouts(world, case):
+    """Kinds of layouts on so many ranks, by name: (mesh, placements). All of them for the plain case."""
+    if world < 4:
+        line = init_device_mesh("cpu", (world,))
+        return {repr(p): (line, [p]) for p in (Shard(0), Shard(1), Replicate())}
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    kinds = (Replicate(), Shard(0), Shard(1)) if case == "plain" else (Replicate(), Shard(1))
+    found = {f"{a!r} {b!r}": (square, [a, b]) for a in kinds for b in kinds}
+    return {**found, "strided": strided_layout(square)}
 
 
 class Collectives(TorchDispatchMode):
@@ -62,7 +61,7 @@ def sharded(t, layout):
     return distribute_tensor(t, *layout, src_data_rank=None)
 
 
-def walk(make, layout, shapes, *, gradients=draws, dtype=torch.float32, steps=3, options):
+def walk(make, layout, shapes, *, gradients=draws, dtype=torch.float32, steps=3, without=(), options):
     """Steps on sharded matrices, or on whole ones where `layout` is None: all that is left of them, gathered."""
     put = (lambda t: t) if layout is None else (lambda t: sharded(t, layout))
     params = [nn.Parameter(put(draws(10 + i, shape, dtype))) for i, shape in enumerate(shapes)]
@@ -71,7 +70,7 @@ def walk(make, layout, shapes, *, gradients=draws, dtype=torch.float32, steps=3,
     for t in range(steps):
         optimizer.param_groups[0]["lr"] = 0.1 * t  # the first is zero, as in a warm-up
         for i, p in enumerate(params):
-            p.grad = put(gradients(100 * t + i, p.shape, dtype))
+            p.grad = None if i in without and t == 1 else put(gradients(100 * t + i, p.shape, dtype))
         with Collectives() as collectives:
             optimizer.step()
         counts.append(collectives.count)
@@ -99,14 +98,9 @@ def rownorm_everywhere(rank, world):
     results = {}
     for case, kind in ROWNORM.items():
         whole = walk(RowNorm, None, SHAPES, **kind)
-        for name, layout in layouts(world).items():
+        for name, layout in layouts(world, case).items():
             results[name, case] = walk(RowNorm, layout, SHAPES, **kind), whole
     return results
-
-
-@pytest.fixture(scope="module", params=[2, 3, 4], ids="{} ranks".format)
-def rownorm(request, tmp_path_factory):
-    return in_ranks(rownorm_everywhere, tmp_path_factory.mktemp("rownorm"), world=request.param)
 
 
 def assert_alike(results, whole, *, rtol, atol, case):
@@ -135,3 +129,58 @@ def test_rownorm_sends_nothing_where_rows_are_sharded(rownorm):
             rows, columns = (sum(f"dim={dim}" in p for p in placements) for dim in (0, 1))
             a_step = len(SHAPES) * (columns + (2 * rows if case == "centred" else 0))
             assert results["counts"] == [a_step] * 3, (layout, case)
+
+
+MUON = {
+    "plain": {"options": {}},
+    "no nesterov": {"options": {"nesterov": False, "maximize": True}},
+    "fp64": {"options": {"ns_dtype": torch.float64}, "dtype": torch.float64},
+    "bf16": {"options": {"ns_dtype": torch.bfloat16}, "dtype": torch.bfloat16},
+    "compensated": {"options": {"rounding": "compensated"}, "dtype": torch.bfloat16},
+    "wild": {"options": {}, "gradients": wild, "steps": 1},
+    "no gradient anywhere": {"options": {}, "without": (0, 3)},
+}
+MATRICES = [*SHAPES, (7, 5), (6, 6), (0, 3)]
+
+
+def muon_everywhere(rank, world):
+    results = {}
+    for case, kind in MUON.items():
+        whole = walk(Muon, None, MATRICES, **{**kind, "options": {**kind["options"], "distributed": False}})
+        for name, layout in layouts(world, case).items():
+            results[name, case] = walk(Muon, layout, MATRICES, **kind), whole
+    return results
+
+
+def everything(rank, world):
+    return rownorm_everywhere(rank, world), muon_everywhere(rank, world)
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4], ids="{} ranks".format)
+def steps(request, tmp_path_factory):
+    return in_ranks(everything, tmp_path_factory.mktemp("steps"), world=request.param)
+
+
+@pytest.fixture
+def rownorm(steps):
+    return [results for results, _ in steps]
+
+
+@pytest.fixture
+def muon(steps):
+    return [results for _, results in steps]
+
+
+def test_muon_on_shards_is_muon_on_the_whole_matrix(muon):
+    for ours in muon:
+        for (layout, case), (results, whole) in ours.items():
+            rtol, atol = (2e-2, 4e-3) if case in ("bf16", "compensated") else (1e-5, 2e-6)
+            assert_alike(results, whole, rtol=rtol, atol=atol, case=(layout, case))
+
+
+def test_muon_gathers_and_scatters_all_matrices_of_a_mesh_by_two_collectives(muon):
+    for ours in muon:
+        for (layout, case), (results, _) in ours.items():
+            first, *others = results["counts"]
+            assert others == [2] * len(others), (layout, case)
+            assert first == 4, (layout, case)  # two more to learn where the shards are
