@@ -1,9 +1,11 @@
-"""The exact search for the row diameter where rows are on several ranks, from what the bracket has surveyed.
+"""The exact search for the row diameter where rows are on several ranks.
 
-The leading directions come from all-reduced products with a sample. Then the ranks show each other the coordinates of
-the hubs, the rows that are long enough to be one end of a longest pair. Each rank screens all hubs against its own
-rows, and the largest bounds are all-reduced. Hubs that no screen drops go to all ranks as whole rows, the most
-promising first. Bounds, slacks and the order of the steps are those of `diameter.py`.
+Its steps, bounds and slacks are those of `diameter.py`, and so is its work, of which a rank with 1/W of the rows does
+about that share. The leading directions come from all-reduced products with a sample. In a walk the ranks show each
+other how far their farthest rows are, and then the rows that are farthest of all. Then the ranks show each other the
+coordinates of the hubs, the rows that are long enough to be one end of a longest pair. Each rank screens all hubs
+against its own rows, and the largest bounds are all-reduced. Hubs that no screen drops go to all ranks as whole rows,
+the most promising first.
 """
 
 from __future__ import annotations
@@ -16,20 +18,35 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ._cloud import PointCloud
 from ._screen import largest_bounds, screen_tables
-from ._sharded_survey import Outliers, Survey, ordered, padded, points, sample_of
+from ._sharded_survey import Ends, centred, in_range, ordered, points, sample_of
 from .arithmetic import chunk_length, compute_dtype
 from .shards import RowShards
 
 SMALL = 512
 """Up to so many rows, all pairs cost less than a survey."""
 SURVEY_RANK, SCREEN_RANKS = 16, (8, 16, 64)
+LONGEST, ALONG, PARTNERS = 8, 8, 4
+"""Rows that the walk starts from: the longest, and the two ends of leading directions. Partners that each has."""
 MANY_HUBS = 2048
 """From here on a screen is tried on a sample first."""
 FIRST_BATCH, LARGEST_BATCH = 32, 2048
 """Hubs that meet all rows at a time."""
 FEW = 4096
 """Near-longest pairs of a tile that are measured one by one."""
+
+
+@dataclass
+class Shown:
+    """A few rows of any rank, the same on every rank."""
+
+    owner: Tensor
+    """(n,) ranks."""
+    place: Tensor
+    """(n,) on their rank."""
+    ids: Tensor
+    """(n,) which rows of the matrix they are."""
 
 
 @dataclass
@@ -54,34 +71,67 @@ class Hubs:
         return Hubs(self.owner[which], self.place[which], self.radius[which], self.bounds[which])
 
 
-class ShardedSearch:
-    """Branch and bound for the longest pair, from what the bracket has surveyed."""
+def search(shards: RowShards, max_bytes: int) -> ShardedSearch | Ends:
+    """Find the longest pair, and prove that there is no longer one; or return the answer where no search is needed."""
+    found = ShardedSearch(shards, centred(shards, compute_dtype(shards.rows), 1.0, 1.0, max_bytes))
+    if not found.cloud.needs_no_scale(found.largest):
+        cloud = in_range(shards, max_bytes)
+        if not isinstance(cloud, PointCloud):
+            return cloud
+        found = ShardedSearch(shards, cloud)
+    found.run()
+    return found
 
-    def __init__(self, shards: RowShards, found: Survey) -> None:
-        self.shards, self.ranks, self.cloud = shards, shards.ranks, found.cloud
-        self.norms, self.seeds = found.norms, found.outliers
-        self.length, self.pair = found.length, found.pair
-        self.largest = found.longest * (1 + self.cloud.rounding)
+
+class ShardedSearch:
+    """Branch and bound for the longest pair. It begins with a survey of all rows."""
+
+    def __init__(self, shards: RowShards, cloud: PointCloud) -> None:
+        self.shards, self.ranks, self.cloud = shards, shards.ranks, cloud
+        self.length, self.pair = 0.0, (0, min(1, shards.number - 1))  # the longest so far, in the cloud's units
         self.screened = self.computed = 0  # of all ranks
         self._local = [0, 0]
+        V, d = shards.shape
+        self.screen_ranks = [k for k in SCREEN_RANKS if k <= d // 2] if V > SMALL else []
+        self.rank = max([k for k in self.screen_ranks if k <= SURVEY_RANK], default=0)
+        self.directions = self._directions(self.rank)
+        self.seeds, self.largest = self._survey()
 
     def run(self) -> None:
         """Find the longest pair, and prove that there is no longer one."""
-        V, d = self.shards.shape
-        ranks = [k for k in SCREEN_RANKS if k <= d // 2] if V > SMALL else []
-        rank = max([k for k in ranks if k <= SURVEY_RANK], default=0)
-        directions = self._directions(rank)
-        self.z = self.norms.new_empty(len(self.norms), 0)
         for _ in range(2):
-            self._walk(directions)
-        hubs = self._hubs()
-        for k in ranks:
-            if k > rank:
+            self._walk()
+        hubs, directions = self._hubs(), self.directions
+        for k in self.screen_ranks:
+            if k > self.rank:
                 if len(hubs) <= k:
                     break  # to meet all rows costs them no more than to be projected
                 directions = self._directions(k)
-            hubs = self._screen(hubs, k, None if k <= rank else directions)
+            hubs = self._screen(hubs, k, None if k <= self.rank else directions)
         self._prove(hubs)
+
+    def _survey(self) -> tuple[Shown, Tensor]:
+        """Survey all rows, in one pass. Return those that the walk starts from, and the largest norm."""
+        along = min(ALONG, self.rank)
+
+        def make() -> Sequence[Tensor]:
+            self.norms, self.z = self.cloud.survey(self.directions)
+            n, z = len(self.norms), self.z[:, :along]
+            longest = self.norms.topk(min(LONGEST, n))
+            ends = torch.cat([z, -z], 1).max(0) if n else (z.new_empty(0), self.shards.ids[:0])
+            missing = LONGEST + 2 * along - len(longest.values) - len(ends[0])
+            values = torch.cat([longest.values, z.new_full((missing,), -torch.inf), ends[0]])
+            places = torch.cat([longest.indices, longest.indices.new_zeros(missing), ends[1]])
+            return [values, places, self.shards.ids[places] if n else places]
+
+        size = (LONGEST + 2 * along,)
+        values, places, ids = self.ranks.gather(
+            make, (size, self.cloud.dtype), (size, torch.int64), (size, torch.int64)
+        )
+        longest = values[:, :LONGEST].flatten().topk(min(LONGEST, self.shards.number))
+        owner = torch.cat([longest.indices // LONGEST, values[:, LONGEST:].argmax(0)])
+        column = torch.cat([longest.indices % LONGEST, torch.arange(LONGEST, size[0], device=owner.device)])
+        return Shown(owner, places[owner, column], ids[owner, column]), longest.values[0]
 
     def _directions(self, k: int) -> Tensor:
         """Estimate the k leading directions (d, k) of all ranks' points, by subspace iteration on a sample."""
@@ -99,38 +149,42 @@ class ShardedSearch:
                 basis[:, list(mine)] = sample[torch.linspace(0, len(sample) - 1, len(mine)).long()].T
             return basis
 
-        basis, _ = torch.linalg.qr(self.ranks.sum(start, d, k, dtype=dtype))
+        basis = _orthonormal(self.ranks.sum(start, d, k, dtype=dtype))
         for _ in range(2):
-            product = self.ranks.sum(partial(_squared, samples, basis), d, k, dtype=dtype)
-            basis, _ = torch.linalg.qr(product)
+            basis = _orthonormal(self.ranks.sum(partial(_squared, samples, basis), d, k, dtype=dtype))
         gram = self.ranks.sum(lambda: (samples[0] @ basis).T @ (samples[0] @ basis), k, k, dtype=dtype)
-        directions: Tensor = basis @ torch.linalg.eigh(gram)[1].flip(1)
+        directions: Tensor = basis @ torch.linalg.eigh(_finite(gram))[1].flip(1)
         return directions
 
-    def _walk(self, directions: Tensor) -> None:
-        """Go from the seeds to their farthest partners by coordinates, on each rank. The farthest are the new seeds."""
+    def _walk(self) -> None:
+        """Go from the seeds to their farthest partners by coordinates. The farthest are the new seeds."""
+        seeds, n = self.seeds, len(self.seeds.ids)
+        rows = self._shown(seeds.owner, seeds.place, lambda at: self.shards.rows.index_select(0, at), self.cloud.width)
 
-        def make() -> Sequence[Tensor]:
-            if directions.shape[1] and not self.z.shape[1]:
-                _, self.z = self.cloud.survey(directions)
-            if not len(self.norms):
-                return [*padded(self.shards, self.shards.ids, 2), self._summary()]
-            x = points(self.cloud, self.seeds.rows)
-            estimate = torch.addmm(self.norms.square(), x @ directions, self.z.T, alpha=-2)
-            partners = estimate.topk(min(4, len(self.norms)), dim=1).indices
-            seed = torch.arange(len(x), device=x.device).repeat_interleave(partners.shape[1])
-            lengths = self._measure(self.seeds.rows, self.seeds.ids, seed, partners.flatten())
-            far = lengths.topk(min(2, len(lengths))).indices
-            return [*padded(self.shards, partners.flatten()[far], 2), self._summary()]
+        def partners() -> Sequence[Tensor]:
+            z = points(self.cloud, rows) @ self.directions
+            estimate = torch.addmm(self.norms.square(), z, self.z.T, alpha=-2)  # less a constant in each row
+            far = estimate.topk(min(PARTNERS, len(self.norms)), dim=1)
+            missing = (0, PARTNERS - far.values.shape[1])
+            ids = self.shards.ids[far.indices]
+            return [pad(far.values, missing, value=-torch.inf), pad(far.indices, missing), pad(ids, missing)]
 
-        d = self.shards.shape[1]
-        rows, ids, ends = self.ranks.gather(
-            make, ((2, d), self.shards.rows.dtype), ((2,), torch.int64), ((5,), torch.float64)
-        )
-        self.seeds = Outliers(rows[ids >= 0], ids[ids >= 0])
-        self._agree(ends)
+        size = (n, PARTNERS)
+        tables = self.ranks.gather(partners, (size, self.cloud.dtype), (size, torch.int64), (size, torch.int64))
+        values, places, ids = (table.transpose(0, 1).flatten(1) for table in tables)
+        far = values.topk(PARTNERS, dim=1).indices if self.shards.number >= PARTNERS else values.argmax(1)[:, None]
+        owner, places, ids = far // PARTNERS, places.gather(1, far), ids.gather(1, far)
 
-    def _measure(self, rows: Tensor, ids: Tensor, i: Tensor, places: Tensor) -> Tensor:
+        def measure() -> Sequence[Tensor]:
+            seed, column = (owner == self.ranks.place).nonzero(as_tuple=True)
+            if len(seed):
+                self._measure(rows, seeds.ids, seed, places[seed, column])
+            return [self._summary()]
+
+        self._agree(*self.ranks.gather(measure, ((5,), torch.float64)))
+        self.seeds = Shown(owner[:, 0], places[:, 0], ids[:, 0])
+
+    def _measure(self, rows: Tensor, ids: Tensor, i: Tensor, places: Tensor) -> None:
         """Measure pairs of given rows and rows of this rank in fp64, in the units of the cloud, and keep the longest.
 
         Args:
@@ -152,7 +206,6 @@ class ShardedSearch:
         if float(lengths[longest]) > self.length:
             self.length = float(lengths[longest])
             self.pair = ordered(int(ids[i[longest]]), int(self.shards.ids[places[longest]]))
-        return lengths
 
     def _summary(self) -> Tensor:
         return torch.tensor([self.length, *self.pair, *self._local], dtype=torch.float64, device=self.ranks.device)
@@ -168,7 +221,8 @@ class ShardedSearch:
 
         def make() -> Sequence[Tensor]:
             radius = self.norms * (1 + self.cloud.rounding)
-            able = (radius >= self.length - self.largest).nonzero().squeeze(1)
+            reach = self.largest * (1 + self.cloud.rounding)
+            able = (radius >= self.length - reach).nonzero().squeeze(1)
             self.radius, order = radius[able].sort(descending=True)
             self.order = able[order]
             self.partners = torch.arange(len(order), device=order.device)
@@ -177,33 +231,32 @@ class ShardedSearch:
         (counts,) = self.ranks.gather(make, ((), torch.int64))
         owner = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
         place = torch.cat([torch.arange(n, device=counts.device) for n in counts.tolist()])
-        hubs = Hubs(owner, place, owner.new_zeros(len(owner), dtype=self.cloud.dtype), torch.empty(0))
-        radius = self._shown(hubs, lambda places: self.radius[places, None], 1)[:, 0]
+        radius = self._shown(owner, place, lambda at: self.radius[at, None], 1, self.cloud.dtype)[:, 0]
         order = radius.argsort(descending=True, stable=True)
         return Hubs(owner[order], place[order], radius[order], torch.full_like(radius, torch.inf))
 
     def _shown(
-        self, hubs: Hubs, of: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype | None = None
+        self, owner: Tensor, place: Tensor, of: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return (hubs, width) numbers of hubs, which their owners make from the hubs' places in their order."""
-        dtype = dtype or self.cloud.dtype
-        counts = torch.bincount(hubs.owner, minlength=self.ranks.number)
-        most = int(counts.max()) if len(hubs) else 0
-        mine = hubs.place[hubs.owner == self.ranks.place]
-        if self.ranks.number * most > 2 * len(hubs):  # uneven: a sum moves less than padded tables
+        """Return numbers (n, width) of rows, which their owners make from the rows' places."""
+        dtype = dtype or compute_dtype(self.shards.rows)
+        counts = torch.bincount(owner, minlength=self.ranks.number)
+        most = int(counts.max()) if len(owner) else 0
+        mine = owner == self.ranks.place
+        if self.ranks.number * most > 2 * len(owner):  # uneven: a sum moves less than padded tables
 
             def table() -> Tensor:
-                numbers = torch.zeros(len(hubs), width, dtype=dtype, device=self.ranks.device)
-                numbers[hubs.owner == self.ranks.place] = of(mine).to(dtype)
+                numbers = torch.zeros(len(owner), width, dtype=dtype, device=self.ranks.device)
+                numbers[mine] = of(place[mine]).to(dtype)
                 return numbers
 
-            return self.ranks.sum(table, len(hubs), width, dtype=dtype)
+            return self.ranks.sum(table, len(owner), width, dtype=dtype)
         (tables,) = self.ranks.gather(
-            lambda: [pad(of(mine).to(dtype), (0, 0, 0, most - len(mine)))], ((most, width), dtype)
+            lambda: [pad(of(place[mine]).to(dtype), (0, 0, 0, most - int(mine.sum())))], ((most, width), dtype)
         )
-        numbers = tables.new_empty(len(hubs), width)
+        numbers = tables.new_empty(len(owner), width)
         for rank, count in enumerate(counts.tolist()):
-            numbers[hubs.owner == rank] = tables[rank, :count]
+            numbers[owner == rank] = tables[rank, :count]
         return numbers
 
     def _screen(self, hubs: Hubs, k: int, directions: Tensor | None) -> Hubs:
@@ -215,16 +268,17 @@ class ShardedSearch:
 
         if len(hubs) > MANY_HUBS:
             sample = hubs.at(torch.arange(0, len(hubs), len(hubs) // 64, device=hubs.owner.device))
-            bounds, _ = self._bounds(sample, self._shown(sample, coordinates, k), coordinates)
+            bounds, _ = self._bounds(sample, k, coordinates)
             if float((bounds >= self.length**2).double().mean()) > 0.5:
                 return hubs
-        bounds, reached = self._bounds(hubs, self._shown(hubs, coordinates, k), coordinates)
+        bounds, reached = self._bounds(hubs, k, coordinates)
         self.partners = self.partners[~(reached < self.length**2)]
         return replace(hubs, bounds=bounds).at((~(bounds < self.length**2)).nonzero().squeeze(1))
 
-    def _bounds(self, hubs: Hubs, z_hubs: Tensor, coordinates: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def _bounds(self, hubs: Hubs, k: int, coordinates: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the largest bound of each hub to a row of any rank, and of each row of this rank to a hub."""
         local = []
+        z_hubs = self._shown(hubs.owner, hubs.place, coordinates, k, self.cloud.dtype)
 
         def make() -> Tensor:
             z = coordinates(self.partners)
@@ -247,14 +301,14 @@ class ShardedSearch:
     def _prove(self, hubs: Hubs) -> None:
         """Let the hubs that no screen dropped meet the rows of all ranks, the most promising first."""
         d = self.shards.shape[1]
-        dtype = compute_dtype(self.shards.rows)
         hubs = hubs.at(hubs.bounds.argsort(descending=True, stable=True))
         most = max(1, min(LARGEST_BATCH, self.cloud.budget // (4 * d * self.cloud.dtype.itemsize)))
         size = min(FIRST_BATCH, most)
         while len(hubs):
             batch, hubs = hubs.at(slice(None, size)), hubs.at(slice(size, None))
-            rows = self._shown(batch, lambda places: self.shards.rows.index_select(0, self.order[places]), d, dtype)
-            ids = self._shown(batch, lambda places: self.shards.ids[self.order[places]][:, None], 1, torch.float64)
+            who = batch.owner, batch.place
+            rows = self._shown(*who, lambda at: self.shards.rows.index_select(0, self.order[at]), d)
+            ids = self._shown(*who, lambda at: self.shards.ids[self.order[at]][:, None], 1, torch.float64)
             meet = partial(self._meet, batch.radius, rows, ids[:, 0].long())
             (ends,) = self.ranks.gather(meet, ((5,), torch.float64))
             self._agree(ends)
@@ -288,3 +342,13 @@ class ShardedSearch:
 def _squared(samples: Sequence[Tensor], basis: Tensor) -> Tensor:
     """Return A'A Q for the rows A of a sample."""
     return samples[0].T @ (samples[0] @ basis)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Return x with zeros where it is not finite: rows out of range get directions of no use, and then a scale."""
+    return x.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _orthonormal(x: Tensor) -> Tensor:
+    q: Tensor = torch.linalg.qr(_finite(x))[0]
+    return q

@@ -1,4 +1,4 @@
-"""The bracket of the row diameter where rows are on several ranks: two passes, and what they leave for the search.
+"""The bracket of the row diameter where rows are on several ranks: two passes over them.
 
 No rank sees all rows. Each surveys its own, and tells the others the sum of a sample, then a few outlying rows, three
 times. Every rank sees the same tables and comes to the same decisions, so that all make the same collectives and return
@@ -51,15 +51,10 @@ class Outliers:
 
 @dataclass
 class Survey:
-    """What the bracket leaves for the exact search."""
+    """What the bracket is made of."""
 
     cloud: PointCloud
     """The rows of this rank."""
-    norms: Tensor
-    """(n,) of their points."""
-    longest: float
-    """Norm of all ranks' longest point."""
-    outliers: Outliers
     length: float
     """Of the longest pair among the outliers, in the units of the cloud."""
     pair: tuple[int, int]
@@ -94,7 +89,7 @@ def survey(shards: RowShards, max_bytes: int) -> Survey | Ends:
     walk = walk.joined(more)
     length, (i, j) = walk.longest(cloud)
     reach = min(float(two.double().sum()) for two in (top, from_midpoint))
-    return Survey(cloud, norms, float(top[0]), walk, length, (int(walk.ids[i]), int(walk.ids[j])), reach)
+    return Survey(cloud, length, (int(walk.ids[i]), int(walk.ids[j])), reach)
 
 
 def centred(shards: RowShards, dtype: torch.dtype, pre: float, post: float, max_bytes: int) -> PointCloud:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ._cloud import PointCloud, column_extremes
 from ._screen import largest_bounds, screen_tables
-from ._sharded_search import ShardedSearch
+from ._sharded_search import ShardedSearch, search
 from ._sharded_survey import Survey, ordered, survey
 from .arithmetic import MAX_BYTES, check_rows, full_precision, nonfinite
 from .shards import RowShards, row_shards
@@ -144,10 +144,10 @@ def row_diameter(S: Tensor | RowShards, *, max_bytes: int = MAX_BYTES) -> RowDia
     low, high = column_extremes(S)
     if ends := trivial_diameter(S, low, high, max_bytes):
         return RowDiameter(*ends, 0, 0)
-    search = _Search(PointCloud.in_range(S, low, high, max_bytes))
-    search.run()
-    value = search.cloud.row_length(search.length)
-    return RowDiameter(value, _up(value * _fp64_rounding(S)), search.pair, 0, search.screened, search.computed)
+    found = _Search(PointCloud.in_range(S, low, high, max_bytes))
+    found.run()
+    value = found.cloud.row_length(found.length)
+    return RowDiameter(value, _up(value * _fp64_rounding(S)), found.pair, 0, found.screened, found.computed)
 
 
 def _sharded_bracket(shards: RowShards, max_bytes: int) -> DiameterBracket:
@@ -160,14 +160,12 @@ def _sharded_bracket(shards: RowShards, max_bytes: int) -> DiameterBracket:
 
 
 def _sharded_diameter(shards: RowShards, max_bytes: int) -> RowDiameter:
-    found = survey(shards, max_bytes)
-    if not isinstance(found, Survey):
+    found = search(shards, max_bytes)
+    if not isinstance(found, ShardedSearch):
         return RowDiameter(*found, 0, 0)
-    search = ShardedSearch(shards, found)
-    search.run()
-    value = search.cloud.row_length(search.length)
+    value = found.cloud.row_length(found.length)
     upper = _up(value * _fp64_rounding(shards.rows))
-    return RowDiameter(value, upper, ordered(*search.pair), 0, search.screened, search.computed)
+    return RowDiameter(value, upper, ordered(*found.pair), 0, found.screened, found.computed)
 
 
 def _fp64_rounding(S: Tensor) -> float:

@@ -62,6 +62,8 @@ class RowShards:
     def split(cls, S: Tensor, group: dist.ProcessGroup | None = None) -> RowShards:
         """Split a matrix that every rank of a group holds, so that each rank measures a part of its rows.
 
+        Of W ranks each takes every W-th row: where frequent tokens come first, all ranks get their share of long rows.
+
         Args:
             S: (V, d), the same on all ranks.
             group: the ranks; by default all.
@@ -69,9 +71,8 @@ class RowShards:
         group = group or dist.group.WORLD
         assert group is not None
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        start, end = len(S) * rank // size, len(S) * (rank + 1) // size
-        ids = torch.arange(start, end, device=S.device)
-        return cls(S[start:end], ids, len(S), Ranks([group], S.device))
+        ids = torch.arange(len(S), device=S.device)[rank::size]
+        return cls(S[rank::size], ids, len(S), Ranks([group], S.device))
 
     @classmethod
     def of(cls, S: Tensor) -> RowShards:

@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hilbert_monitor.bench.increments import make_increment
 from hilbert_monitor.geometry import (
     RowShards,
+    _cloud,
     center_rows,
     covering_radius,
+    diameter,
     gauge_waste,
     hilbert_perturbation,
     row_diameter,
@@ -228,6 +231,42 @@ def test_a_bracket_moves_a_few_rows_and_an_exact_search_its_hubs(tmp_path):
     assert collectives <= 8
     assert share <= 0.01
     assert exact_share <= 0.1
+
+
+def _work(rank, world):
+    """Rows loaded and pairs looked at: by a search of the whole matrix, and by this rank of a search that is shared."""
+    loaded, searches = [], []
+    points, search = _cloud.PointCloud.points, diameter.search
+
+    def counted(self, at, out=None):
+        loaded.append(len(points(self, at, out)))
+        return points(self, at, out)
+
+    def kept(*args):
+        searches.append(search(*args))
+        return searches[-1]
+
+    _cloud.PointCloud.points, diameter.search = counted, kept
+    shares = {}
+    for head in ("adamw", "rownorm"):
+        S = make_increment(head, 4000, 64, panel=1).S
+        for order, ids in (("any", slice(None)), ("frequent first", S.norm(dim=1).argsort(descending=True))):
+            loaded.clear()
+            whole = row_diameter(S[ids])
+            rows_of_all = sum(loaded)
+            loaded.clear()
+            row_diameter(RowShards.split(S[ids]))
+            pairs = sum(searches[-1]._local) / (whole.pairs_screened + whole.pairs_computed)
+            shares[head, order] = sum(loaded) / rows_of_all, pairs
+    return shares
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_rank_does_its_share_of_the_work_and_no_more(tmp_path, world):
+    for shares in in_ranks(_work, tmp_path, world=world):
+        for case, (rows_loaded, pairs) in shares.items():
+            assert rows_loaded <= 1.2 / world, case
+            assert pairs <= 1.2 / world, case
 
 
 def _one_rank_fails(rank, world):
