@@ -19,8 +19,8 @@ Matrix = Tensor | RowShards
 class HeadRows:
     """Which entries of the head's weight this rank measures. A row stands for a token.
 
-    Under DDP every rank has the whole weight, and measures as many rows of it as the others. A DTensor stays where it
-    is: each rank measures its own shard.
+    Under DDP every rank has the whole weight, and of W ranks each measures every W-th row of it. A DTensor stays where
+    it is: each rank measures its own shard.
 
     Args:
         weight: the parameter, with as many rows as tokens, or as many columns.
@@ -40,8 +40,7 @@ class HeadRows:
             check_layout(tokens_first)
             self._shards = RowShards.of(tokens_first)
         elif ranks.world > 1:
-            start, end = (self.number * rank // ranks.world for rank in (ranks.rank, ranks.rank + 1))
-            self.part = slice(start, end)
+            self.part = slice(ranks.rank, None, ranks.world)  # as `split` does
             self._shards = RowShards.split(torch.empty(self.number, 0, device=weight.device), ranks.group)
 
     def of(self, x: Tensor) -> Tensor:
@@ -49,7 +48,7 @@ class HeadRows:
         if self.sharded:
             local: Any = x.detach()
             return local.to_local()  # type: ignore[no-any-return]
-        return x if self.part is None else x.narrow(self.dim, self.part.start, self.part.stop - self.part.start)
+        return x if self.part is None else x[self.part] if self.dim == 0 else x[:, self.part]
 
     def matrix(self, rows: Tensor, number: int | None = None) -> Matrix:
         """Return rows (n, d) of this rank as a part of the whole matrix, as the geometry takes it.

@@ -149,7 +149,7 @@ def _inputs_of(
     """Return a function that runs the model and returns what its head is given."""
     caller = _innermost_caller(model, head)
     name = type(caller).__name__
-    norms = {m: path for path, m in caller.named_modules() if "norm" in type(m).__name__.lower()}
+    leaves = {m: path for path, m in caller.named_modules() if not any(m.children())}
     weight = weight_matrix(head) if isinstance(head, Module) else head
     if _has_decoder_inputs(caller):
         raise HeadNotReached(
@@ -158,34 +158,33 @@ def _inputs_of(
             " these ids (B, T, d)"
         )
 
-    def states(_: Module, batch: Batch) -> Tensor:
+    def inputs_of_head(_: Module, batch: Batch) -> Tensor:
         ids, inputs, failure = input_ids(batch), list[Tensor](), None
 
         outputs: list[Any] = []
-        normed: dict[Module, Any] = {}
+        returned: dict[Module, Any] = {}
         try:
-            with noted_inputs(head, inputs, outputs), noted_outputs(norms, normed):
+            with noted_inputs(head, inputs, outputs), noted_outputs(leaves, returned):
                 for args, kwargs in _calls(caller.forward, batch):
                     inputs.clear()
                     outputs.clear()
-                    normed.clear()
+                    returned.clear()
                     try:
                         _compare(outputs, caller(*args, **kwargs))
                     except Exception as error:  # perhaps after the head: a loss without its targets
                         failure = error
                     if (whole := _joined(inputs, ids)) is not None:
                         return whole
-            if not inputs and weight is not None:
-                for norm, output in reversed(normed.items()):
-                    if isinstance(output, Tensor) and _fit(output, ids) and output.shape[-1] in weight.shape:
-                        remark(
-                            f"the forward pass never calls the head: hidden states are the output of {norms[norm]!r};"
-                            " if they are others, pass hidden=..."
-                        )
-                        return output
+            if not inputs and weight is not None and (last := _last_states(returned, ids, weight)) is not None:
+                remark(
+                    f"the forward pass never calls the head: hidden states are the output of {leaves[last]!r}; if they"
+                    " are others, pass hidden=..."
+                )
+                states: Tensor = returned[last]
+                return states
         finally:
             outputs.clear()
-            normed.clear()
+            returned.clear()
         if failure is not None:
             failure.add_note(f"hilbert_monitor called {name} to see what its head is given; hidden= says how else to")
             raise failure
@@ -205,7 +204,15 @@ def _inputs_of(
             if isinstance(output, Tensor) and output.shape == logits.shape and not hasattr(logits, "device_mesh"):
                 tell_of(output, logits)
 
-    return states
+    return inputs_of_head
+
+
+def _last_states(returned: dict[Module, Any], ids: Tensor, weight: Tensor) -> Module | None:
+    """The module that returned the last states of a batch, if it is a norm: what follows is no module's work."""
+    for module, output in reversed(returned.items()):
+        if isinstance(output, Tensor) and _fit(output, ids) and output.shape[-1] in weight.shape:
+            return module if "norm" in type(module).__name__.lower() else None
+    return None
 
 
 def _joined(inputs: list[Tensor], ids: Tensor) -> Tensor | None:

@@ -496,6 +496,7 @@ def test_panels_one_after_the_other_are_one():
     assert counted_tokens(Panel.joined(parts)) == counted_tokens(panel)
     assert Panel.joined(parts).hash == panel.hash
 
+
 # States
 
 
@@ -563,6 +564,14 @@ class Headless(Plain):
 
     def forward(self, tokens):
         return self.hidden(tokens) @ self.lm_head.weight.T
+
+
+class Normless(Headless):
+    """Nor does a norm of its own make the last states."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.norm = nn.Identity()
 
 
 class WithForward(Wrapper):
@@ -782,9 +791,19 @@ def test_module_around_the_head_that_takes_states_is_not_called_with_tokens(pane
     torch.testing.assert_close(hidden_states(model, model.out[1], panel), expected.detach())
 
 
+def test_states_of_a_head_that_is_never_called_are_those_of_the_last_norm(panel):
+    model, remarks = seeded(Headless), []
+    found = hidden_states(model, model.lm_head, panel, remark=remarks.append)
+    assert torch.equal(found, reference(model, TEXT[:8]))
+    assert remarks == [
+        "the forward pass never calls the head: hidden states are the output of 'norm'; if they are others, pass"
+        " hidden=..."
+    ]
+
+
 def test_head_that_is_never_called_is_an_error_that_says_what_to_do(panel):
-    model = seeded(Headless)
-    with pytest.raises(HeadNotReached, match="forward pass of Headless does not call its head, a Linear: pass hidden="):
+    model = seeded(Normless)
+    with pytest.raises(HeadNotReached, match="forward pass of Normless does not call its head, a Linear: pass hidden="):
         hidden_states(model, model.lm_head, panel)
     bare = unwritten(Plain())
     bare.lm_head = nn.Linear(6, V)
@@ -827,7 +846,7 @@ class Fails(Dropping):
         raise FloatingPointError("broken")
 
 
-@pytest.mark.parametrize(("kind", "error"), [(Dropping, None), (Fails, FloatingPointError), (Headless, HeadNotReached)])
+@pytest.mark.parametrize(("kind", "error"), [(Dropping, None), (Fails, FloatingPointError), (Normless, HeadNotReached)])
 def test_modes_hooks_and_generators_are_as_before_also_after_an_error(kind, error, panel):
     model = seeded(kind).train()
     model.blocks[1].eval()  # frozen, by its owner

@@ -1,26 +1,22 @@
 """Heads that several ranks share: under FSDP2, tensor parallelism, both, and DDP, all as one process measures it."""
 
-import os
-import signal
-import time
 import warnings
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from hilbert_monitor import ChainedOptimizer, Muon, RowNorm
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
-from tests.support.decoders import Plain, Tied
+from tests.support.decoders import Plain
 from tests.support.ranks import in_ranks
 
 V, D, UPDATES = 101, 8, 4
@@ -118,7 +114,7 @@ def check(numbers, expected):
         for field in FIELDS:
             if isinstance(other[field], float):
                 assert record[field] == pytest.approx(other[field], rel=2e-3), field
-            elif field != "pair":  # the first steps of Adam tie
+            elif field not in ("pair", "row_token"):  # the first steps of Adam and all rows of RowNorm tie
                 assert record[field] == other[field], field
 
 
@@ -139,8 +135,9 @@ def test_ranks_measure_what_one_process_measures_and_change_nothing(layout, worl
         expected = whole(name)
         for (numbers, weights, remarks, origin), unwatched in (rank[name] for rank in ranks):
             assert numbers == ranks[0][name][0][0]  # the same on every rank
-            check(numbers, expected[0])
+            local = layout == "DDP" or name not in ("centred RowNorm", "Muon")
+            every = slice(None) if local else slice(1, None, 2)  # differences of weights are not formed for bounds
+            check(numbers[every], expected[0][every])
             assert all(torch.equal(a, b) for a, b in zip(weights, unwatched, strict=True))
             assert remarks == expected[2]
-            local = layout == "DDP" or name not in ("centred RowNorm", "Muon")
-            assert origin == (expected[3] if local else ["step"] * UPDATES)
+            assert origin == (expected[3] if local else ["", "step"] * (UPDATES // 2))

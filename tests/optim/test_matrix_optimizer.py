@@ -367,8 +367,8 @@ def test_some_rows_of_the_increment_are_those_of_the_whole(make, rows):
     params[0].grad = None
     optimizer.step()
     assert torch.equal(optimizer.increment(params[0], rows=rows), torch.zeros_like(params[0][rows]))
-    with pytest.raises(ValueError, match="rows must be a slice of consecutive rows"):
-        optimizer.increment(params[1], rows=slice(0, 4, 2))
+    with pytest.raises(TypeError, match="rows must be a slice, got"):
+        optimizer.increment(params[1], rows=[0, 2])
 
 
 @each
