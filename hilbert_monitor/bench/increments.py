@@ -13,7 +13,9 @@ from hilbert_monitor.geometry import row_norm
 from hilbert_monitor.optim.pretraining import HEAD_LR
 from hilbert_monitor.pretrain.recipes import Head
 
-from .synthetic import NextTokens, softmax_gradient
+from .synthetic import NextTokens, softmax_residual
+
+_BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,18 @@ def make_increment(
     draw = torch.Generator().manual_seed(seed)
     data = NextTokens(V, d, draw, decay=1.0, shuffled=True)
     U = 0.02 * torch.randn(V, d, generator=draw)
-    S, first, second = (torch.zeros(V, d) for _ in range(3))
+    first, second = (torch.zeros(V, d) for _ in range(2))
     for t in range(1, steps + 1):
-        S = _step(head, softmax_gradient(U, *data.sample(batch)), first, second, t) * min(1.0, 2 * t / steps) / d
-        U += S
-    return SampleIncrement(f"{head} V={V} d={d}", S, data.sample(panel)[0])
+        h, target = data.sample(batch)
+        residual = softmax_residual(U, h, target)
+        for start in range(0, V, _BLOCK):  # of rows, or a large head would need three more matrices of its size
+            at = slice(start, start + _BLOCK)
+            gradient = residual[:, at].T @ h / len(h)
+            S = _step(head, gradient, first[at], second[at], t) * min(1.0, 2 * t / steps) / d
+            U[at] += S
+            if t == steps:
+                first[at] = S
+    return SampleIncrement(f"{head} V={V} d={d}", first, data.sample(panel)[0])
 
 
 def _step(head: Head, gradient: Tensor, first: Tensor, second: Tensor, t: int) -> Tensor:

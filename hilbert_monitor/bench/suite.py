@@ -10,7 +10,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from . import diameter, faults, optimizers, oracle, overhead, perturbation, series, series_summary, service
+from hilbert_monitor.pretrain.recipes import Head
+
+from . import diameter, faults, optimizers, oracle, overhead, perturbation, series, series_summary, service, sharded
 from .fault_summary import TrialSummary, summarize
 from .increments import SampleIncrement, load_increment, make_increment
 from .measure import BenchResult
@@ -60,6 +62,24 @@ def optimizer_jobs(*, quick: bool) -> Iterator[Job]:
     yield "RowNorm", lambda: optimizers.rownorm(V, d)
     for width, blocks in [(32, 2)] if quick else [(64, 16), (256, 4), (512, 2)]:
         yield f"Muon, width {width}", lambda width=width, blocks=blocks: optimizers.muon(width, blocks)  # type: ignore[misc]
+
+
+def sharded_jobs(*, quick: bool, large: bool) -> Iterator[Job]:
+    """Jobs on ranks that share the rows of an increment."""
+    V, d, panel, worlds = (4096, 64, 256, [2]) if quick else (50_257, 256, 8192, [2, 4, 8])
+    sizes = [(V, d, panel), *([(128_256, 4096, 1024)] if large else [])]
+    heads: tuple[Head, ...] = ("adamw", "rownorm")
+    for v, w, n in sizes:
+        for head in heads:
+            yield (
+                f"bytes, {head} head, {v:,} x {w:,}",
+                lambda head=head, v=v, w=w, n=n: sharded.traffic(head, v, w, worlds=worlds, panel=n),  # type: ignore[misc]
+            )
+    for head in heads:
+        yield (
+            f"two ranks, {head} head",
+            lambda head=head: sharded.split(head, V, d, repeat=2 if quick else 15),  # type: ignore[misc]
+        )
 
 
 def _measure(increment: SampleIncrement) -> Iterator[BenchResult]:

@@ -39,9 +39,14 @@ class NextTokens:
 
 def softmax_gradient(U: Tensor, h: Tensor, target: Tensor) -> Tensor:
     """Gradient (V, d) of the mean cross entropy by the head U, for hidden states h (n, d) and targets (n,)."""
-    residual = (h @ U.T).softmax(1)  # (n, V): p - e_c
+    return softmax_residual(U, h, target).T @ h / len(h)
+
+
+def softmax_residual(U: Tensor, h: Tensor, target: Tensor) -> Tensor:
+    """Gradient p - e_c (n, V) of each cross entropy by its logits."""
+    residual = (h @ U.T).softmax(1)
     residual[torch.arange(len(h)), target] -= 1
-    return residual.T @ h / len(h)
+    return residual
 
 
 def synthetic_text(V: int, rows: int, length: int, *, seed: int = 0) -> Tensor:

@@ -86,6 +86,26 @@ def geometry(
     _measure(jobs, json)
 
 
+def sharded(
+    large: Annotated[
+        bool,
+        typer.Option("--large", help="Also count bytes at 128,256 x 4,096: it takes 10 GB of memory and many minutes."),
+    ] = False,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Count what 2, 4 and 8 ranks that share the rows of a step send each other, and time two ranks beside one.
+
+    The opponents are a gather of all rows on every rank, and one process that has the work to itself. Every answer is
+    checked against that of the whole matrix.
+
+    Example: hilbert-monitor bench sharded --json sharded.json
+    """
+    from hilbert_monitor.bench import suite
+
+    _measure(suite.sharded_jobs(quick=quick, large=large), json)
+
+
 def optimizers(json: JsonFile = None, quick: Quick = False) -> None:
     """Time one step of RowNorm and of Muon, and measure the memory that RowNorm holds.
 
@@ -222,5 +242,5 @@ def _write(results: Results, json: Path | None, console: Console) -> None:
 
 
 app.callback(invoke_without_command=True, help=help_text(bench))(bench)
-for command in (geometry, optimizers, monitor, service, faults, oracle):
+for command in (geometry, sharded, optimizers, monitor, service, faults, oracle):
     app.command(help=help_text(command))(command)

@@ -71,19 +71,13 @@ def hilbert_perturbation(S: Tensor | RowShards, H: Tensor, *, max_bytes: int = M
     Returns:
         delta of every position, its RMS and maximum, and the tokens that attain the maximum.
     """
-    shards = row_shards(S)
+    shards = row_shards(S, lambda: _check_states(S, H))
     if shards is None:
         assert not isinstance(S, RowShards)
         check_rows("S", S)
-    check_rows("H", H)
-    if S.shape[1] != H.shape[1]:
-        raise ValueError(f"S and H must have one width, got rows of {S.shape[1]} and states of {H.shape[1]}")
+        _check_states(S, H)
     rows = shards.rows if shards else S
     assert not isinstance(rows, RowShards)
-    if rows.device != H.device:
-        raise ValueError(
-            f"S and H must be on one device, got {rows.device} and {H.device}: move H with .to({str(rows.device)!r})"
-        )
     dtype = compute_dtype(rows, H)
     largest_entry = torch.maximum(H.amax(1), -H.amin(1)).to(dtype)  # (N,), a nan where there is one
     bad_positions = ~largest_entry.isfinite()
@@ -103,6 +97,19 @@ def hilbert_perturbation(S: Tensor | RowShards, H: Tensor, *, max_bytes: int = M
         nonfinite_positions=int(bad_positions.sum()),
         products=found.products,
     )
+
+
+def _check_states(S: Tensor | RowShards, H: Tensor) -> tuple[int, int]:
+    """Raise unless H (N, d) fits S. Return N, and whether H is in fp64."""
+    check_rows("H", H)
+    if S.shape[1] != H.shape[1]:
+        raise ValueError(f"S and H must have one width, got rows of {S.shape[1]} and states of {H.shape[1]}")
+    device = S.rows.device if isinstance(S, RowShards) else S.device
+    if device != H.device:
+        raise ValueError(
+            f"S and H must be on one device, got {device} and {H.device}: move H with .to({str(device)!r})"
+        )
+    return len(H), int(H.dtype == torch.float64)
 
 
 @dataclass

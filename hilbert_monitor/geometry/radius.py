@@ -97,15 +97,12 @@ def covering_radius(
     Returns:
         both bounds, the centre of a ball, and the weights that prove the lower bound.
     """
-    shards = row_shards(S)
+    shards = row_shards(S, lambda: _pair(S, diameter))
     if shards is None:
         assert not isinstance(S, RowShards)
         check_rows("S", S)
         shards = RowShards.whole(S)
-    V = shards.number
-    if diameter is not None and not 0 <= diameter.pair[0] <= diameter.pair[1] < V:
-        raise ValueError(f"diameter must be that of S, got one with rows {diameter.pair} where S has {V}")
-    pair = () if diameter is None else diameter.pair
+    pair = _pair(S, diameter)
     search = _Search(shards, centred(shards, compute_dtype(shards.rows), 1.0, 1.0, max_bytes), pair)
     search.measure()
     if not search.cloud.needs_no_scale(search.largest):
@@ -118,6 +115,15 @@ def covering_radius(
     search.measure()
     search.widen(_TOLERANCE)
     return search.bracket(diameter)
+
+
+def _pair(S: Tensor | RowShards, diameter: DiameterBracket | None) -> tuple[int, ...]:
+    """Return the pair of a diameter, if it is known and can be that of S."""
+    if diameter is None:
+        return ()
+    if not 0 <= diameter.pair[0] <= diameter.pair[1] < S.shape[0]:
+        raise ValueError(f"diameter must be that of S, got one with rows {diameter.pair} where S has {S.shape[0]}")
+    return diameter.pair
 
 
 def _trivial(shards: RowShards, value: float, nonfinite_rows: int) -> RadiusBracket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -100,10 +101,15 @@ class RowShards:
         return cls(rows, ids, S.shape[0], Ranks(groups, rows.device))
 
 
-def row_shards(S: Tensor | RowShards) -> RowShards | None:
+def row_shards(S: Tensor | RowShards, beside: Callable[[], Sequence[int]] = tuple) -> RowShards | None:
     """Return the rows of this rank, if S is a DTensor or has rows on several ranks; None for a plain tensor.
 
-    Anything else that is no matrix is left to the caller's own checks.
+    The ranks make sure that they are about to measure the same matrix alike, in one collective: with different shapes
+    they would wait for each other, or take each other's numbers for something else.
+
+    Args:
+        S: what a function was given. Anything that is no matrix is left to the caller's own checks.
+        beside: further checks of this rank, which may raise, and up to two numbers that must be the same on all.
     """
     if isinstance(S, RowShards):
         shards = S
@@ -113,10 +119,34 @@ def row_shards(S: Tensor | RowShards) -> RowShards | None:
         shards = RowShards.of(S)
     else:
         return None
-    check_real("S", shards.rows)
+    _agree(shards, beside)
     if 0 in shards.shape:
         raise ValueError(f"S must have at least one row and one column, got shape {shards.shape}")
     return shards
+
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _agree(shards: RowShards, beside: Callable[[], Sequence[int]]) -> None:
+    """Raise on all ranks if one has another matrix, or if their rows together are not those of the matrix."""
+
+    def make() -> Sequence[Tensor]:
+        check_real("S", shards.rows)
+        if shards.rows.ndim != 2 or shards.ids.shape != shards.rows.shape[:1]:
+            shapes = f"{tuple(shards.rows.shape)} and {tuple(shards.ids.shape)}"
+            raise ValueError(f"rows and ids must be (n, d) and (n,), got {shapes}")
+        numbers = [*shards.shape, _DTYPES.index(shards.rows.dtype), *beside()]
+        numbers = [len(shards.ids), *numbers, *[-1] * (5 - len(numbers))]
+        return [torch.tensor(numbers, device=shards.ranks.device)]
+
+    (table,) = shards.ranks.gather(make, ((6,), torch.int64))
+    if not bool((table[:, 1:] == table[0, 1:]).all()):
+        forms = [f"{(V, d)} {_DTYPES[dtype]} {rest}" for _, V, d, dtype, *rest in table.tolist()]
+        raise ValueError(f"ranks must measure one matrix alike, got {'; '.join(dict.fromkeys(forms))}")
+    if int(table[:, 0].sum()) != shards.number:
+        counts = ", ".join(map(str, table[:, 0].tolist()))
+        raise ValueError(f"ranks must hold each of {shards.number} rows once, got {counts} rows: check the ids of each")
 
 
 def is_dtensor(S: object) -> bool:

@@ -5,18 +5,20 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from hilbert_monitor import ChainedOptimizer, Muon, RowNorm
+from hilbert_monitor.geometry._cloud import PointCloud
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
-from tests.support.decoders import Plain
+from tests.support.decoders import Plain, Tied
 from tests.support.ranks import in_ranks
 
 V, D, UPDATES = 101, 8, 4
@@ -141,3 +143,222 @@ def test_ranks_measure_what_one_process_measures_and_change_nothing(layout, worl
             assert all(torch.equal(a, b) for a, b in zip(weights, unwatched, strict=True))
             assert remarks == expected[2]
             assert origin == (expected[3] if local else ["", "step"] * (UPDATES // 2))
+
+
+# How teams run it
+
+
+class Fused(Plain):
+    """Its loss multiplies by the head's weight itself, as fused losses do, and never calls the head."""
+
+    def forward(self, tokens):
+        states = self.hidden(tokens)
+        if self.training:
+            weight = self.lm_head.weight
+            return states @ (weight.full_tensor() if isinstance(weight, DTensor) else weight).T
+        return states
+
+
+def team(rank, world, case):
+    """Train one of the cases with and without a probe; return records, whether the weights agree, and remarks."""
+    runs = []
+    for watched in (True, False):
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (world,)) if world > 1 else None
+        kind = {"tied": Tied, "fused loss": Fused}.get(case, Plain)
+        model = kind(V=V, d=D, bias=case == "bias", head_rows=V + 27 if case == "padded" else None)
+        vocab_size = V if case == "padded" else None
+        if mesh is not None:
+            sharded(case, model, mesh)
+        optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        evaluated(model)
+        probe = Probe(
+            model, optimizer, panel=Panel.of_tokens(TEXT[:8], 50), diameter_every=2, perturbation_every=2,
+            vocab_size=vocab_size, strict=True,
+        )  # fmt: skip
+        records = []
+        if watched:
+            probe.attach()
+        for update in range(UPDATES):
+            ids = TEXT[8 * update : 8 * update + 8]
+            optimizer.zero_grad()
+            with loss_parallel() if case == "vocabulary-parallel loss" and world > 1 else warnings.catch_warnings():
+                logits = model(ids[:, :-1])
+                cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten()).backward()
+            optimizer.step()
+            evaluated(model)
+            if watched:
+                records.append(probe.record())
+        probe.detach()
+        weights = [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+        runs.append(([{f: getattr(r, f) for f in FIELDS} for r in records], weights, probe.remarks))
+    (numbers, weights, remarks), (_, others, _) = runs
+    return numbers, all(torch.equal(a, b) for a, b in zip(weights, others, strict=True)), remarks
+
+
+def evaluated(model):
+    """A validation of one batch, after which a root that stays gathered shows other parameters."""
+    model.eval()
+    with torch.no_grad():
+        model(TEXT[:2])
+    model.train()
+
+
+def sharded(case, model, mesh):
+    if case == "vocabulary-parallel loss":
+        plan = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+        parallelize_module(model, mesh, plan)
+        return
+    options = {"mesh": mesh}
+    if case == "mixed precision":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if case == "CPU offload":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    if case == "head and norm in one unit":
+        fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "tied",
+        "padded",
+        "bias",
+        "head and norm in one unit",
+        "fused loss",
+        "vocabulary-parallel loss",
+        "mixed precision",
+    ],
+)
+def test_a_sharded_head_is_measured_as_teams_shard_it(case, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, unchanged, _ = team(0, 1, case)
+    assert unchanged
+    for numbers, unchanged, _ in in_ranks(team, tmp_path, case, world=2):
+        assert unchanged
+        if case == "mixed precision":  # other numbers than in fp32, but not by much
+            assert all(
+                0.5 < a["diameter"] / b["diameter"] < 2 for a, b in zip(numbers[1::2], expected[1::2], strict=True)
+            )
+            assert all(record["perturbation_rms"] > 0 for record in numbers[1::2])
+        else:
+            check(numbers, expected)
+
+
+def columns_sharded(rank, world):
+    model = parallelize_module(Plain(V=V, d=D), init_device_mesh("cpu", (world,)), {"lm_head": RowwiseParallel()})
+    with pytest.raises(
+        ValueError, match=r"sharded by rows, one for each token.*fully_shard and ColwiseParallel"
+    ) as error:
+        Probe(model, AdamW(model.parameters()))
+    return str(error.value)
+
+
+def test_a_head_sharded_by_columns_is_refused_with_what_to_do(tmp_path):
+    first, second = in_ranks(columns_sharded, tmp_path)
+    assert first == second
+
+
+def heads_that_part(rank, world):
+    """Ranks that begin alike and take steps of their own, as in local SGD: rank zero measures its own head."""
+    torch.manual_seed(0)
+    model, other = Plain(V=V, d=D), Plain(V=V, d=D)
+    other.load_state_dict(model.state_dict())
+    optimizers, records = [AdamW(m.parameters(), lr=1e-2) for m in (model, other)], ([], [])
+    probes = [
+        Probe(m, o, diameter_every=1, perturbation_every=0, world=w, strict=True).attach()
+        for m, o, w in zip((model, other), optimizers, (None, 1), strict=True)
+    ]
+    for update in range(4):
+        ids = TEXT[8 * update + 4 * rank :][:4]
+        for m, o, probe, kept in zip((model, other), optimizers, probes, records, strict=True):
+            o.zero_grad()
+            cross_entropy(m(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+            o.step()
+            kept.append(probe.record().diameter)
+    return records
+
+
+def test_ranks_with_heads_of_their_own_leave_measuring_to_rank_zero(tmp_path):
+    (together, alone), (others, _) = in_ranks(heads_that_part, tmp_path)
+    assert together == [None, *alone[1:]]  # the first step shows that they part
+    assert others == [None] * 4
+
+
+def pipeline(rank, world):
+    """The last of two stages has the head on two ranks; the others train without us."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    if rank < 2:
+        return None
+    torch.manual_seed(0)
+    model = Plain(V=V, d=D)
+    fsdp(model, DeviceMesh.from_group(groups[1], "cpu"))
+    optimizer = HeadOnly(model, "AdamW")
+    probe = Probe(
+        model, optimizer, panel=Panel.of_tokens(TEXT[:8], 50), diameter_every=2, perturbation_every=2,
+        process_group=groups[1], strict=True,
+    )  # fmt: skip
+    records = []
+    with probe:
+        for update in range(UPDATES):
+            ids = TEXT[8 * update : 8 * update + 8]
+            optimizer.zero_grad()
+            cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+            optimizer.step()
+            records.append(probe.record())
+    return probe.ranks.rank, [{field: getattr(record, field) for field in FIELDS} for record in records]
+
+
+def test_in_a_pipeline_only_the_stage_with_the_head_measures(tmp_path):
+    first, second, third, fourth = in_ranks(pipeline, tmp_path, world=4)
+    assert first is second is None
+    assert (third[0], fourth[0]) == (0, 1)
+    assert third[1] == fourth[1]
+    check(third[1], whole("AdamW")[0])
+
+
+# Faults
+
+
+def failing_rank(rank, world, where):
+    """One rank fails in a measurement; the run goes on, and so does measuring."""
+    torch.manual_seed(0)
+    model = Plain(V=V, d=D)
+    fsdp(model, init_device_mesh("cpu", (world,)))
+    optimizer, diameters = HeadOnly(model, "AdamW"), []
+
+    def fails(*_, **__):
+        raise MemoryError("out of memory on this rank alone")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Probe(model, optimizer, diameter_every=1, perturbation_every=0) as probe:
+            for update in range(UPDATES):
+                target, name = (probe.head, "increment") if where == "increment" else (PointCloud, "norms")
+                saved = getattr(target, name)
+                if rank == 1 and update == 1:
+                    setattr(target, name, fails)
+                ids = TEXT[8 * update : 8 * update + 8]
+                optimizer.zero_grad()
+                cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+                optimizer.step()
+                setattr(target, name, saved)
+                diameters.append(probe.record().diameter)
+    return diameters, dict(probe.guard.failures), [p.full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("where", ["increment", "search"])
+def test_a_rank_that_fails_costs_a_measurement_and_never_the_run(where, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        weights = train("one", 1, "AdamW", watched=False)[1]
+    first, second = in_ranks(failing_rank, tmp_path, where)
+    assert first[0] == second[0]
+    assert [d is None for d in first[0]] == [False, True, False, False]
+    assert second[1]
+    for rank in (first, second):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(rank[2], weights, strict=True))
