@@ -95,5 +95,8 @@ def pretraining_optimizer(
 
 def _adamw(groups: list[dict[str, Any]], lr: float) -> AdamW:
     params = [p for group in groups for _, p in group["params"]]
+    together = all(len({getattr(p, "device_mesh", None) for _, p in group["params"]}) == 1 for group in groups)
     fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in params)
-    return AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-10, fused=fused or None)
+    # no kernel takes whole and sharded parameters at once, as a model under tensor parallelism has
+    options = {"fused": fused or None} if together else {"foreach": False}
+    return AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-10, **options)

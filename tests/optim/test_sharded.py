@@ -1,15 +1,19 @@
 """The optimizers on sharded parameters, over real gloo processes: the steps are those of the whole matrices."""
 
+import copy
+from itertools import pairwise
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hilbert_monitor import Muon, RowNorm
+from hilbert_monitor import ChainedOptimizer, Muon, RowNorm
 from tests.support.ranks import in_ranks
 
 SHAPES = [(7, 5), (2, 3), (1, 4), (13, 1), (5, 12)]
@@ -184,3 +188,168 @@ def test_muon_gathers_and_scatters_all_matrices_of_a_mesh_by_two_collectives(muo
             first, *others = results["counts"]
             assert others == [2] * len(others), (layout, case)
             assert first == 4, (layout, case)  # two more to learn where the shards are
+
+
+def settle(layout, *, gradients, make=RowNorm, **options):
+    """One step of one matrix, with a gradient of each rank's own making; the weights are gathered."""
+    p = nn.Parameter(sharded(draws(0, (7, 5)), layout))
+    p.grad = gradients(p)
+    make([p], lr=0.1, **options).step()
+    return p.detach().full_tensor()
+
+
+def refused(act):
+    try:
+        act()
+    except TypeError as error:
+        return str(error)
+
+
+def stochastic_rounding(layout):
+    """The shards of a bf16 matrix whose every weight is a quarter of the way to its neighbour."""
+    p = nn.Parameter(sharded(torch.ones(64, 8, dtype=torch.bfloat16), layout))
+    p.grad = sharded(torch.ones(64, 8, dtype=torch.bfloat16), layout)
+    RowNorm([p], lr=8**0.5 * 2**-9, rounding="stochastic", maximize=True).step()
+    return p.detach().to_local()
+
+
+def mixed_group(make, rank, world):
+    """A group with whole matrices, sharded ones on two meshes, a frozen one, and one without a gradient anywhere."""
+    line, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, 2))
+    mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]  # the ranks {0, 1} or {2, 3}
+    kinds = [None, (line, [Shard(0)]), (square, [Shard(1), Shard(0)]), None, (line, [Shard(1)]), (mine, [Shard(0)])]
+
+    def place(t, layout):
+        return t if layout is None else sharded(t, layout)
+
+    results = []
+    for kind in (kinds, [None] * len(kinds)):
+        params = [nn.Parameter(place(draws(i, (6, 5)), layout)) for i, layout in enumerate(kind)]
+        params[3].requires_grad_(False)
+        optimizer = make(params, lr=0.1)
+        for t in range(3):
+            for i, layout in enumerate(kind):
+                params[i].grad = None if i in (3, 4) else place(draws(10 * t + i, (6, 5)), layout)
+            optimizer.step()
+            if t == 1:
+                optimizer = copy.deepcopy(optimizer)  # a copy goes on where the original was
+                params = optimizer.param_groups[0]["params"]
+        results.append([p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in params])
+    return results
+
+
+def missing_gradients(rank, world):
+    """Muon where one rank has no gradient for its shard."""
+    layout = init_device_mesh("cpu", (world,)), [Shard(0)]
+    params = [nn.Parameter(sharded(draws(i, (7, 5)), layout)) for i in range(3)]
+    before = [p.detach().full_tensor().clone() for p in params]
+    optimizer = Muon(params)
+    for p in params:
+        p.grad = sharded(draws(5, (7, 5)), layout)
+    params[1].grad = None if rank == 1 else params[1].grad
+    optimizer.step()
+    return [not torch.equal(p.detach().full_tensor(), b) for p, b in zip(params, before, strict=True)]
+
+
+def scaled_steps(rank, world):
+    """Steps through a GradScaler where one rank's shard has an infinite gradient in the second."""
+    layout = init_device_mesh("cpu", (world,)), [Shard(0)]
+    p = nn.Parameter(sharded(draws(0, (8, 5)), layout))
+    optimizer, scaler, weights = ChainedOptimizer(RowNorm([p], lr=0.1)), torch.amp.GradScaler("cpu"), []
+    for t in range(3):
+        G = draws(t, (8, 5))
+        G[-1] = torch.inf if t == 1 else G[-1]
+        scaler.scale(torch.ones(()))  # which sets it up
+        p.grad = sharded(G, layout)
+        scaler.step(optimizer)
+        scaler.update()
+        weights.append(p.detach().full_tensor().clone())
+    return [not torch.equal(a, b) for a, b in pairwise(weights)]
+
+
+def unusual(rank, world):
+    line, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, 2))
+    alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    G = draws(3, (7, 5))
+    part = torch.zeros(7, 5) if rank else G
+    elsewhere = {
+        "replicated": lambda p: sharded(G, (line, [Replicate()])),
+        "columns": lambda p: sharded(G, (line, [Shard(1)])),
+        "partial": lambda p: DTensor.from_local(part, line, [Partial()]),
+    }
+    makers = (RowNorm, Muon)
+    strided = strided_layout(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+
+    def put_by_hand(gradient):
+        p = nn.Parameter(sharded(draws(0, (7, 5)), (line, [Shard(0)])))
+        optimizer = RowNorm([p], lr=0.1)
+        with mock.patch.object(type(p), "grad", gradient):
+            optimizer.step()
+
+    def settled(layout, gradient):
+        return [settle(layout, gradients=gradient, make=make) for make in makers]
+
+    rows, one = (line, [Shard(0)]), (alone, [Shard(0)])
+    whole = (strided[0], [Replicate(), Replicate()])
+    return {
+        "as laid out": settled(rows, lambda p: sharded(G, rows)),
+        **{name: settled(rows, gradient) for name, gradient in elsewhere.items()},
+        "one rank": settled(one, lambda p: sharded(G, one)),
+        "refused": {
+            "plain": refused(lambda: put_by_hand(G)),
+            "mesh": refused(lambda: put_by_hand(sharded(G, (square, [Shard(0), Replicate()])))),
+            "strided": refused(lambda: settle(strided, gradients=lambda p: sharded(G, whole))),
+            "sum": refused(lambda: RowNorm([nn.Parameter(DTensor.from_local(G, line, [Partial()]))], lr=0.1)),
+        },
+        "rows": [stochastic_rounding((square, [Shard(0), Replicate()])), stochastic_rounding((alone, [Shard(0)]))],
+        "mixed": [mixed_group(m, rank, world) for m in makers],
+        "missing": missing_gradients(rank, world),
+        "scaled": scaled_steps(rank, world),
+    }
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    return in_ranks(unusual, tmp_path_factory.mktemp("odd"), world=4)
+
+
+@pytest.mark.parametrize("gradient", ["replicated", "columns", "partial", "one rank"])
+def test_a_gradient_of_another_layout_is_laid_out_as_its_parameter(odd, gradient):
+    for rank in odd:
+        for a, b in zip(rank[gradient], rank["as laid out"], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_laid_out_is_refused_by_a_sentence(odd):
+    for rank in odd:
+        refusals = rank["refused"]
+        assert refusals["plain"].startswith("RowNorm got a plain gradient of a sharded parameter, number 0 (7, 5):")
+        assert refusals["mesh"].startswith("RowNorm got a gradient on DeviceMesh")
+        assert "_StridedShard" in refusals["strided"]
+        assert "a sum that the ranks have not taken yet" in refusals["sum"]
+
+
+def test_stochastic_rounding_differs_between_shards_and_agrees_between_replicas(odd):
+    (a, whole), (replica, again), (b, _), (_, _) = (rank["rows"] for rank in odd)
+    assert torch.equal(a, replica)
+    assert not torch.equal(a, b)
+    assert torch.equal(whole, again)
+    for shard in (a, b, whole):
+        assert 0.1 < (shard != 1).double().mean() < 0.4
+
+
+def test_a_group_may_mix_whole_matrices_and_shards_on_several_meshes(odd):
+    for rank in odd:
+        for ours, whole in rank["mixed"]:
+            for a, b in zip(ours, whole, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            assert torch.equal(ours[3], draws(3, (6, 5)))
+            assert torch.equal(ours[4], draws(4, (6, 5)))
+
+
+def test_muon_moves_a_matrix_on_no_rank_if_one_has_no_gradient(odd):
+    assert [rank["missing"] for rank in odd] == [[True, False, True]] * 4
+
+
+def test_a_step_that_a_scaler_skips_is_skipped_on_all_ranks(odd):
+    assert [rank["scaled"] for rank in odd] == [[False, True]] * 4
