@@ -26,6 +26,8 @@ STACK_BYTES = {"cpu": 16 * 2**20}
 """Size of a stack of matrices for Newton-Schulz, in bytes. On a CPU a stack is faster than its matrices one by one, as
 long as it fits the cache. Elsewhere 256 MiB."""
 
+NS_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+"""Precisions of Newton-Schulz. Groups have their names: torch moves no state dict to the CPU that has a dtype."""
 
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
 
@@ -66,7 +68,8 @@ class Muon(MatrixOptimizer):
         nesterov: look ahead by one gradient.
         ns_steps: Newton-Schulz steps, 1 to 99.
         eps: added to the Frobenius norm.
-        ns_dtype: precision of Newton-Schulz. fp32 is true fp32, never TF32. torch.bfloat16 is for accelerators.
+        ns_dtype: precision of Newton-Schulz. fp32 is true fp32, never TF32. torch.bfloat16 is for accelerators. A
+            group has its name.
         maximize: ascend.
         rounding: of matrices stored in bf16 or fp16, as in `RowNorm`.
         distributed: share the work over the ranks of `process_group` when torch.distributed is initialised. Sharded
@@ -137,7 +140,8 @@ class Muon(MatrixOptimizer):
         if not isinstance(group["ns_steps"], int):
             raise TypeError(f"ns_steps must be an integer, got {group['ns_steps']!r}")
         check_choice(group, "nesterov", (True, False))
-        check_choice(group, "ns_dtype", (torch.float32, torch.bfloat16, torch.float64))
+        check_choice(group, "ns_dtype", (*NS_DTYPES.values(), *NS_DTYPES))
+        group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")
 
     def _step_group(self, params: list[Tensor], options: Group) -> None:
         live = [p for p in params if p.grad is not None]
@@ -155,12 +159,12 @@ class Muon(MatrixOptimizer):
             else:
                 self._step_alone(alike, options)
         for owners, sharded in self._by_mesh(params):
-            for bucket in owners.buckets(sharded, options["ns_dtype"]):
+            for bucket in owners.buckets(sharded, _ns_dtype(options)):
                 self._step_sharded(bucket, options)
 
     def _step_alone(self, alike: list[Tensor], options: Group) -> None:
         shrink = 1 - options["lr"] * options["weight_decay"]
-        for stack in _stacks([p for p in alike if p.grad is not None], options["ns_dtype"]):
+        for stack in _stacks([p for p in alike if p.grad is not None], _ns_dtype(options)):
             S = _scaled(_oriented(self._orthogonal(stack, options), stack[0]), stack[0], options)
             if S.dtype == stack[0].dtype:
                 torch._foreach_mul_(stack, shrink)
@@ -173,10 +177,10 @@ class Muon(MatrixOptimizer):
         """Step the parameters of one shape: each rank sends its share of the results, and a flag for each."""
         size, share = alike[0].numel(), math.ceil(len(alike) / world)
         first = share * dist.get_rank(self.process_group)
-        mine = torch.zeros(share * (size + 1), dtype=options["ns_dtype"], device=alike[0].device)
+        mine = torch.zeros(share * (size + 1), dtype=_ns_dtype(options), device=alike[0].device)
         results, present = mine[: share * size].view(share, size), mine[share * size :]
         slots = {p: slot for slot, p in enumerate(alike[first : first + share]) if p.grad is not None}
-        for stack in _stacks(list(slots), options["ns_dtype"]):
+        for stack in _stacks(list(slots), _ns_dtype(options)):
             for p, x in zip(stack, self._orthogonal(stack, options), strict=True):
                 results[slots[p]] = x.flatten()
                 present[slots[p]] = 1
@@ -203,7 +207,7 @@ class Muon(MatrixOptimizer):
         wholes = bucket.gather([directions.get(p) for p in bucket.params])
         places = {held.X: i for i, held in wholes.items()}
         for alike in _by_shape(list(places)):
-            for stack in _stacks(alike, options["ns_dtype"]):
+            for stack in _stacks(alike, _ns_dtype(options)):
                 for X, result in zip(stack, _orthogonalized(stack, options), strict=True):
                     present = wholes[places[X]].present
                     wholes[places[X]] = Held(_oriented(result, X).masked_fill_(present == 0, 0), present)
@@ -244,7 +248,7 @@ class Muon(MatrixOptimizer):
         if not is_dtensor(param):
             return _scaled(_oriented(self._orthogonal([param], last.options)[0], param), param, last.options)[rows]
         for owners, params in self._by_mesh([param]):
-            for bucket in owners.buckets(params, last.options["ns_dtype"]):
+            for bucket in owners.buckets(params, _ns_dtype(last.options)):
                 return _scaled(self._orthogonal_shards(bucket, last.options)[0].X, param, last.options)
         return torch.zeros_like(local(param), dtype=compute_dtype(param))  # this rank is not in the mesh
 
@@ -302,13 +306,19 @@ def _stacks(params: list[Tensor], dtype: torch.dtype) -> Iterator[list[Tensor]]:
         yield params[start : start + length]
 
 
+def _ns_dtype(options: Group) -> torch.dtype:
+    """Return the precision of Newton-Schulz; state of an earlier version has it as a dtype."""
+    choice: str | torch.dtype = options["ns_dtype"]
+    return NS_DTYPES[choice] if isinstance(choice, str) else choice
+
+
 def _gradients(params: list[Tensor]) -> list[Tensor]:
     return [local_gradient(p) for p in params if p.grad is not None]
 
 
 def _orthogonalized(directions: list[Tensor], options: Group) -> Tensor:
     """Return the orthogonal factors of matrices of one shape, (k, min(m, n), max(m, n))."""
-    X = torch.stack(directions).to(options["ns_dtype"])  # (k, m, n)
+    X = torch.stack(directions).to(_ns_dtype(options))  # (k, m, n)
     wide = X if X.shape[1] <= X.shape[2] else X.mT
     return orthogonalize(wide, steps=options["ns_steps"], eps=options["eps"])
 

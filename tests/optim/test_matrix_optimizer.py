@@ -533,7 +533,7 @@ BAD = [
     *((RowNorm, "eps", value) for value in (0, 1e-16)),
     *((RowNorm, "center", value) for value in ("rows", None, True, "")),
     *((Muon, "ns_steps", value) for value in (0, -1, 100, 2.5, 5.0, True, None, torch.tensor(5))),
-    *((Muon, "ns_dtype", value) for value in (int, torch.int32, torch.complex64, "float32", None)),
+    *((Muon, "ns_dtype", value) for value in (int, torch.int32, torch.complex64, "float16", None)),
     *((Muon, "nesterov", value) for value in ("yes", None, 1)),
 ]
 
