@@ -19,6 +19,12 @@ def pretrain(
         int | None, typer.Option(help="Devices on each machine. By default all visible GPUs, or one CPU process.")
     ] = None,
     nodes: Annotated[int, typer.Option(help="Number of machines.")] = 1,
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="What devices share: ddp, the data; fsdp, also the parameters; tp=N, also each matrix, N devices."
+        ),
+    ] = "ddp",
     change: Annotated[
         list[str] | None,
         typer.Option("--set", help="Override any number of the recipe, as in --set width=64 --set updates=100."),
@@ -53,7 +59,7 @@ def pretrain(
     try:
         if not plan and gpus and devices > gpus:
             raise ValueError(f"--devices {devices}: torch sees {gpus} GPUs here: ask for no more")
-        numbers = {"head": head, "seed": seed, "devices": devices, "nodes": nodes}
+        numbers = {"head": head, "seed": seed, "devices": devices, "nodes": nodes, "strategy": strategy}
         recipe = recipes.recipe(size, **numbers | recipes.parse_changes(change or []))
         if plan:
             from hilbert_monitor.pretrain.plan import plan as make_plan
@@ -74,6 +80,12 @@ def pretrain(
         raise typer.BadParameter(str(error)) from None
     from hilbert_monitor.pretrain.module import Places, train
 
+    places = Places(data, runs, checkpoints, name)
+    if resume:
+        try:
+            places.last_checkpoint(recipe)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
     if not quiet:
         console.print(recipe.as_dict())
-    train(recipe, Places(data, runs, checkpoints, name), accelerator=accelerator, resume=resume, quiet=quiet)
+    train(recipe, places, accelerator=accelerator, resume=resume, quiet=quiet)

@@ -264,7 +264,7 @@ class HilbertMonitor(Callback):
         # Lightning has divided the loss by the number of micro-batches.
         loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
         ids = token_ids(batch)
-        tokens = 0 if ids is None else ids.numel() * trainer.world_size
+        tokens = 0 if ids is None else ids.numel() * _reader(trainer)[1]
         self.session.add_batch(loss=loss, tokens=tokens)
 
     def _notice_update(self, trainer: Trainer, pl_module: LightningModule, weight: float) -> None:

@@ -5,11 +5,14 @@ Parameters are fp32. Under autocast the products are bf16; norms, rotations and 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.functional import cross_entropy, linear, rms_norm, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 
@@ -82,7 +85,7 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         d, inner = config.width, config.mlp_ratio * config.width
-        self.heads = d // config.head_dim
+        self.head_dim = config.head_dim
         self.q, self.k, self.v, self.out = (nn.Linear(d, d, bias=False) for _ in range(4))
         self.gate, self.up = (nn.Linear(d, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, d, bias=False)
@@ -96,12 +99,35 @@ class Block(nn.Module):
         return stream
 
     def attention(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Causal attention with normalised, rotated queries and keys."""
-        q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        """Causal attention with normalised, rotated queries and keys; a tensor-parallel rank has some of the heads."""
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
         q, k = rotation(self.norm(q)), rotation(self.norm(k))
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, heads, T, n)
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return output
+
+
+class Head(nn.Linear):
+    """The LM head without bias: hidden states (B, T, d) to logits (B, T, V), and to a loss that holds few logits."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config.width, config.vocab_size, bias=False)
+
+    def loss(self, states: Tensor, targets: Tensor, *, chunk: int | None = None) -> Tensor:
+        """Return the mean cross entropy of targets (B, T), see `Decoder.loss`.
+
+        Tensor-parallel ranks each form the logits of their tokens, and exchange a few numbers a position. Their
+        backward pass must run under torch's `loss_parallel` too.
+        """
+        h, labels = states.flatten(0, 1), targets.flatten()
+        with loss_parallel() if isinstance(self.weight, DTensor) else nullcontext():
+            if chunk is None:
+                return _loss(h, self.weight, labels, reduction="mean")
+            parts = [
+                checkpoint(_summed_loss, rows, self.weight, part, use_reentrant=False, preserve_rng_state=False)
+                for rows, part in zip(torch.split(h, chunk), torch.split(labels, chunk), strict=True)
+            ]
+        return torch.stack(parts).sum() / labels.numel()
 
 
 class Decoder(nn.Module):
@@ -116,7 +142,7 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
         self.norm = Norm(config.eps)
-        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.lm_head = Head(config)
         self.rotation = Rotation(config)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -124,6 +150,27 @@ class Decoder(nn.Module):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """Return the hidden states (B, T, d) that the LM head is given."""
+        return self._states(tokens)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next token."""
+        logits: Tensor = self.lm_head(self._states(tokens))
+        return logits.float()
+
+    def loss(self, tokens: Tensor, targets: Tensor, *, chunk: int | None = None) -> Tensor:
+        """Return the mean cross entropy of targets (B, T).
+
+        The head's own forward is not called: give a monitor ``hidden=lambda model, tokens: model.hidden(tokens)``.
+
+        Args:
+            tokens: (B, T).
+            targets: (B, T).
+            chunk: positions whose logits are in memory at a time; the backward pass computes them again.
+        """
+        return self.lm_head.loss(self._states(tokens), targets, chunk=chunk)
+
+    def _states(self, tokens: Tensor) -> Tensor:
+        """Do the work of `hidden`, which FSDP takes for a call from outside: it gathers parameters before it."""
         if tokens.shape[-1] > self.config.context:
             raise ValueError(f"the context is {self.config.context} tokens, got {tokens.shape[-1]}: cut the text")
         x = self.embed(tokens)
@@ -132,29 +179,6 @@ class Decoder(nn.Module):
         states: Tensor = self.norm(x)
         return states
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the next token."""
-        logits: Tensor = self.lm_head(self.hidden(tokens))
-        return logits.float()
-
-    def loss(self, tokens: Tensor, targets: Tensor, *, chunk: int | None = None) -> Tensor:
-        """Return the mean cross entropy of targets (B, T).
-
-        Args:
-            tokens: (B, T).
-            targets: (B, T).
-            chunk: positions whose logits are in memory at a time; the backward pass computes them again. The head's
-                own forward is then not called: give a monitor ``hidden=lambda model, tokens: model.hidden(tokens)``.
-        """
-        if chunk is None:
-            return cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
-        h, labels = self.hidden(tokens).flatten(0, 1), targets.flatten()
-        parts = [
-            checkpoint(_summed_loss, rows, self.lm_head.weight, part, use_reentrant=False, preserve_rng_state=False)
-            for rows, part in zip(torch.split(h, chunk), torch.split(labels, chunk), strict=True)
-        ]
-        return torch.stack(parts).sum() / labels.numel()
-
 
 def _summed_loss(h: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     device = h.device.type
@@ -162,4 +186,13 @@ def _summed_loss(h: Tensor, head: Tensor, targets: Tensor) -> Tensor:
         device
     ):  # by hand: autocast keeps one copy, whose gradient the chunks would sum in bf16
         h, head = (x.to(torch.get_autocast_dtype(device)) for x in (h, head))
-    return cross_entropy(nn.functional.linear(h, head).float(), targets, reduction="sum")
+    return _loss(h, head, targets, reduction="sum")
+
+
+def _loss(h: Tensor, head: Tensor, targets: Tensor, *, reduction: str) -> Tensor:
+    """Return the cross entropy of targets (N,) by states (N, d) that all tensor-parallel ranks have."""
+    if not isinstance(head, DTensor):
+        return cross_entropy(linear(h, head).float(), targets, reduction=reduction)
+    whole = DTensor.from_local(h, head.device_mesh, [Replicate()], run_check=False)
+    loss: Tensor = cross_entropy(linear(whole, head).float(), targets, reduction=reduction).to_local()  # type: ignore[attr-defined]
+    return loss

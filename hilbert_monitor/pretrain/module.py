@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.data import DataLoader
 
 from hilbert_monitor.monitor.callback import HilbertMonitor
@@ -19,6 +21,7 @@ from hilbert_monitor.optim import pretraining_optimizer, warmup_cosine
 
 from .data import Batch, TrainingLoader, ValidationBlocks, validation_loader
 from .model import Decoder
+from .parallel import shard, trainer_strategy
 from .recipes import Recipe
 from .tokenization import TOKENIZER, load_decoder
 
@@ -30,11 +33,24 @@ class Pretraining(lightning.LightningModule):
         super().__init__()
         self.recipe = recipe
         self.model = Decoder(recipe.model)
-        self._loss: Callable[..., Tensor] = torch.compile(self.model.loss) if recipe.compile else self.model.loss
+        self._compiled: Callable[..., Tensor] | None = torch.compile(self.model.loss) if recipe.compile else None
+        self._shards = False
+
+    def configure_model(self) -> None:
+        """Shard the decoder, where the recipe asks for it."""
+        if self.recipe.sharded and not self._shards:
+            assert self.device_mesh is not None
+            shard(self.model, self.device_mesh)
+            self._shards = True
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
         """Return the mean cross entropy of a micro-batch."""
-        return self._loss(*batch, chunk=self.recipe.loss_chunk)
+        return (self._compiled or self.model.loss)(*batch, chunk=self.recipe.loss_chunk)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients; of logits that tensor-parallel ranks share as torch wants it."""
+        with loss_parallel() if self._shards and self.recipe.tensor_parallel > 1 else nullcontext():
+            super().backward(loss, *args, **kwargs)
 
     def validation_step(self, batch: Batch, _: int) -> None:
         """Log the loss. Lightning averages it over the micro-batches of all ranks."""
@@ -79,6 +95,15 @@ class LastValidation(Callback):
             trainer.val_check_batch = self.batches
 
 
+class UpdateCheckpoint(ModelCheckpoint):
+    """Saves after updates alone: Lightning's own saves again after the first micro-batch of a resumed update."""
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Note the update that the run goes on from."""
+        super().on_train_start(trainer, pl_module)
+        self._last_global_step_saved = trainer.global_step
+
+
 @dataclass(frozen=True)
 class Places:
     """The folders that a run reads from and writes to, and its name."""
@@ -91,6 +116,24 @@ class Places:
     def run_name(self, recipe: Recipe) -> str:
         """Return the name of the run: the given one, or one of size, head and seed."""
         return self.name or f"{recipe.size}-{recipe.head}-seed{recipe.seed}"
+
+    def last_checkpoint(self, recipe: Recipe) -> Path | None:
+        """Return the newest checkpoint of a run: a file, or of a sharded model a folder that is complete.
+
+        Raises:
+            ValueError: if the run was saved under another strategy.
+        """
+        folder = self.checkpoints / self.run_name(recipe)
+        file = folder / "last.ckpt"
+        complete = list(folder.glob("*.ckpt/meta.pt"))  # Lightning writes it last
+        if file.exists() if recipe.sharded else complete:
+            raise ValueError(
+                f"{folder} has checkpoints of another strategy than {recipe.strategy}: go on with the strategy of that"
+                " run, or begin anew under another --name"
+            )
+        if not recipe.sharded:
+            return file if file.exists() else None
+        return max(complete, key=lambda path: path.stat().st_mtime).parent if complete else None
 
 
 def train(
@@ -118,18 +161,18 @@ def train(
     name = places.run_name(recipe)
     lightning.seed_everything(recipe.seed, verbose=False)
     trainer = _trainer(recipe, places, accelerator, [*callbacks, *_watchers(recipe, places, name, monitor)], quiet)
-    torch.manual_seed(recipe.seed + trainer.global_rank)
+    torch.manual_seed(recipe.seed + (0 if recipe.sharded else trainer.global_rank))  # DDP sends rank zero's weights
     module = Pretraining(recipe)
-    last = places.checkpoints / name / "last.ckpt"
+    last = places.last_checkpoint(recipe) if resume else None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         warnings.filterwarnings("ignore", ".*`isinstance.treespec, LeafSpec.`.*")
-        trainer.fit(module, *_loaders(recipe, places, trainer), ckpt_path=last if resume and last.exists() else None)
+        trainer.fit(module, *_loaders(recipe, places, trainer), ckpt_path=last)
     return trainer
 
 
 def _loaders(recipe: Recipe, places: Places, trainer: lightning.Trainer) -> tuple[TrainingLoader, DataLoader[Batch]]:
-    rank, world = trainer.global_rank, trainer.world_size
+    rank, world = trainer.global_rank // recipe.tensor_parallel, recipe.readers
     training = TrainingLoader(
         places.data,
         context=recipe.context,
@@ -162,10 +205,10 @@ def _watchers(recipe: Recipe, places: Places, name: str, monitor: dict[str, Any]
         "run_name": name,
         "config": recipe.as_dict(),
     }
-    saver = ModelCheckpoint(
+    saver = UpdateCheckpoint(
         dirpath=places.checkpoints / name,
         every_n_train_steps=recipe.checkpoint_every,
-        save_last=True,
+        save_last=not recipe.sharded,  # a folder cannot be replaced at once: the new one has a name of its own
         save_top_k=1,
         save_on_train_epoch_end=False,
         enable_version_counter=False,
@@ -182,12 +225,12 @@ def hidden_of(module: Any, batch: Batch) -> Tensor:
 def _trainer(
     recipe: Recipe, places: Places, accelerator: str, callbacks: list[Callback], quiet: bool
 ) -> lightning.Trainer:
-    positions = recipe.world * recipe.micro_batch * recipe.context
+    positions = recipe.readers * recipe.micro_batch * recipe.context
     return lightning.Trainer(
         accelerator=accelerator,
         devices=recipe.devices,
         num_nodes=recipe.nodes,
-        strategy="ddp" if recipe.world > 1 else "auto",
+        strategy=trainer_strategy(recipe),
         precision=recipe.precision,
         max_steps=recipe.updates or -1,
         max_epochs=-1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_type_hints
@@ -40,6 +41,8 @@ class Recipe:
     """Sequences that a device takes at a time."""
     devices: int = 1
     nodes: int = 1
+    strategy: str = "ddp"
+    """What ranks share: "ddp" data alone, "fsdp" also the parameters, "tp=N" also the work on each matrix, N ranks."""
 
     updates: int | None = None
     """By default 20 tokens per parameter."""
@@ -92,9 +95,24 @@ class Recipe:
         return self.devices * self.nodes
 
     @property
+    def tensor_parallel(self) -> int:
+        """Ranks that share each matrix, and read the same data."""
+        return int(self.strategy.removeprefix("tp=")) if self.strategy.startswith("tp=") else 1
+
+    @property
+    def readers(self) -> int:
+        """Ranks, or groups of them, that read data of their own."""
+        return self.world // self.tensor_parallel
+
+    @property
+    def sharded(self) -> bool:
+        """Whether no rank has the whole model."""
+        return self.strategy != "ddp" and self.world > 1
+
+    @property
     def accumulation(self) -> int:
         """Micro-batches that a rank takes for an update."""
-        return self.global_batch // (self.world * self.micro_batch)
+        return self.global_batch // (self.readers * self.micro_batch)
 
     @property
     def tokens_per_update(self) -> int:
@@ -121,13 +139,29 @@ class Recipe:
         for name in ("updates", "loss_chunk"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.global_batch % (self.world * self.micro_batch):
+        self._check_strategy()
+        if self.global_batch % (self.readers * self.micro_batch):
+            groups = f" in groups of {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
             raise ValueError(
                 f"a global batch of {self.global_batch} sequences does not divide into micro-batches of"
-                f" {self.micro_batch} on {self.world} devices: choose --set micro_batch=... so that {self.world}"
-                f" times it divides {self.global_batch}, or --set global_batch=..."
+                f" {self.micro_batch} on {self.world} devices{groups}: choose --set micro_batch=... so that"
+                f" {self.readers} times it divides {self.global_batch}, or --set global_batch=..."
             )
         _ = self.model  # refuses sizes that do not fit together
+
+    def _check_strategy(self) -> None:
+        if not re.fullmatch(r"ddp|fsdp|tp=[1-9]\d*", self.strategy):
+            raise ValueError(f"the strategy is ddp, fsdp or tp=N with a number of ranks, got {self.strategy!r}")
+        ranks, heads = self.tensor_parallel, self.width // self.head_dim
+        if self.world % ranks:
+            raise ValueError(
+                f"strategy {self.strategy} needs a multiple of {ranks} devices, got {self.world}: choose --devices and"
+                " --nodes accordingly, or another N"
+            )
+        if heads % ranks:
+            raise ValueError(f"strategy {self.strategy} splits {heads} attention heads: choose an N that divides them")
+        if self.sharded and self.compile:
+            raise ValueError(f"compile=true is for strategy ddp, got {self.strategy}: train eagerly, or with ddp")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, for JSON, with the numbers that follow from them."""

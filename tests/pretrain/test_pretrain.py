@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 
+import lightning
 import numpy as np
 import pytest
 import torch
@@ -95,10 +96,10 @@ def test_what_cannot_be_run_is_refused_in_one_sentence_before_anything_is_alloca
 # Runs
 
 
-def fit(data, tmp_path, name="run", **changes):
+def fit(data, tmp_path, name="run", callbacks=(), **changes):
     r = recipes.recipe("demo", **TINY | changes)
-    places = Places(data, tmp_path / "runs", tmp_path / "checkpoints", name)
-    return train(r, places, accelerator="cpu", quiet=True, monitor={"strict": True, "on_blowup": []})
+    places, monitor = Places(data, tmp_path / "runs", tmp_path / "checkpoints", name), {"strict": True, "on_blowup": []}
+    return train(r, places, accelerator="cpu", quiet=True, callbacks=callbacks, monitor=monitor)
 
 
 def test_validation_comes_every_so_many_updates_and_after_the_last_whatever_the_accumulation(data, tmp_path):
@@ -120,6 +121,28 @@ def test_accumulation_changes_no_number_beyond_rounding(data, tmp_path):
         assert a.train_loss == pytest.approx(b.train_loss, rel=1e-4)
     assert runs[0][-1].validation_loss == pytest.approx(runs[1][-1].validation_loss, rel=1e-4)
     assert runs[0][-1].perturbation_rms == pytest.approx(runs[1][-1].perturbation_rms, rel=1e-2)
+
+
+class Breaks(lightning.Callback):
+    """Ends a run before its n-th micro-batch."""
+
+    def __init__(self, n):
+        self.left = n
+
+    def on_train_batch_start(self, *_):
+        self.left -= 1
+        if not self.left:
+            raise InterruptedError
+
+
+def test_a_run_that_breaks_within_a_resumed_update_is_resumed_from_before_it(data, tmp_path):
+    fit(data, tmp_path, "whole", updates=5, checkpoint_every=2)
+    for micro_batches in (6, 2):  # two of them are an update
+        with pytest.raises(InterruptedError):
+            fit(data, tmp_path, callbacks=[Breaks(micro_batches)], updates=5, checkpoint_every=2)
+    fit(data, tmp_path, updates=5, checkpoint_every=2)
+    whole, broken = (list(RunReader(tmp_path / "runs" / name).steps()) for name in ("whole", "run"))
+    assert [(r.step, r.train_loss, r.tokens) for r in whole] == [(r.step, r.train_loss, r.tokens) for r in broken]
 
 
 def test_the_first_update_has_no_learning_rate_and_the_last_a_tenth(data, tmp_path):
