@@ -75,7 +75,8 @@ def imports_of(room):
 
 def training():
     """What is loaded after each room of training in turn, and after what comes before them and between them."""
-    without_callback = [line for line in imports_of("monitor").splitlines() if not line.endswith(".callback")]
+    lightnings = (".callback", ".lightning_loop")
+    without_callback = [line for line in imports_of("monitor").splitlines() if not line.endswith(lightnings)]
     stages = {
         "package": "import hilbert_monitor; dir(hilbert_monitor); hilbert_monitor.__version__",
         "torch name": "hilbert_monitor.row_diameter",

@@ -1,26 +1,23 @@
-"""HilbertMonitor: Lightning's hooks, and the Trainer as a session sees it. Nothing is measured here."""
+"""HilbertMonitor: Lightning's hooks. Nothing is measured here."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-import lightning
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
 
 from hilbert_monitor.runs.alerts import Rules
-from hilbert_monitor.runs.metrics import values
-from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.runs.record import Alert
 
 from .batches import Batch, token_ids
 from .decay import Decay
 from .exporter import Prometheus
+from .guard import tell
 from .head import find_head_place
-from .hidden import AutocastFactory
+from .lightning_loop import LightningLoop
 from .options import MonitorOptions
 from .ranks import Ranks
 from .samples import sample_indices
@@ -148,6 +145,12 @@ class HilbertMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
         self._updates = trainer.global_step
+        if any(kind.__name__ == "FSDPStrategy" for kind in type(trainer.strategy).__mro__):
+            tell(
+                "nothing is measured under Lightning's FSDPStrategy, which flattens the head's rows: use"
+                " ModelParallelStrategy, with fully_shard in configure_model"
+            )
+            return
         with self.session.guard("start"):
             label = self._label(trainer, pl_module) if len(_monitors(trainer)) > 1 else ""
             self.session.start(LightningLoop(trainer, pl_module, progress_bar=self.progress_bar, label=label))
@@ -275,103 +278,6 @@ class HilbertMonitor(Callback):
         self.session.notice_update(weight=0.0 if is_scaled else weight)
         if is_scaled and not probe.stepped:
             probe.skip("overflow")  # a GradScaler does not call step of an optimizer that is not fused
-
-
-class LightningLoop:
-    """A Lightning Trainer and its module, as a session sees them.
-
-    Args:
-        trainer: that fits.
-        module: that is trained.
-        progress_bar: whether the diameter is shown in the progress bar.
-        label: name of the head in the names of what is logged, where several are watched.
-    """
-
-    def __init__(self, trainer: Trainer, module: LightningModule, *, progress_bar: bool, label: str = "") -> None:
-        self._trainer, self._module, self._progress_bar, self._label = trainer, module, progress_bar, label
-        self.ranks = Ranks.of(module.device, trainer.world_size)
-
-    @property
-    def model(self) -> Module:
-        """The module."""
-        return self._module
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """Those of the trainer."""
-        return self._trainer.optimizers
-
-    @property
-    def schedulers(self) -> Sequence[Any]:
-        """Those of the trainer."""
-        return [config.scheduler for config in self._trainer.lr_scheduler_configs]
-
-    @property
-    def updates(self) -> int:
-        """The trainer's global step."""
-        return self._trainer.global_step
-
-    @property
-    def last_update(self) -> float:
-        """Global step at the end of training, as the trainer estimates it."""
-        return self._trainer.estimated_stepping_batches
-
-    @property
-    def validation_loaders(self) -> Any:
-        """Those of the trainer, or None before it has made them."""
-        return self._trainer.val_dataloaders
-
-    @property
-    def validates(self) -> bool:
-        """Whether the trainer validates at all."""
-        return self._trainer.enable_validation
-
-    @property
-    def keeps_log(self) -> bool:
-        """Not in a fast_dev_run."""
-        return not getattr(self._trainer, "fast_dev_run", False)
-
-    @property
-    def folder(self) -> str:
-        """The trainer's default folder."""
-        return str(self._trainer.default_root_dir)
-
-    @property
-    def autocast(self) -> AutocastFactory:
-        """Makes the context of the trainer's precision."""
-        return self._trainer.precision_plugin.forward_context
-
-    def describe(self) -> RunInfo:
-        """Name the module's class, its hyperparameters and the seed of `seed_everything`."""
-        seed = os.environ.get("PL_GLOBAL_SEED", "")
-        return RunInfo(
-            model=type(self._module).__name__,
-            seed=int(seed) if seed.lstrip("-").isdigit() else None,
-            config=dict(self._module.hparams),
-            versions={"lightning": lightning.__version__},
-        )
-
-    def log(self, record: StepRecord, *, final: bool) -> None:
-        """Give a record to the trainer's loggers and the progress bar."""
-        numbers = {metric.logged_of(self._label): float(value) for metric, value in values(record)}
-        for logger in self._trainer.loggers:
-            logger.log_metrics(numbers, step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)
-        if self._progress_bar and not final and record.diameter is not None:
-            self._module.log(
-                f"D(S) {self._label}".strip(), record.diameter, prog_bar=True, logger=False, rank_zero_only=True
-            )
-
-    def make_checkpoint(self) -> Any:
-        """Collect the trainer's checkpoint. Trainer.save_checkpoint would have the ranks wait for rank zero's disk."""
-        return self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-
-    def save_checkpoint(self, checkpoint: Any, path: str) -> None:
-        """Write a checkpoint, on rank zero."""
-        self._trainer.strategy.save_checkpoint(checkpoint, path)
-
-    def stop(self) -> None:
-        """End training after this step."""
-        self._trainer.should_stop = True
 
 
 def _monitors(trainer: Trainer) -> list[HilbertMonitor]:

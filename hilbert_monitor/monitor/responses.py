@@ -34,7 +34,7 @@ class Controls(Protocol):
         """Collect what a checkpoint holds; called on every rank."""
 
     def save_checkpoint(self, checkpoint: Any, path: str) -> None:
-        """Write a checkpoint; called on every rank, of which rank zero writes."""
+        """Write a checkpoint; called on every rank, whose path is that of rank zero: it writes, or all do."""
 
     def stop(self) -> None:
         """End training after this step."""
