@@ -183,7 +183,8 @@ class WatchedHead:
     def agree(self, *mine: float) -> list[float]:
         """Return the least of what the ranks say, for each of some numbers; afterwards all believe the same of steps.
 
-        Called on every rank. What one rank finds out of how the weights move, all must know.
+        Called on every rank. What one rank finds out of how the weights move, all must know. Where the ranks turn out
+        to have different heads, nothing is agreed on: all numbers are zero.
         """
         sources = self._sources()
         sample = self._sample()
@@ -193,6 +194,7 @@ class WatchedHead:
             source.belief = numbers[len(mine) + 3 * place :][:3]
         if -minus_most - least > OTHERS * -minus_most:
             self._part()
+            return [0.0] * len(mine)
         return numbers[: len(mine)]
 
     def _sample(self) -> float:

@@ -1,19 +1,16 @@
 """Sharded decoders trained by the paper's recipe over gloo processes: the run of one process, and its checkpoints."""
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 
-from hilbert_monitor import find_head, pretraining_optimizer, warmup_cosine
+from hilbert_monitor import pretraining_optimizer, warmup_cosine
 from tests.support.decoders import Plain
-from tests.support.ranks import in_ranks
 
 BF16 = {"rownorm": {"rounding": "compensated"}, "muon": {"rounding": "stochastic"}}
 
