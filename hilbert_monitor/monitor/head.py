@@ -245,6 +245,11 @@ class WatchedHead:
         """Form the increment that the stored weights made in the last step, as it acts on the logits. (V, d)."""
         return self._on_logits(self.source.stored(), None if self.bias is None else self.bias.stored()).S
 
+    def seen_increment(self) -> Matrix | None:
+        """Form the increment that the forward pass sees, where it computes in less than the weights have. (V, d)."""
+        S = None if self.bias is not None else self.source.seen()
+        return None if S is None else self._on_logits(Increment(S, 0.0), None).S
+
     def logit_matrix(self, dtype: torch.dtype) -> Matrix:
         """The matrix that makes logits of hidden states, (V, d), as it is now."""
         U = self._by_tokens(self.weight.detach()).to(dtype) * self.logit_scale

@@ -79,6 +79,9 @@ class IncrementSource:
         self._has_stepped = False  # before the first step anybody may load other weights
         self._found_out = False  # in this step: the weights of before it were not kept
         self._before: Tensor | None = None
+        self.seen_dtype: torch.dtype | None = None
+        """What the forward pass casts the weights to, if it is less than they have."""
+        self._seen_before: Tensor | None = None
         self._next: Group | None = None  # options at the end of the last update, if the next step starts there
         self._gradient: LastStep | None = None
         self._doubt: Callable[[str], None] = lambda text: None
@@ -227,7 +230,7 @@ class IncrementSource:
 
     def forget(self) -> None:
         """Forget the last step."""
-        self._before = self.last = self._next = None
+        self._before = self._seen_before = self.last = self._next = None
         self._kept.forget()
 
     def _begin(self, measured: bool) -> None:
@@ -248,6 +251,9 @@ class IncrementSource:
             self.last = None
         if measured and (self.is_rounded or not self.from_state):
             self._before = self._weights().clone()
+        self._seen_before = None
+        if measured and self.checks and self.seen_dtype is not None:
+            self._seen_before = self._weights().to(self.seen_dtype)
 
     def _end(self, options: Group) -> None:
         """Note the step that was made."""
@@ -321,6 +327,18 @@ class IncrementSource:
                 self._doubt(seen)
                 S = moved + before.to(dtype) * self.decay.share(self.last)
         return Increment(S, 2 * torch.finfo(U.dtype).eps * max(_largest(U), _largest(before)))
+
+    @torch.no_grad()
+    def seen(self) -> Tensor | None:
+        """Return the increment that a forward pass in less than the weights' precision sees, if it was to be measured.
+
+        That is cast(U') - c cast(U): steps smaller than the spacing of the cast weights are not seen.
+        """
+        before = self._seen_before
+        if before is None or self.last is None:
+            return None
+        after, dtype = self._weights().to(before.dtype), compute_dtype(self.param)
+        return (after.to(dtype) - before.to(dtype)).add_(before.to(dtype) * self.decay.share(self.last))
 
     @property
     def has_stored(self) -> bool:

@@ -26,6 +26,7 @@ from .increment import IncrementSource
 from .measurement import Measurement
 from .owners import owning_optimizer, stepping_optimizer
 from .panel import Panel
+from .precision import seen_dtype
 from .ranks import Ranks, compute_device
 from .samples import SampleIndices, first_samples
 from .schedule import Schedule, Schedulers
@@ -129,6 +130,8 @@ class Probe:
             hidden=hidden,
             autocast=autocast,
         )
+        with self.guard("precision", user_code=True):
+            self.source.seen_dtype = seen_dtype(model, self.head.weight, autocast)
         self._schedule = Schedule(schedulers, self.head.weight)
         self._end: Callable[[], None] | None = None
         self._current: Measurement | None = None  # of the step that has no record yet
