@@ -126,7 +126,17 @@ def two_ranks(rank, world, folder):
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     run = decoder("tp", mesh=mesh)
     train(run, range(6))
-    return {**results, "tp": weights(run), "head": find_head(decoder("fsdp")[0])}
+    return {**results, "tp": weights(run), "head": find_head(decoder("fsdp")[0]), "from whole": from_whole()}
+
+
+def from_whole():
+    """What a sharded run holds after it has loaded the ordinary state dict of a whole one, and what that held."""
+    one, other = decoder(), decoder("fsdp")
+    train(one, range(2))
+    other[1].load_state_dict(one[1].state_dict())
+    held = state(other), state(one)
+    train(other, range(1))
+    return held
 
 
 def three_ranks(rank, world, folder):
@@ -189,6 +199,11 @@ def test_a_checkpoint_resumes_to_the_bit_on_as_many_ranks(saved, dtype):
         assert_equal(loaded, held)
         assert_equal(rank[dtype, "plain state dict"], held)
         assert all(torch.equal(a, b) for a, b in zip(reached, expected, strict=True))
+
+
+def test_a_state_dict_of_whole_tensors_is_laid_out_where_it_is_loaded(saved):
+    for rank in saved:
+        assert_equal(*rank["from whole"])
 
 
 def test_a_checkpoint_of_two_ranks_loads_on_three_ranks_under_ddp_and_in_one_process(saved, folder):
