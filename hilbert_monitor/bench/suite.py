@@ -12,7 +12,19 @@ from rich.table import Table
 
 from hilbert_monitor.pretrain.recipes import Head
 
-from . import diameter, faults, optimizers, oracle, overhead, perturbation, series, series_summary, service, sharded
+from . import (
+    diameter,
+    faults,
+    optimizers,
+    oracle,
+    overhead,
+    perturbation,
+    series,
+    series_summary,
+    service,
+    sharded,
+    sharded_muon,
+)
 from .fault_summary import TrialSummary, summarize
 from .increments import SampleIncrement, load_increment, make_increment
 from .measure import BenchResult
@@ -62,6 +74,8 @@ def optimizer_jobs(*, quick: bool) -> Iterator[Job]:
     yield "RowNorm", lambda: optimizers.rownorm(V, d)
     for width, blocks in [(32, 2)] if quick else [(64, 16), (256, 4), (512, 2)]:
         yield f"Muon, width {width}", lambda width=width, blocks=blocks: optimizers.muon(width, blocks)  # type: ignore[misc]
+    width, blocks, worlds = (32, 1, [2]) if quick else (512, 4, [2, 4])
+    yield "Muon, sharded", lambda: sharded_muon.sharded_muon(width, blocks, worlds=worlds)
 
 
 def sharded_jobs(*, quick: bool, large: bool) -> Iterator[Job]:

@@ -20,7 +20,15 @@ from .guard import Guard
 from .head import WatchedHead
 from .head_rows import Matrix
 from .hidden import AutocastFactory, HiddenStates, hidden_states
-from .measurement import DiameterBounds, ExactDiameter, GradientRows, Measurement, PanelPerturbation, SeenStep, StoredStep
+from .measurement import (
+    DiameterBounds,
+    ExactDiameter,
+    GradientRows,
+    Measurement,
+    PanelPerturbation,
+    SeenStep,
+    StoredStep,
+)
 from .panel import Panel
 from .ranks import Ranks
 from .step_quality import backward_bound, head_diameter, head_quality

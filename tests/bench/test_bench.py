@@ -62,10 +62,18 @@ def test_bench_of_the_optimizers_has_time_and_memory(tmp_path):
     result, text = run("bench", "optimizers", "--quick", "--json", tmp_path / "out.json")
     assert result.exit_code == 0, text
     results = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert {(r["subject"], r["unit"]) for r in results} == {("optimizer step", "s"), ("optimizer memory", "B")}
-    assert {r["opponent"] for r in results} == {"AdamW(fused=True)", "one by one, fp32", "torch.optim.Muon"}
-    (memory,) = (r for r in results if r["unit"] == "B")
+    assert {(r["subject"], r["unit"]) for r in results} == {
+        ("optimizer step", "s"),
+        ("optimizer memory", "B"),
+        ("optimizer traffic", "B"),
+    }
+    gather = "a full gather on every rank"
+    assert {r["opponent"] for r in results} == {"AdamW(fused=True)", "one by one, fp32", "torch.optim.Muon", gather}
+    memory, traffic = (r for r in results if r["unit"] == "B")
     assert memory["ratio"] > 1.9, "RowNorm holds one buffer and no scratch of the head's size, AdamW two buffers"
+    numbers = 16 * 32 * 32  # of a block's matrices; each of two ranks receives one half and sends the other
+    assert traffic["opponent_amount"] == 2 * 4 * numbers / 2
+    assert traffic["amount"] == pytest.approx(4 * 4 * numbers / 4, rel=0.1), "there and back, of what others own"
 
 
 @pytest.mark.parametrize("subcommand", ["optimizers", "monitor", "service", "faults"])

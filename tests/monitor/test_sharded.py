@@ -25,7 +25,7 @@ V, D, UPDATES = 101, 8, 4
 TEXT = torch.randint(0, V, (64, 9), generator=torch.Generator().manual_seed(5))
 FIELDS = (
     "diameter", "diameter_lower", "pair", "row_norm", "row_token", "radius", "gradient_row_norm", "gradient_row_token",
-    "perturbation_rms", "perturbation_max", "hidden_norm", "gauge_waste", "spectral_norm", "backward_bound",
+    "perturbation_rms", "perturbation_max", "hidden_norm", "gauge_waste", "spectral_norm", "backward_bound", "seen_diameter",
 )  # fmt: skip
 OPTIMIZERS = {
     "AdamW": partial(AdamW, lr=1e-2, weight_decay=0.1),
@@ -241,10 +241,11 @@ def test_a_sharded_head_is_measured_as_teams_shard_it(case, tmp_path):
     for numbers, unchanged, _ in in_ranks(team, tmp_path, case, world=2):
         assert unchanged
         if case == "mixed precision":  # other numbers than in fp32, but not by much
-            assert all(
-                0.5 < a["diameter"] / b["diameter"] < 2 for a, b in zip(numbers[1::2], expected[1::2], strict=True)
-            )
-            assert all(record["perturbation_rms"] > 0 for record in numbers[1::2])
+            for record, other in zip(numbers[1::2], expected[1::2], strict=True):
+                assert 0.5 < record["diameter"] / other["diameter"] < 2
+                assert record["perturbation_rms"] > 0
+                assert record["seen_diameter"] == pytest.approx(record["diameter"], rel=0.5)
+                assert record["seen_diameter"] != record["diameter"]
         else:
             check(numbers, expected)
 
