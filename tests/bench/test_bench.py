@@ -84,13 +84,18 @@ def test_ranks_that_share_rows_are_counted_and_timed(tmp_path):
 
 def test_a_wrong_answer_of_the_ranks_ends_their_bench():
     whole = {"exact": (2.0, (3, 5)), "perturbation": (1.0, (0, 1))}
-    sharded._check("exact", whole, [(2.0, (3, 5))] * 2)
-    sharded._check("bracket", whole, [(1.5, (1, 5))] * 2)
-    for name, found in [("exact", (2.1, (3, 5))), ("exact", (2.0, (3, 4))), ("bracket", (2.1, (3, 5)))]:
+    right = [("exact", (2.0, (3, 5))), ("bracket", (1.5, (1, 5))), ("perturbation", (1 + 1e-6, (1, 0)))]
+    wrong = [
+        *[("exact", (2.0 + 1e-9, (3, 5))), ("exact", (2.0, (3, 4)))],
+        *[("bracket", (2.1, (3, 5))), ("perturbation", (1 + 1e-5, (0, 1)))],
+    ]
+    for name, found in right:
+        sharded._check(name, whole, [found] * 2, width=256)
+    for name, found in wrong:
         with pytest.raises(AssertionError, match="the whole matrix has"):
-            sharded._check(name, whole, [found] * 2)
+            sharded._check(name, whole, [found] * 2, width=256)
     with pytest.raises(AssertionError, match="different answers"):
-        sharded._check("exact", whole, [(2.0, (3, 5)), (2.0, (3, 6))])
+        sharded._check("exact", whole, [(2.0, (3, 5)), (2.0, (3, 6))], width=256)
 
 
 @pytest.mark.parametrize("subcommand", ["optimizers", "monitor", "service", "faults", "sharded"])
