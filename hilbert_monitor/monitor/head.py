@@ -103,6 +103,7 @@ class WatchedHead:
         embeddings = [m for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)]
         self.tied = any(self.weight is parameter_of(m, "weight") for m in embeddings)
         self._buffer: Tensor | None = None
+        self._doubt: Callable[[str], None] = lambda text: None
 
     def remarks(self) -> list[str]:
         """Reasons why the bound H D(S) on the perturbation is not tight for this head."""
@@ -147,6 +148,7 @@ class WatchedHead:
         **options: Any,
     ) -> Callable[[], None]:
         """Call `on_step` after each step of the head; return a function that ends it. See IncrementSource.watch."""
+        self._doubt = options.get("doubt", self._doubt)
         ends = []
         if self.bias is not None:  # first, so that its step is known when `on_step` runs for the weight
             ends.append(self.bias.watch(lambda step: None, **options))
@@ -209,6 +211,7 @@ class WatchedHead:
     def _part(self) -> None:
         """Let rank zero measure its own head alone: those of the ranks are not the same."""
         self.alone = True
+        self._doubt("the ranks have heads of their own, and rank zero measures its own alone")
         for source in self._sources():
             source.take_rows(HeadRows(source.param, Ranks.of(source.param.device, 1), dim=source.rows.dim))
         self.rows, self._buffer = self.source.rows, None
