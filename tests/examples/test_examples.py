@@ -62,7 +62,7 @@ def test_a_head_sharded_by_fsdp_is_measured_under_lightning():
     command = [sys.executable, EXAMPLES / "sharded_lightning.py"]
     subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     run = RunReader(Path("runs/sharded"))
-    records = run.steps()
+    records = list(run.steps())
     assert [record.step for record in records] == list(range(1, 21))
     assert [record.step for record in records if record.diameter] == [5, 10, 15, 20]
     assert records[-1].perturbation_rms > 0
