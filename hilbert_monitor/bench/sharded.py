@@ -24,7 +24,6 @@ from .measure import BenchResult
 
 Measure = Literal["bracket", "exact", "perturbation"]
 _PATIENCE = 3600.0
-_PANEL = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +36,32 @@ class Traffic:
     collectives: int
 
 
-def traffic(head: Head, V: int, d: int, *, worlds: Sequence[int], panel: int = _PANEL) -> Iterator[BenchResult]:
+def traffic(
+    head: Head, V: int, d: int, *, worlds: Sequence[int], panel: int, steps: int = 40, batch: int = 128
+) -> Iterator[BenchResult]:
     """Count the bytes that a rank receives for each measurement, beside those of gathering all rows on every rank.
 
     Value and tokens are checked against those of the whole matrix.
     """
-    with _saved(head, V, d, panel) as path:
+    with _saved(head, V, d, panel=panel, steps=steps, batch=batch) as path:
         whole = _found(*_load(path))
         for world in worlds:
             ranks = in_ranks(_count, path, world=world, backend="gloo", patience=_PATIENCE)
             gather = V * d * 4 * (world - 1) // world
             for name in whole:
                 counts: list[Traffic] = [rank[name] for rank in ranks]
-                _check(name, whole, [count.found for count in counts])
+                _check(name, whole, [count.found for count in counts], width=d)
                 most = max(count.bytes for count in counts)
-                note = f"{most / gather:.2%} of a gather, {counts[0].collectives} collectives, as the whole matrix"
+                note = (
+                    f"{most / gather:.2%} of a gather, {counts[0].collectives} collectives; the whole matrix's answer"
+                )
                 case = f"{name}, {head} {V:,} x {d:,}, {world} ranks"
                 yield BenchResult("moved a rank", case, name, most, "full gather", gather, note, "B")
 
 
 def split(head: Head, V: int, d: int, *, repeat: int = 15) -> Iterator[BenchResult]:
     """Time the bracket and the exact search of an increment by two processes of one thread, beside one process."""
-    with _saved(head, V, d, 1) as path:
+    with _saved(head, V, d, panel=1) as path:
         (times, processor), _ = in_ranks(_time, path, repeat, world=2, backend="gloo", patience=_PATIENCE)
     for name, (one, two) in times.items():
         share = processor[name][1] / processor[name][0]
@@ -68,11 +71,11 @@ def split(head: Head, V: int, d: int, *, repeat: int = 15) -> Iterator[BenchResu
 
 
 @contextmanager
-def _saved(head: Head, V: int, d: int, panel: int) -> Iterator[Path]:
+def _saved(head: Head, V: int, d: int, **options: int) -> Iterator[Path]:
     """Make an increment, in a file that all processes map, so that there is one copy in memory."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "increment.pt"
-        made = make_increment(head, V, d, panel=panel)
+        made = make_increment(head, V, d, **options)
         torch.save({"S": made.S, "H": made.H}, path)
         del made
         yield path
@@ -103,8 +106,14 @@ def _found(S: Tensor, H: Tensor) -> dict[Measure, tuple[float, tuple[int, int]]]
     return {name: call() for name, call in _calls(S, H).items()}
 
 
-def _check(name: Measure, whole: dict[Measure, Any], found: Sequence[tuple[float, tuple[int, int]]]) -> None:
-    """Raise unless all ranks found the same, and what the whole matrix gives; a bracket holds the exact value."""
+def _check(
+    name: Measure, whole: dict[Measure, Any], found: Sequence[tuple[float, tuple[int, int]]], *, width: int
+) -> None:
+    """Raise unless all ranks found the same, and what the whole matrix gives; a bracket holds the exact value.
+
+    Lengths are measured in fp64. A perturbation is a sum of `width` products in fp32, and ranks and the whole matrix
+    have different centres: both round.
+    """
     value, pair = whole["exact" if name == "bracket" else name]
     first, first_pair = found[0]
     if any(each != found[0] for each in found):
@@ -112,7 +121,8 @@ def _check(name: Measure, whole: dict[Measure, Any], found: Sequence[tuple[float
     if name == "bracket":
         right = value / 2 <= first <= value * (1 + 1e-12)
     else:
-        right = math.isclose(first, value, rel_tol=1e-6) and set(first_pair) == set(pair)
+        rounding = math.sqrt(width) * 2.0**-23 if name == "perturbation" else 1e-12
+        right = math.isclose(first, value, rel_tol=rounding) and set(first_pair) == set(pair)
     if not right:
         raise AssertionError(f"{name}: ranks found {first} at {first_pair}, the whole matrix has {value} at {pair}")
 

@@ -12,7 +12,19 @@ from rich.table import Table
 
 from hilbert_monitor.pretrain.recipes import Head
 
-from . import diameter, faults, optimizers, oracle, overhead, perturbation, series, series_summary, service, sharded
+from . import (
+    diameter,
+    faults,
+    optimizers,
+    oracle,
+    overhead,
+    perturbation,
+    series,
+    series_summary,
+    service,
+    sharded,
+    sharded_muon,
+)
 from .fault_summary import TrialSummary, summarize
 from .increments import SampleIncrement, load_increment, make_increment
 from .measure import BenchResult
@@ -62,19 +74,26 @@ def optimizer_jobs(*, quick: bool) -> Iterator[Job]:
     yield "RowNorm", lambda: optimizers.rownorm(V, d)
     for width, blocks in [(32, 2)] if quick else [(64, 16), (256, 4), (512, 2)]:
         yield f"Muon, width {width}", lambda width=width, blocks=blocks: optimizers.muon(width, blocks)  # type: ignore[misc]
+    width, blocks, worlds = (32, 1, [2]) if quick else (512, 4, [2, 4])
+    yield "Muon, sharded", lambda: sharded_muon.sharded_muon(width, blocks, worlds=worlds)
 
 
 def sharded_jobs(*, quick: bool, large: bool) -> Iterator[Job]:
-    """Jobs on ranks that share the rows of an increment."""
+    """Jobs on ranks that share the rows of an increment. A large one is trained for fewer steps, to be made in time."""
     V, d, panel, worlds = (4096, 64, 256, [2]) if quick else (50_257, 256, 8192, [2, 4, 8])
-    sizes = [(V, d, panel), *([(128_256, 4096, 1024)] if large else [])]
     heads: tuple[Head, ...] = ("adamw", "rownorm")
-    for v, w, n in sizes:
-        for head in heads:
-            yield (
-                f"bytes, {head} head, {v:,} x {w:,}",
-                lambda head=head, v=v, w=w, n=n: sharded.traffic(head, v, w, worlds=worlds, panel=n),  # type: ignore[misc]
-            )
+    for head in heads:
+        yield (
+            f"bytes, {head} head",
+            lambda head=head: sharded.traffic(head, V, d, worlds=worlds, panel=panel),  # type: ignore[misc]
+        )
+    for head in heads if large else ():
+        yield (
+            f"bytes, {head} head, 128,256 x 4,096",
+            lambda head=head: sharded.traffic(  # type: ignore[misc]
+                head, 128_256, 4096, worlds=worlds, panel=64, steps=8, batch=64
+            ),
+        )
     for head in heads:
         yield (
             f"two ranks, {head} head",

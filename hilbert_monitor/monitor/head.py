@@ -103,6 +103,7 @@ class WatchedHead:
         embeddings = [m for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)]
         self.tied = any(self.weight is parameter_of(m, "weight") for m in embeddings)
         self._buffer: Tensor | None = None
+        self._doubt: Callable[[str], None] = lambda text: None
 
     def remarks(self) -> list[str]:
         """Reasons why the bound H D(S) on the perturbation is not tight for this head."""
@@ -147,6 +148,7 @@ class WatchedHead:
         **options: Any,
     ) -> Callable[[], None]:
         """Call `on_step` after each step of the head; return a function that ends it. See IncrementSource.watch."""
+        self._doubt = options.get("doubt", self._doubt)
         ends = []
         if self.bias is not None:  # first, so that its step is known when `on_step` runs for the weight
             ends.append(self.bias.watch(lambda step: None, **options))
@@ -183,7 +185,8 @@ class WatchedHead:
     def agree(self, *mine: float) -> list[float]:
         """Return the least of what the ranks say, for each of some numbers; afterwards all believe the same of steps.
 
-        Called on every rank. What one rank finds out of how the weights move, all must know.
+        Called on every rank. What one rank finds out of how the weights move, all must know. Where the ranks turn out
+        to have different heads, nothing is agreed on: all numbers are zero.
         """
         sources = self._sources()
         sample = self._sample()
@@ -193,6 +196,7 @@ class WatchedHead:
             source.belief = numbers[len(mine) + 3 * place :][:3]
         if -minus_most - least > OTHERS * -minus_most:
             self._part()
+            return [0.0] * len(mine)
         return numbers[: len(mine)]
 
     def _sample(self) -> float:
@@ -207,6 +211,7 @@ class WatchedHead:
     def _part(self) -> None:
         """Let rank zero measure its own head alone: those of the ranks are not the same."""
         self.alone = True
+        self._doubt("the ranks have heads of their own, and rank zero measures its own alone")
         for source in self._sources():
             source.take_rows(HeadRows(source.param, Ranks.of(source.param.device, 1), dim=source.rows.dim))
         self.rows, self._buffer = self.source.rows, None
@@ -242,6 +247,11 @@ class WatchedHead:
     def stored_increment(self) -> Matrix:
         """Form the increment that the stored weights made in the last step, as it acts on the logits. (V, d)."""
         return self._on_logits(self.source.stored(), None if self.bias is None else self.bias.stored()).S
+
+    def seen_increment(self) -> Matrix | None:
+        """Form the increment that the forward pass sees, where it computes in less than the weights have. (V, d)."""
+        S = None if self.bias is not None else self.source.seen()
+        return None if S is None else self._on_logits(Increment(S, 0.0), None).S
 
     def logit_matrix(self, dtype: torch.dtype) -> Matrix:
         """The matrix that makes logits of hidden states, (V, d), as it is now."""

@@ -14,11 +14,9 @@ What one rank finds out, all come to know through `belief`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -35,6 +33,7 @@ from .head_step import HeadStep, learning_rate
 from .kept_rows import KeptRows
 from .owners import group_of, inner_optimizers, stepping_optimizer
 from .ranks import Ranks
+from .step_hooks import hook_steps
 
 Basis = Literal["state", "step", "update"]
 """What an increment is formed from: the optimizer's state, or the weights around its step, or around an update."""
@@ -80,8 +79,10 @@ class IncrementSource:
         self._has_stepped = False  # before the first step anybody may load other weights
         self._found_out = False  # in this step: the weights of before it were not kept
         self._before: Tensor | None = None
+        self.seen_dtype: torch.dtype | None = None
+        """What the forward pass casts the weights to, if it is less than they have."""
+        self._seen_before: Tensor | None = None
         self._next: Group | None = None  # options at the end of the last update, if the next step starts there
-        self._outermost: FrameType | None = None
         self._gradient: LastStep | None = None
         self._doubt: Callable[[str], None] = lambda text: None
         _ = self.group  # refuses a parameter of somebody else
@@ -164,38 +165,18 @@ class IncrementSource:
         self.decay.warn_of_guess(self.group)
         self._doubt = doubt
 
-        def before(*_: Any) -> None:
-            if torch.compiler.is_dynamo_compiling():
-                return  # a compiled step has no hooks: `unseen` finds it
-            caller = sys._getframe(1)
-            if _on_the_stack(self._outermost, caller):
-                return  # a step within a step: a subclass called that of its base, which has hooks too
-            self._outermost = caller
+        def begin() -> None:
             with guard("increment"):
                 self.checks = check()
                 self._begin(measure())
 
-        def after(*_: Any) -> None:
-            if torch.compiler.is_dynamo_compiling() or sys._getframe(1) is not self._outermost:
-                return
-            self._outermost = None
+        def end() -> None:
             with guard("increment"):
                 self._end(options_of(self.group))
                 assert self.last is not None
                 on_step(self.last)
 
-        handles = [
-            handle
-            for optimizer in (self.optimizer, *inner_optimizers(self.optimizer, self.param))
-            for handle in (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
-        ]
-
-        def end() -> None:
-            for handle in handles:
-                handle.remove()
-            self._outermost = None  # which holds on to what the caller has
-
-        return end
+        return hook_steps((self.optimizer, *inner_optimizers(self.optimizer, self.param)), begin, end)
 
     def moved_unseen(self) -> bool:
         """Whether an update that no hook saw moved this rank's weights."""
@@ -249,7 +230,7 @@ class IncrementSource:
 
     def forget(self) -> None:
         """Forget the last step."""
-        self._before = self.last = self._next = None
+        self._before = self._seen_before = self.last = self._next = None
         self._kept.forget()
 
     def _begin(self, measured: bool) -> None:
@@ -270,6 +251,9 @@ class IncrementSource:
             self.last = None
         if measured and (self.is_rounded or not self.from_state):
             self._before = self._weights().clone()
+        self._seen_before = None
+        if measured and self.checks and self.seen_dtype is not None:
+            self._seen_before = self._weights().to(self.seen_dtype)
 
     def _end(self, options: Group) -> None:
         """Note the step that was made."""
@@ -343,6 +327,18 @@ class IncrementSource:
                 self._doubt(seen)
                 S = moved + before.to(dtype) * self.decay.share(self.last)
         return Increment(S, 2 * torch.finfo(U.dtype).eps * max(_largest(U), _largest(before)))
+
+    @torch.no_grad()
+    def seen(self) -> Tensor | None:
+        """Return the increment that a forward pass in less than the weights' precision sees, if it was to be measured.
+
+        That is cast(U') - c cast(U): steps smaller than the spacing of the cast weights are not seen.
+        """
+        before = self._seen_before
+        if before is None or self.last is None:
+            return None
+        after, dtype = self._weights().to(before.dtype), compute_dtype(self.param)
+        return (after.to(dtype) - before.to(dtype)).add_(before.to(dtype) * self.decay.share(self.last))
 
     @property
     def has_stored(self) -> bool:
@@ -428,12 +424,3 @@ class IncrementSource:
 def _largest(x: Tensor) -> float:
     """The largest |entry|; zero if there is none."""
     return float(x.abs().amax()) if x.numel() else 0.0
-
-
-def _on_the_stack(frame: FrameType | None, caller: FrameType | None) -> bool:
-    """Whether `frame` is `caller` or one of the frames that led to it."""
-    while frame is not None and caller is not None:
-        if caller is frame:
-            return True
-        caller = caller.f_back
-    return False

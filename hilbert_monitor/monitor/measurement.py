@@ -97,6 +97,20 @@ class StoredStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeenStep:
+    """The step that a forward pass in less than the weights' precision sees, such as one in bf16 of fp32 weights."""
+
+    seen_diameter: float
+    seen_pair: Pair
+
+    @classmethod
+    def of(cls, S: Matrix) -> SeenStep:
+        """Search the increment of the cast weights (V, d) for its diameter."""
+        exact = row_diameter(S)
+        return cls(seen_diameter=exact.lower, seen_pair=exact.pair)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GradientRows:
     """The head's gradient by rows: its longest row, and how far its rows are from summing to zero."""
 
@@ -163,6 +177,7 @@ class Measurement:
     bounds: DiameterBounds | None = None
     """An ExactDiameter on exact steps."""
     stored: StoredStep | None = None
+    seen: SeenStep | None = None
     gradient: GradientRows | None = None
     quality: StepQuality | None = None
     panel: PanelPerturbation | None = None
@@ -173,7 +188,7 @@ class Measurement:
 
     def forget_increment(self) -> None:
         """Drop what was measured of an increment that turned out not to be that of the update."""
-        self.bounds = self.stored = self.quality = self.ceiling = self.rounding = None
+        self.bounds = self.stored = self.seen = self.quality = self.ceiling = self.rounding = None
         self.increment_from = ""
 
     @property
@@ -208,6 +223,7 @@ class Measurement:
 PARTS = {
     "bounds": ExactDiameter,
     "stored": StoredStep,
+    "seen": SeenStep,
     "gradient": GradientRows,
     "quality": StepQuality,
     "panel": PanelPerturbation,

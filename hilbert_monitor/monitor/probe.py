@@ -17,7 +17,7 @@ from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, StepRecord
 
 from .decay import Decay
-from .guard import Guard, tell
+from .guard import Guard
 from .head import WatchedHead, find_head_place
 from .head_rows import Matrix
 from .head_step import HeadStep
@@ -26,7 +26,9 @@ from .increment import IncrementSource
 from .measurement import Measurement
 from .owners import owning_optimizer, stepping_optimizer
 from .panel import Panel
+from .precision import seen_dtype
 from .ranks import Ranks, compute_device
+from .remarks import Remarks
 from .samples import SampleIndices, first_samples
 from .schedule import Schedule, Schedulers
 from .silence import Silence, why_head_rests
@@ -116,19 +118,20 @@ class Probe:
         """Number of the last step, where it is known before: it is measured like one that is due."""
         self.alerts: list[Alert] = []
         """What the judge said of the last record."""
-        self.remarks: list[str] = []
-        """Reasons why the bound H D(S) on the perturbation is not tight."""
+        self._remarks = Remarks()
         for text in self.head.remarks():
-            self._remark(text)
+            self._remarks.inexact(text)
         self._meter = StepMeter(
             model,
             ranks=self.ranks,
             guard=self.guard,
-            remark=self._remark,
+            remark=self._remarks.inexact,
             efficiency=efficiency,
             hidden=hidden,
             autocast=autocast,
         )
+        with self.guard("precision", user_code=True):
+            self.source.seen_dtype = seen_dtype(model, self.head.weight, autocast)
         self._schedule = Schedule(schedulers, self.head.weight)
         self._end: Callable[[], None] | None = None
         self._current: Measurement | None = None  # of the step that has no record yet
@@ -157,6 +160,11 @@ class Probe:
     @judge.setter
     def judge(self, judge: Judge | None) -> None:
         self._verdict.judge = judge
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a reader of the numbers should know, such as why the bound H D(S) on the perturbation is not tight."""
+        return self._remarks.texts
 
     @property
     def source(self) -> IncrementSource:
@@ -332,19 +340,8 @@ class Probe:
             mine = self.ranks.rank == 0 and self._verdict.is_blow_up(step)
         return self.ranks.from_rank_zero(mine)
 
-    # Remarks
-
-    def _remark(self, text: str) -> None:
-        """Note once why the identity is not exact, and warn of it."""
-        if text not in self.remarks:
-            self.remarks.append(text)
-            tell(f"identity not exact, {text}", stacklevel=3)
-
     def _note_doubt(self, text: str) -> None:
-        """Note once that D(S) is formed in another way than before, and say so."""
-        if not any(remark.endswith(text) for remark in self.remarks):
-            self.remarks.append(f"from step {self.step + 1} on: {text}")
-            tell(f"step {self.step + 1}: {text}", stacklevel=3)
+        self._remarks.doubt(text, step=self.step + 1)
 
     # Records
 

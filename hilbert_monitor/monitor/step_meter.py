@@ -20,7 +20,15 @@ from .guard import Guard
 from .head import WatchedHead
 from .head_rows import Matrix
 from .hidden import AutocastFactory, HiddenStates, hidden_states
-from .measurement import DiameterBounds, ExactDiameter, GradientRows, Measurement, PanelPerturbation, StoredStep
+from .measurement import (
+    DiameterBounds,
+    ExactDiameter,
+    GradientRows,
+    Measurement,
+    PanelPerturbation,
+    SeenStep,
+    StoredStep,
+)
 from .panel import Panel
 from .ranks import Ranks
 from .step_quality import backward_bound, head_diameter, head_quality
@@ -137,13 +145,28 @@ class StepMeter:
             bounds = kind.of(head.stored_increment()) if head.source.basis == "state" else step.bounds
             step.stored = StoredStep.of(bounds, moved_share=head.moved_share())
 
+    def _measure_seen(self, head: WatchedHead, step: Measurement) -> None:
+        """Measure the step that the forward pass sees, where it casts the weights."""
+        if head.source.seen_dtype is None:
+            return
+        S: Matrix | None = None
+        with self.timed("quality"):
+            S = head.seen_increment()
+        if self.ranks.unanimous(S is not None) and head.measures:
+            assert S is not None
+            with self.timed("quality"):
+                step.seen = SeenStep.of(S)
+
     def measure_quality(self, head: WatchedHead, step: Measurement) -> None:
         """Measure how good the step is, while its gradient is there."""
         finite = step.bounds is None or not step.bounds.nonfinite_rows
         if finite and self._increment is None and not step.skipped:
             self.take_increment(head, step)
         S = self._increment
-        if not self._agree(head, step, ready=finite) or not head.measures:
+        if not self._agree(head, step, ready=finite):
+            return
+        self._measure_seen(head, step)
+        if not head.measures:
             return
         assert S is not None
         with self.timed("quality"):

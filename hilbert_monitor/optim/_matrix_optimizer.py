@@ -219,7 +219,7 @@ def _checked_rows(rows: slice, param: Tensor) -> slice:
 
 @contextmanager
 def keep_state_precision(loading: Optimizer, *owners: Optimizer) -> Iterator[None]:
-    """Load state in fp32 or better, where torch would cast it to the parameter's dtype.
+    """Load state in fp32 or better, where torch would cast it to the parameter's dtype, and laid out as the parameter.
 
     Args:
         loading: the optimizer whose `load_state_dict` runs in this context.
@@ -236,10 +236,12 @@ def keep_state_precision(loading: Optimizer, *owners: Optimizer) -> Iterator[Non
         matrix_optimizers = (o for o in owners if isinstance(o, MatrixOptimizer))
         ours = {p for o in matrix_optimizers for group in o.param_groups for p in group["params"]}
         for index, p in zip(indices, params, strict=True):
-            for key, value in saved["state"].get(index, {}).items() if p in ours else ():
-                if isinstance(value, Tensor):
+            for key, value in saved["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and p in ours:
                     dtype = p.dtype if key == "compensation" else compute_dtype(p)
                     loading.state[p][key] = laid_out_like(value.to(device=p.device, dtype=dtype), p)
+                elif isinstance(value, Tensor) and value.shape == p.shape and key != "step":
+                    loading.state[p][key] = laid_out_like(loading.state[p][key], p)
 
     handles = [
         loading.register_load_state_dict_pre_hook(before),  # after the user's own

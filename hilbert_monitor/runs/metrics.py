@@ -116,6 +116,16 @@ CATALOGUE = (
         axis="log",
     ),
     Metric(
+        name="seen_diameter",
+        field="seen_diameter",
+        panel="diameter",
+        label="step as the forward pass sees it",
+        help="Row diameter of the step that the forward pass sees, where it casts the LM head's weights to less than"
+        " they have: under autocast, or by a mixed-precision policy of FSDP. Exact.",
+        line="other",
+        axis="log",
+    ),
+    Metric(
         name="stored_diameter_lower",
         field="stored_diameter_lower",
         panel=NOT_DRAWN,  # a second band would hide the first

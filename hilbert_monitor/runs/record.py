@@ -96,6 +96,9 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     stored_diameter_upper: float | None = None
     """Certified bounds of it."""
     stored_pair: Pair | None = None
+    seen_diameter: float | None = None
+    """D of the step that the forward pass sees, where it casts the weights to less than they have. Exact."""
+    seen_pair: Pair | None = None
     moved_share: float | None = None
     """Share of the head's stored weights that the step changed at all."""
     ceiling: float | None = None

@@ -5,7 +5,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hilbert_monitor.bench import optimizers, suite
+from hilbert_monitor.bench import optimizers, sharded, suite
 from hilbert_monitor.bench.diameter import exponent
 from hilbert_monitor.bench.increments import load_increment, make_increment
 from hilbert_monitor.bench.measure import BenchResult, peak_bytes
@@ -15,6 +15,7 @@ from hilbert_monitor.geometry import row_diameter
 from hilbert_monitor.optim import Muon
 from hilbert_monitor.optim.pretraining import HEAD_LR
 from tests.support.references import all_pairs_diameter
+from tests.support.warm import warm_ranks_fixture  # noqa: F401
 
 
 def run(*args):
@@ -62,13 +63,50 @@ def test_bench_of_the_optimizers_has_time_and_memory(tmp_path):
     result, text = run("bench", "optimizers", "--quick", "--json", tmp_path / "out.json")
     assert result.exit_code == 0, text
     results = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert {(r["subject"], r["unit"]) for r in results} == {("optimizer step", "s"), ("optimizer memory", "B")}
-    assert {r["opponent"] for r in results} == {"AdamW(fused=True)", "one by one, fp32", "torch.optim.Muon"}
-    (memory,) = (r for r in results if r["unit"] == "B")
+    assert {(r["subject"], r["unit"]) for r in results} == {
+        ("optimizer step", "s"),
+        ("optimizer memory", "B"),
+        ("optimizer traffic", "B"),
+    }
+    gather = "a full gather on every rank"
+    assert {r["opponent"] for r in results} == {"AdamW(fused=True)", "one by one, fp32", "torch.optim.Muon", gather}
+    memory, traffic = (r for r in results if r["unit"] == "B")
     assert memory["ratio"] > 1.9, "RowNorm holds one buffer and no scratch of the head's size, AdamW two buffers"
+    numbers = 16 * 32 * 32  # of a block's matrices; each of two ranks receives one half and sends the other
+    assert traffic["opponent_amount"] == 2 * 4 * numbers / 2
+    assert traffic["amount"] == pytest.approx(4 * 4 * numbers / 4, rel=0.1), "there and back, of what others own"
 
 
-@pytest.mark.parametrize("subcommand", ["optimizers", "monitor", "service", "faults"])
+@pytest.mark.usefixtures("warm_ranks")
+def test_ranks_that_share_rows_are_counted_and_timed(tmp_path):
+    result, text = run("bench", "sharded", "--quick", "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, text
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    moved = [r for r in results if r["unit"] == "B"]
+    assert {r["case"].split(",")[0] for r in moved} == {"bracket", "exact", "perturbation"}
+    for r in moved:
+        assert 0 < r["amount"] < 0.15 * r["opponent_amount"] == 0.15 * 4096 * 64 * 4 / 2
+        assert int(re.search(r"(\d+) collectives", r["note"])[1]) <= (8 if "exact" not in r["case"] else 40)
+    assert {r["opponent"] for r in results if r["unit"] == "s"} == {"one process"}
+
+
+def test_a_wrong_answer_of_the_ranks_ends_their_bench():
+    whole = {"exact": (2.0, (3, 5)), "perturbation": (1.0, (0, 1))}
+    right = [("exact", (2.0, (3, 5))), ("bracket", (1.5, (1, 5))), ("perturbation", (1 + 1e-6, (1, 0)))]
+    wrong = [
+        *[("exact", (2.0 + 1e-9, (3, 5))), ("exact", (2.0, (3, 4)))],
+        *[("bracket", (2.1, (3, 5))), ("perturbation", (1 + 1e-5, (0, 1)))],
+    ]
+    for name, found in right:
+        sharded._check(name, whole, [found] * 2, width=256)
+    for name, found in wrong:
+        with pytest.raises(AssertionError, match="the whole matrix has"):
+            sharded._check(name, whole, [found] * 2, width=256)
+    with pytest.raises(AssertionError, match="different answers"):
+        sharded._check("exact", whole, [(2.0, (3, 5)), (2.0, (3, 6))], width=256)
+
+
+@pytest.mark.parametrize("subcommand", ["optimizers", "monitor", "service", "faults", "sharded"])
 def test_only_the_geometry_and_the_oracle_take_an_increment(tmp_path, subcommand):
     result, text = run("bench", subcommand, "--increment", tmp_path / "x.pt")
     assert result.exit_code == 2
@@ -100,7 +138,7 @@ def test_an_option_before_the_subcommand_is_refused(option):
     assert f"options stand after the subcommand: write hilbert-monitor bench geometry {' '.join(option)}" in text
 
 
-@pytest.mark.parametrize("subcommand", ["geometry", "optimizers", "monitor", "service", "faults", "oracle"])
+@pytest.mark.parametrize("subcommand", ["geometry", "sharded", "optimizers", "monitor", "service", "faults", "oracle"])
 def test_help_of_every_subcommand_has_an_example(subcommand):
     result, text = run("bench", subcommand, "--help")
     assert result.exit_code == 0
@@ -153,7 +191,9 @@ def test_a_bad_increment_file_is_one_sentence_before_anything_runs(tmp_path, con
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("subcommand", ["", "geometry", "optimizers", "monitor", "service", "faults", "oracle"])
+@pytest.mark.parametrize(
+    "subcommand", ["", "geometry", "sharded", "optimizers", "monitor", "service", "faults", "oracle"]
+)
 def test_json_into_a_missing_folder_is_refused_before_anything_runs(tmp_path, subcommand):
     path = tmp_path / "no" / "out.json"
     result, text = run("bench", *filter(None, [subcommand]), "--json", path)

@@ -1,5 +1,8 @@
 """Every example runs, as a reader would start it: in a process of its own, from any folder."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,14 @@ def output_of(example, *arguments):
 
 def test_there_is_a_test_for_every_example():
     programs = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")}
-    assert programs == {"hugging_face.py", "lightning_callback.py", "lightning_cli/main.py", "own_loop.py"}
+    assert programs == {
+        "hugging_face.py",
+        "lightning_callback.py",
+        "lightning_cli/main.py",
+        "own_loop.py",
+        "sharded_lightning.py",
+        "sharded_loop.py",
+    }
 
 
 def test_the_callback_reports_a_learning_rate_accident_in_its_step():
@@ -40,6 +50,23 @@ def test_a_loop_of_ones_own_has_a_record_for_every_step():
 def test_a_hugging_face_model_needs_nothing_beyond_the_one_line():
     pytest.importorskip("transformers")
     assert output_of("hugging_face.py").count("D(S) = ") == 2
+
+
+def test_a_head_sharded_by_fsdp_is_measured_in_a_loop_of_ones_own():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", EXAMPLES / "sharded_loop.py"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert re.findall(r"step (\d+): D\(S\) = ", output) == ["5", "10", "15", "20"]
+
+
+def test_a_head_sharded_by_fsdp_is_measured_under_lightning():
+    command = [sys.executable, EXAMPLES / "sharded_lightning.py"]
+    subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    run = RunReader(Path("runs/sharded"))
+    records = list(run.steps())
+    assert [record.step for record in records] == list(range(1, 21))
+    assert [record.step for record in records if record.diameter] == [5, 10, 15, 20]
+    assert records[-1].perturbation_rms > 0
+    assert run.info.world_size == 2
 
 
 def test_the_monitor_stands_in_the_yaml_of_a_lightning_cli():

@@ -217,7 +217,7 @@ def test_any_layout_of_rows_over_a_mesh_gives_the_answers_of_the_whole_matrix(tm
 def _moved(rank, world):
     S = rows(20_000, 64, "heavy")
     counts = []
-    for measure in (row_diameter_bracket, row_diameter):
+    for measure in (row_diameter_bracket, row_diameter, covering_radius):
         shards = RowShards.split(S)
         measure(shards)
         counts.append(
@@ -226,11 +226,13 @@ def _moved(rank, world):
     return counts
 
 
-def test_a_bracket_moves_a_few_rows_and_an_exact_search_its_hubs(tmp_path):
-    (collectives, share), (_, exact_share) = in_ranks(_moved, tmp_path, world=2)[0]
+def test_a_bracket_and_a_radius_move_a_few_rows_and_an_exact_search_its_hubs(tmp_path):
+    (collectives, share), (_, exact_share), (radius_collectives, radius_share) = in_ranks(_moved, tmp_path, world=2)[0]
     assert collectives <= 8
     assert share <= 0.01
     assert exact_share <= 0.1
+    assert radius_collectives <= 12
+    assert radius_share <= 0.02
 
 
 def _work(rank, world):

@@ -1,6 +1,11 @@
 """Heads that several ranks share: under FSDP2, tensor parallelism, both, and DDP, all as one process measures it."""
 
+import multiprocessing
+import os
+import signal
+import time
 import warnings
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -18,6 +23,7 @@ from hilbert_monitor import ChainedOptimizer, Muon, RowNorm
 from hilbert_monitor.geometry._cloud import PointCloud
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
+from tests.support import warm
 from tests.support.decoders import Plain, Tied
 from tests.support.ranks import in_ranks
 
@@ -26,6 +32,7 @@ TEXT = torch.randint(0, V, (64, 9), generator=torch.Generator().manual_seed(5))
 FIELDS = (
     "diameter", "diameter_lower", "pair", "row_norm", "row_token", "radius", "gradient_row_norm", "gradient_row_token",
     "perturbation_rms", "perturbation_max", "hidden_norm", "gauge_waste", "spectral_norm", "backward_bound",
+    "seen_diameter",
 )  # fmt: skip
 OPTIMIZERS = {
     "AdamW": partial(AdamW, lr=1e-2, weight_decay=0.1),
@@ -241,10 +248,11 @@ def test_a_sharded_head_is_measured_as_teams_shard_it(case, tmp_path):
     for numbers, unchanged, _ in in_ranks(team, tmp_path, case, world=2):
         assert unchanged
         if case == "mixed precision":  # other numbers than in fp32, but not by much
-            assert all(
-                0.5 < a["diameter"] / b["diameter"] < 2 for a, b in zip(numbers[1::2], expected[1::2], strict=True)
-            )
-            assert all(record["perturbation_rms"] > 0 for record in numbers[1::2])
+            for record, other in zip(numbers[1::2], expected[1::2], strict=True):
+                assert 0.5 < record["diameter"] / other["diameter"] < 2
+                assert record["perturbation_rms"] > 0
+                assert record["seen_diameter"] == pytest.approx(record["diameter"], rel=0.5)
+                assert record["seen_diameter"] != record["diameter"]
         else:
             check(numbers, expected)
 
@@ -362,3 +370,54 @@ def test_a_rank_that_fails_costs_a_measurement_and_never_the_run(where, tmp_path
     assert second[1]
     for rank in (first, second):
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(rank[2], weights, strict=True))
+
+
+def dying_rank(rank, folder):
+    """Rank one is killed while the ranks measure; rank zero notes the error that ends its own run, and when."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    torch.manual_seed(0)
+    model = Plain(V=V, d=D)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    warnings.simplefilter("ignore")
+    probe = Probe(model, optimizer, diameter_every=1, perturbation_every=0).attach()
+    form = probe.head.increment
+
+    def killed():
+        increment = form()
+        if rank == 1 and probe.step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return increment
+
+    probe.head.increment = killed
+    step, error, start = 0, None, time.monotonic()
+    try:
+        for step in range(1, 7):
+            ids = TEXT[8 * step : 8 * step + 8]
+            optimizer.zero_grad()
+            cross_entropy(wrapped(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+            optimizer.step()
+            probe.record()
+    except RuntimeError as raised:
+        error = str(raised)
+    torch.save((step, error, time.monotonic() - start, dict(probe.guard.failures)), f"{folder}/{rank}.pt")
+    os._exit(0)  # the process group would wait for its peer
+
+
+def test_a_rank_that_is_killed_while_measuring_ends_the_run_as_without_the_monitor(tmp_path):
+    ranks = [
+        multiprocessing.get_context(warm.METHOD).Process(target=dying_rank, args=(rank, str(tmp_path)))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(100)
+    assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
+    step, error, seconds, failures = torch.load(tmp_path / "0.pt", weights_only=False)
+    assert step == 4  # the step after: its own gradients' exchange fails
+    assert error
+    assert seconds < 60
+    assert failures  # the measurement of step 3, of which it only warns

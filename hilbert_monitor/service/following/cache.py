@@ -119,8 +119,11 @@ class Cache:
         texts = {token: intern(text) for token, text in head.texts.items()}  # other runs have the same
         return CachedTable(Table(rows[0].view(np.int64), columns, texts), head.offset, head.torn)
 
-    def save(self, run: str, log: Path, cached: CachedTable) -> bool:
-        """Save the table of a run's log; return whether it worked. A reader sees the old or the new one, whole."""
+    def save(self, run: str, log: Path, cached: CachedTable) -> Table | None:
+        """Save the table of a run's log; return it with the columns that are on the disk, or None if that failed.
+
+        A reader of the files sees the old table or the new one, whole.
+        """
         table = cached.table
         try:
             head = _Head(
@@ -139,9 +142,11 @@ class Cache:
                     file.write(np.ascontiguousarray(values).data)
             with self._folder.replacing(f"{run}.json") as file:
                 file.write(msgspec.json.encode(head))
-        except (OSError, ValueError):
-            return False
-        return True
+            with self._folder.open(f"{run}.npy") as file:
+                rows = self._rows(file)
+        except (OSError, ValueError, EOFError):
+            return None
+        return Table(rows[0].view(np.int64), dict(zip(table.columns, rows[1:], strict=True)), table.texts)
 
     def keep_only(self, runs: Collection[str]) -> None:
         """Remove the tables of all other runs, once."""

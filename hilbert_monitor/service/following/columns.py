@@ -10,10 +10,12 @@ import operator
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from sys import intern
 from typing import Any, get_type_hints
 
 import numpy as np
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from hilbert_monitor.runs.log import News
@@ -22,6 +24,10 @@ from hilbert_monitor.runs.record import Pair, StepRecord
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
+Values = tuple[Any, ...]
+"""One field of some records."""
+Fields = Mapping[str, Values]
+"""Some records, field by field."""
 
 _BITS = 0x7FF8_0000_0000_07A2
 MISSING: float = struct.unpack("<d", struct.pack("<Q", _BITS))[0]
@@ -50,7 +56,7 @@ TEXT = 80
 BLOCK = 4096
 """Rows that are looked through at once for a last value."""
 
-_numbers = operator.attrgetter(*NUMBERS)
+_step = operator.attrgetter("step")
 
 
 def present(values: Floats) -> NDArray[np.bool_]:
@@ -147,27 +153,29 @@ class Columns:
             self._truncate(int(np.searchsorted(self._steps[: self._rows], news.keep, "right")))
         if not news.records:
             return 0
-        self._note_texts(news.records)
-        return self._add_fitting(sorted(news.records, key=lambda record: record.step))
+        fields = _by_field(sorted(news.records, key=_step))
+        self._note_texts(fields)
+        return self._add_fitting(fields)
 
-    def _add_fitting(self, records: Sequence[StepRecord]) -> int:
+    def _add_fitting(self, fields: Fields) -> int:
         """Add records without those whose numbers are too large, which are found by halves; return how many these are.
 
         A log may hold any number of digits.
         """
         try:
-            self._add(records)
+            self._add(fields)
         except OverflowError:
-            if len(records) == 1:
+            count = len(fields["step"])
+            if count == 1:
                 return 1
-            middle = len(records) // 2
-            return self._add_fitting(records[:middle]) + self._add_fitting(records[middle:])
+            halves = slice(count // 2), slice(count // 2, None)
+            return sum(self._add_fitting({name: values[half] for name, values in fields.items()}) for half in halves)
         return 0
 
-    def _add(self, records: Sequence[StepRecord]) -> None:
+    def _add(self, fields: Fields) -> None:
         """Add records, sorted by step. A record of a step that is there already replaces it."""
-        steps = np.array([record.step for record in records], np.int64)
-        new = self._known(_columns(records))
+        steps = np.array(fields["step"], np.int64)
+        new = self._known(_columns(fields))
         first = int(np.searchsorted(self._steps[: self._rows], steps[0]))
         if first < self._rows:
             steps, new = self._merged(first, steps, new)
@@ -208,37 +216,60 @@ class Columns:
             self._steps = self._steps[:rows].copy()
             self._columns = {name: values[:rows].copy() for name, values in self._columns.items()}
 
-    def _note_texts(self, records: Sequence[StepRecord]) -> None:
-        texts: dict[int, str] = {}
-        for record in records:
-            if record.pair is not None and record.pair_text is not None:
-                texts |= zip(record.pair, record.pair_text, strict=True)
-            if record.perturbation_pair is not None and record.perturbation_pair_text is not None:
-                texts |= zip(record.perturbation_pair, record.perturbation_pair_text, strict=True)
+    def _note_texts(self, fields: Fields) -> None:
+        texts = _texts(fields["pair"], fields["pair_text"])
+        texts |= _texts(fields["perturbation_pair"], fields["perturbation_pair_text"])
         new = {token: intern(text[:TEXT]) for token, text in texts.items() if token not in self._texts}
         if new and self._is_shared:  # a Table holds this dictionary: leave it as it is
             self._texts, self._is_shared = dict(self._texts), False
         self._texts |= new
 
 
-def _columns(records: Sequence[StepRecord]) -> dict[str, Floats]:
-    """The columns of some records; those that no record has are left out."""
-    columns: dict[str, Sequence[Any]] = dict(zip(NUMBERS, zip(*map(_numbers, records), strict=True), strict=True))
+def _by_field(records: Sequence[StepRecord]) -> Fields:
+    return dict(zip(StepRecord.__struct_fields__, zip(*map(astuple, records), strict=True), strict=True))
+
+
+def _texts(pairs: Values, texts: Values) -> dict[int, str]:
+    """The texts of tokens, of records that have both a pair and its texts; of several texts the last."""
+    if None in pairs or None in texts:
+        both = [(pair, text) for pair, text in zip(pairs, texts, strict=True) if pair is not None and text is not None]
+        pairs, texts = zip(*both, strict=True) if both else ((), ())
+    return dict(zip(chain.from_iterable(pairs), chain.from_iterable(texts), strict=True))
+
+
+def _columns(fields: Fields) -> dict[str, Floats]:
+    """The columns of some records; those that no record has are left out.
+
+    Every line of every log comes through here, so there is no call for each record: values move by whole columns.
+    """
+    columns = {name: _floats(fields[name]) for name in NUMBERS if _any(fields[name])}
     for name in PAIRS:
-        pairs = [getattr(record, name) or (None, None) for record in records]
-        if any(pair[0] is not None for pair in pairs):
-            columns |= zip((f"{name}.0", f"{name}.1"), zip(*pairs, strict=True), strict=True)
-    if any(record.skipped for record in records):
-        columns["skipped"] = [1.0 if record.skipped else None for record in records]
-    parts = sorted({part for record in records for part in record.seconds})
-    columns |= {SECONDS + part: [record.seconds.get(part) for record in records] for part in parts}
-    return {name: _floats(values) for name, values in columns.items() if values.count(None) < len(values)}
+        if _any(fields[name]):
+            pairs = [pair or (None, None) for pair in fields[name]]
+            columns |= {f"{name}.{end}": _floats(values) for end, values in enumerate(zip(*pairs, strict=True))}
+    if any(fields["skipped"]):
+        columns["skipped"] = _floats([1.0 if reason else None for reason in fields["skipped"]])
+    seconds = fields["seconds"]
+    for part in sorted(set().union(*seconds)):
+        columns[SECONDS + part] = _floats([parts.get(part, MISSING) for parts in seconds])
+    return columns
+
+
+def _any(values: Values) -> bool:
+    """Whether there is any value. Most columns that have one have one that is not zero, which is found at once."""
+    return any(values) or values.count(None) < len(values)
 
 
 def _floats(values: Sequence[Any]) -> Floats:
-    if None in values:
-        values = [MISSING if value is None else value for value in values]
-    return np.array(values, np.float64)
+    """Numbers as a column, None as MISSING.
+
+    Raises:
+        OverflowError: for a whole number that is too large.
+    """
+    try:
+        return np.frombuffer(struct.pack(f"{len(values)}d", *values))  # half the time of an array of a list
+    except struct.error:  # a None among them, or a number that is too large
+        return np.array([MISSING if value is None else value for value in values], np.float64)
 
 
 def _room(values: Any, rows: int, wanted: int, expected: int) -> Any:

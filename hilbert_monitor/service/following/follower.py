@@ -303,10 +303,10 @@ class RunFollower:
         if self._cache is None or self.behind or rows <= enough or self.size < SHORT:
             return
         self._cached_rows = rows
-        if self._cache.save(
-            self.folder.name, self.folder / STEPS, CachedTable(self._columns.table, self._offset, self._torn)
-        ):
-            self._load()
+        read = CachedTable(self._columns.table, self._offset, self._torn)
+        table = self._cache.save(self.folder.name, self.folder / STEPS, read)
+        if table is not None:
+            self._columns = Columns(table)
 
 
 def _look_of(status: os.stat_result) -> Look:

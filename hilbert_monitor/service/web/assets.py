@@ -31,7 +31,7 @@ TYPES = {
 """Media types of the files that are served, by the end of their names."""
 PLOTLY = "plotly.min.js"
 PAGE = "index.html"
-NOT_IMPORTED = {"main.js", "worker.js", "chosen_theme.js"}
+NOT_IMPORTED = {"main.js", "worker.js", "chosen_theme.js", "early.js"}
 """Scripts that no other script imports."""
 HINT = b"//# allFunctionsCalledOnLoad\n"
 """The first line of plotly's script as it is served. Browsers that know it compile the whole script while it arrives,

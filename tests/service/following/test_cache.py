@@ -46,7 +46,9 @@ def equal(a, b):
 
 def test_what_was_saved_is_loaded(run, tmp_path):
     cache, saved = Cache.open(tmp_path / "cache"), cached(run)
-    assert cache.save("run", run / STEPS, saved)
+    stored = cache.save("run", run / STEPS, saved)
+    assert equal(stored, saved.table)
+    assert not stored.steps.flags.writeable, "the columns that are used from then on are those on the disk"
     loaded = cache.load("run", run / STEPS)
     assert equal(loaded.table, saved.table)
     assert (loaded.offset, loaded.torn) == (saved.offset, 0)

@@ -97,3 +97,19 @@ def test_a_log_cannot_make_columns_without_end():
     for step in range(1, 40):
         columns.take(news([StepRecord(step=step, time=0, seconds={f"part {step}-{i}": 0.1 for i in range(9)})]))
     assert len(columns.table.columns) < 40
+
+
+def test_texts_belong_to_the_records_that_have_a_pair_and_texts():
+    pairs = [((1, 2), ("a", "b")), ((3, 4), None), (None, ("x", "y")), (None, None), ((5, 1), ("c", "z"))]
+    columns = Columns()
+    columns.take(news([StepRecord(step=s, time=0, pair=p, pair_text=t) for s, (p, t) in enumerate(pairs)]))
+    assert columns.table.texts == {1: "z", 2: "b", 5: "c"}
+
+
+def test_a_number_that_fits_into_no_column_costs_its_record_alone():
+    columns = Columns()
+    whole = [StepRecord(step=step, time=step, train_loss=0.5 * step) for step in range(1, 30)]
+    whole[3] = StepRecord(step=4, time=4, train_loss=2.0, tokens=10**400)
+    whole[20] = StepRecord(step=21, time=21, pair=(1, 10**400))
+    assert columns.take(news([*whole, StepRecord(step=2**70, time=0)])) == 3
+    check(columns.table, {record.step: record for record in whole if record.step not in (4, 21)})

@@ -65,6 +65,35 @@ def test_curves_are_sketched_until_plotly_is_there(served, visit):
     until(page, "!document.querySelector('.sketch')")
 
 
+def test_plotly_is_fetched_again_after_a_failure_before_the_page_was_there(served, visit):
+    visitor, attempts = visit(served, troubled=True, **WIDE), []
+
+    def fail_first(route):
+        attempts.append(route)
+        return route.abort() if len(attempts) == 1 else route.continue_()
+
+    visitor.context.route("**/plotly.min.js", fail_first)
+    wait_for_panels(visitor.open("/?model=GPT"))
+    assert len(attempts) == 2
+
+
+def test_labels_that_need_more_room_than_usual_get_it(tmp_path, visit):
+    long = [record(s, train_loss=1e6 + s / 100, validation_loss=1e6 + s / 100) for s in range(1, 51)]
+    write_run(tmp_path, "wide", long)
+    with background(tmp_path, cache=False) as place:
+        page = visit(place.url, **WIDE).open("/runs/wide")
+        wait_for_panels(page, "loss", "diameter")
+        within = """name => {
+            const plot = document.querySelector(`[data-panel=${name}] .plot`);
+            const left = [...plot.querySelectorAll(".ytick")].map((label) => label.getBoundingClientRect().left);
+            return [Math.min(...left) - plot.getBoundingClientRect().left, plot._fullLayout._size.l];
+        }"""
+        (free, margin), (other_free, usual) = (page.evaluate(within, name) for name in ("loss", "diameter"))
+    assert free >= 0
+    assert other_free >= 0
+    assert margin > usual, "only the panel whose labels are long has more room"
+
+
 # Light and dark
 
 

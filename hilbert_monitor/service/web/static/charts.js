@@ -2,7 +2,7 @@
 
 import { themes } from "./api.js";
 import { h } from "./dom.js";
-import { startPlotly } from "./drawing.js";
+import { isPlotlyThere, startPlotly } from "./drawing.js";
 import { Panel } from "./panel.js";
 import { WHOLE, change, getAll, heights, zoom } from "./state.js";
 import { isDark, onTheme } from "./theme.js";
@@ -14,7 +14,7 @@ export class Charts {
    * @param {{name: () => string, csv: (panel: string) => string}} owner
    */
   constructor(specs, owner) {
-    startPlotly().catch(() => {}); // draw() reports what failed
+    Promise.all([themes(), startPlotly()]).catch(() => {}); // draw() reports what failed
     this.owner = owner;
     this.figures = null;
     this.mark = null;
@@ -58,14 +58,13 @@ export class Charts {
     };
     for (const panel of this.panels) {
       panel.csv.href = this.owner.csv(panel.spec.key);
-      panel.take(this.figures[panel.spec.key], look);
+      panel.take(this.figures[panel.spec.key], look, !isPlotlyThere());
     }
     const [templates] = await Promise.all([themes(), startPlotly()]);
     for (const panel of this.panels) {
+      if (!panel.drawn) await painted(); // what is there already is seen first
       if (this.ended || turn !== this.turn) return; // a later call draws what is newer
-      const first = !panel.drawn;
       await panel.draw(templates[isDark() ? "dark" : "light"]);
-      if (first) await painted();
     }
   }
 

@@ -1,4 +1,5 @@
-/* Loads Plotly, which is large: the browser fetches and compiles it beside the page as soon as there are panels. */
+/* Loads Plotly, which is large: the browser fetches and compiles it beside the page. early.js has begun already, if the
+ * page was opened at a view with panels. */
 
 import { ApiError } from "./api.js";
 import { h } from "./dom.js";
@@ -6,14 +7,22 @@ import { h } from "./dom.js";
 const ADDRESS = document.querySelector("meta[name=plotly]").content;
 let started = null;
 
+/** Whether it can draw. */
+export const isPlotlyThere = () => Boolean(window.Plotly);
+
 /** Load it, once; the promise resolves when it can draw. */
 export function startPlotly() {
   started ??= new Promise((resolve, reject) => {
-    const failed = () => {
+    if (isPlotlyThere()) return resolve();
+    const begun = document.getElementById("plotly");
+    const script = begun ?? h("script", { id: "plotly", src: ADDRESS, async: true });
+    script.onload = resolve;
+    script.onerror = () => {
+      script.remove();
       started = null;
       reject(new ApiError(0, "The server does not answer. Is hilbert-monitor serve still running?"));
     };
-    document.head.append(h("script", { src: ADDRESS, async: true, onload: resolve, onerror: failed }));
+    if (!begun) document.head.append(script);
   });
   return started;
 }

@@ -1,7 +1,7 @@
 /* The numbers of a comparison: three large ones, and a table. */
 
 import { h, runLink, table } from "./dom.js";
-import { DASH, fixed, number, plural, spread, value, whole } from "./format.js";
+import { DASH, fixed, grouped, number, plural, spread, value, whole } from "./format.js";
 import { runs } from "./store.js";
 
 /** The largest number of runs in any mean of a group. */
@@ -43,7 +43,7 @@ const span = ([least, largest], between) => (least === largest ? least : least +
 /** A ratio in one decimal, or in two digits where it is small. */
 function times(size) {
   const digits = size < 0.95 ? 2 : size < 1000 ? 1 : 0;
-  return size.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  return Number.isFinite(size) ? grouped(size.toFixed(digits)) : number(size);
 }
 
 function loss({ contrasts, sides }) {
