@@ -37,7 +37,7 @@ def pretrain(
     ] = True,
     accelerator: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
     plan: Annotated[
-        bool, typer.Option("--plan", help="Print the memory, FLOPs and hours that the run would take, and stop.")
+        bool, typer.Option("--plan", help="Print the memory, FLOPs, traffic and hours of the run, and stop.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")] = False,
 ) -> None:

@@ -147,7 +147,7 @@ class Bucket:
     def __init__(self, ranks: Owners, params: list[Tensor], shards: list[list[Shard]], empty: Tensor) -> None:
         self.params = params
         self._ranks, self._shards, self._empty = ranks, shards, empty
-        self._owners = _balanced([_work(p) for p in params], len(ranks.ranks))
+        self._owners = balanced([work(p) for p in params], len(ranks.ranks))
 
     def gather(self, parts: Sequence[Tensor | None]) -> dict[int, Held]:
         """Send the shards of matrices to their owners.
@@ -202,7 +202,7 @@ def _sends(shards: list[Shard], place: int, owner: int) -> bool:
     return shards[place].numel > 0 and shards[place].replica == shards[owner].replica
 
 
-def _balanced(works: list[int], ranks: int) -> list[int]:
+def balanced(works: list[int], ranks: int) -> list[int]:
     """Return an owner for each piece of work, so that all have about the same: the largest is given first."""
     loads, owners = [0] * ranks, [0] * len(works)
     for index in sorted(range(len(works)), key=lambda i: -works[i]):
@@ -211,7 +211,7 @@ def _balanced(works: list[int], ranks: int) -> list[int]:
     return owners
 
 
-def _work(p: Tensor) -> int:
+def work(p: Tensor) -> int:
     """Return a number that grows as the products of a Newton-Schulz step on a matrix."""
     m, n = sorted(p.shape)
     return m * m * (2 * n + m)

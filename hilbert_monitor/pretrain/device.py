@@ -16,10 +16,20 @@ class Device:
     """FLOP/s without TF32, which Newton-Schulz and the monitor do not use."""
     bandwidth: float = 4.8e12
     """Bytes of memory per second."""
+    link: float = 450e9
+    """Bytes per second that a device sends to others of its machine."""
+    network: float = 50e9
+    """Bytes per second that it sends to other machines."""
     utilisation: float = 0.4
-    """Fraction of all three that a run reaches."""
+    """Fraction of all of these that a run reaches."""
     call: float = 10e-6
     """Least seconds of a call of torch."""
+    collective: float = 30e-6
+    """Least seconds of a collective."""
+
+    def wire_seconds(self, sent: float, collectives: float, *, nodes: int) -> float:
+        """Return the seconds of exchanging bytes, at the speed of the slowest link that they pass."""
+        return sent / (self.utilisation * (self.network if nodes > 1 else self.link)) + collectives * self.collective
 
     def decoder_speed(self, *, bf16: bool) -> float:
         """Return the FLOP/s that the decoder is assumed to reach."""

@@ -9,10 +9,13 @@ from .plan import Plan
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print a plan: the run, memory, FLOPs, the monitor, and what the hours assume."""
-    ranks = f"{plan.nodes} x {plan.devices} {plan.device.name}"
+    """Print a plan: the run, memory, FLOPs, what ranks exchange, the monitor, and what the hours assume."""
+    ranks = f"{plan.nodes} x {plan.devices} {plan.device.name}, {plan.strategy}"
     title = f"{plan.size} with a {plan.head} head, {plan.precision}: {ranks}"
-    console.print(_run_table(plan, title), _memory_table(plan), _flops_table(plan), _monitor_table(plan))
+    console.print(_run_table(plan, title), _memory_table(plan), _flops_table(plan))
+    if plan.exchange:
+        console.print(_exchange_table(plan))
+    console.print(_monitor_table(plan), _elsewhere_table(plan))
     d, shares = plan.device, plan.newton_schulz_share
     console.print(
         f"Newton-Schulz is {shares['shared']:.2%} of forward and backward by FLOPs. If every rank did all of it, it"
@@ -21,9 +24,12 @@ def show(plan: Plan, console: Console) -> None:
     console.print(
         f"The hours are assumed; nobody has measured them. They assume {d.utilisation:.0%} of the data sheet of an"
         f" {d.name}: {d.bf16 / 1e12:.0f} TFLOP/s bf16, {d.fp32 / 1e12:.0f} fp32 without TF32 (Newton-Schulz, monitor),"
-        f" {d.bandwidth / 1e12:.1f} TB/s; and {d.call * 1e6:.0f} µs a call, counted with a CPU's smaller chunks. The"
-        " exact search is a mean over synthetic increments, not over those of such a run. The memory leaves out"
-        " workspaces and what the allocator wastes.",
+        f" {d.bandwidth / 1e12:.1f} TB/s, {d.link / 1e9:.0f} GB/s to devices of the same machine and"
+        f" {d.network / 1e9:.0f} to others; {d.call * 1e6:.0f} µs a call, counted with a CPU's smaller chunks, and"
+        f" {d.collective * 1e6:.0f} µs a collective, however many ranks. The hours leave out what training exchanges,"
+        " as if all of it went on while devices compute. The exact search is a mean over synthetic increments, not over"
+        " those of such a run; what its ranks exchange was counted on 2, 4 and 8. The memory leaves out workspaces and"
+        " what the allocator wastes.",
         style="dim",
     )
 
@@ -70,15 +76,38 @@ def _flops_table(plan: Plan) -> Table:
     return table
 
 
+def _exchange_table(plan: Plan) -> Table:
+    table = _table("What a rank sends in an update", "part", "GB")
+    for name, sent in plan.exchange.items():
+        table.add_row(name, f"{sent / 1e9:,.4g}")
+    table.add_section()
+    table.add_row("all", f"{sum(plan.exchange.values()) / 1e9:,.4g}")
+    table.add_row("assumed ms, were nothing else done", f"{plan.exchange_seconds * 1e3:,.2f}")
+    return table
+
+
+def _elsewhere_table(plan: Plan) -> Table:
+    title = "The monitor for other heads and ranks, without the panel's forward pass"
+    table = _table(title, "head", "MB received", "assumed ms")
+    for name, cost in plan.monitor_elsewhere.items():
+        table.add_row(name, f"{cost.received / 1e6:,.2f}", f"{cost.seconds * 1e3:.3f}")
+    return table
+
+
 def _monitor_table(plan: Plan) -> Table:
     title = "The monitor beside it, a mean over updates"
-    table = _table(title, "part", "GFLOP", "of the FLOPs", "GB moved", "assumed ms")
+    table = _table(title, "part", "GFLOP", "of the FLOPs", "GB moved", "MB received", "assumed ms")
     for name, cost in plan.monitor.items():
         share = f"{cost.flops / plan.update_flops:.5%}"
-        table.add_row(name, f"{cost.flops / 1e9:,.3f}", share, f"{cost.bytes / 1e9:,.3f}", f"{cost.seconds * 1e3:.3f}")
+        moved, received, timed = f"{cost.bytes / 1e9:,.3f}", f"{cost.received / 1e6:,.3f}", f"{cost.seconds * 1e3:.3f}"
+        table.add_row(name, f"{cost.flops / 1e9:,.3f}", share, moved, received, timed)
     table.add_section()
-    flops, moved = (sum(getattr(cost, name) for cost in plan.monitor.values()) for name in ("flops", "bytes"))
+    flops, memory, wire = (
+        sum(getattr(cost, name) for cost in plan.monitor.values()) for name in ("flops", "bytes", "received")
+    )
     shares = plan.monitor_share
     timed = f"{plan.seconds['monitor'] * 1e3:.3f} ({shares['seconds']:.2%})"
-    table.add_row("all", f"{flops / 1e9:,.3f}", f"{shares['flops']:.5%}", f"{moved / 1e9:,.3f}", timed)
+    table.add_row(
+        "all", f"{flops / 1e9:,.3f}", f"{shares['flops']:.5%}", f"{memory / 1e9:,.3f}", f"{wire / 1e6:,.3f}", timed
+    )
     return table

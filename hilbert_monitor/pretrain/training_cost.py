@@ -19,10 +19,10 @@ FP32, BF16, INT64 = 4, 2, 8  # bytes
 def parameters(config: DecoderConfig) -> dict[str, int]:
     """Return the number of parameters by role."""
     tokens = config.vocab_size * config.width
-    return {"embedding": tokens, "matrices": sum(m * n for m, n in _matrices(config)), "head": tokens}
+    return {"embedding": tokens, "matrices": sum(m * n for m, n in matrices(config)), "head": tokens}
 
 
-def _matrices(config: DecoderConfig) -> Iterator[tuple[int, int]]:
+def matrices(config: DecoderConfig) -> Iterator[tuple[int, int]]:
     """Yield the shapes of the matrices that Muon trains."""
     d, inner = config.width, config.mlp_ratio * config.width
     for _ in range(config.blocks):
@@ -40,7 +40,7 @@ def optimizer_state(r: Recipe) -> dict[str, int]:
     return state if adamw else {**state, "RowNorm": FP32 * count["head"]}
 
 
-def activations(config: DecoderConfig, sequences: int, *, bf16: bool, chunked: bool) -> int:
+def activations(config: DecoderConfig, sequences: int, *, bf16: bool, chunked: bool, tensor_parallel: int = 1) -> int:
     """Return the bytes that a forward pass keeps for its backward pass, up to the input of the head, and targets.
 
     For each position a block keeps these vectors of d entries: the two inputs of norms (the stream, fp32); queries and
@@ -48,11 +48,13 @@ def activations(config: DecoderConfig, sequences: int, *, bf16: bool, chunked: b
     in order; the input of q, k and v; the input of gate and up. Of 4 d entries it keeps gate, its SiLU, up and their
     product. Autocast casts the input anew for each product, so that two inputs become five. Each norm keeps one number
     per row, and attention one per head. Outside the blocks there are the last norm's input in fp32, its output as the
-    loss gets it, tokens and targets.
+    loss gets it, tokens and targets. Tensor-parallel ranks each have the stream and the inputs, and their part of the
+    rest.
     """
     d, inner, heads = config.width, config.mlp_ratio * config.width, config.width // config.head_dim
-    wide, inputs, small = (4, 5, BF16) if bf16 else (4, 2, FP32)
-    block = wide * FP32 * d + (5 + inputs) * small * d + 4 * small * inner + FP32 * (2 + 3 * heads)
+    inputs, small = (5, BF16) if bf16 else (2, FP32)
+    whole = 2 * FP32 * d + inputs * small * d + 2 * FP32
+    block = whole + (2 * FP32 * d + 5 * small * d + 4 * small * inner + 3 * FP32 * heads) // tensor_parallel
     ends = FP32 * d + (FP32 if chunked else small) * d + FP32 + 2 * INT64
     return sequences * config.context * (config.blocks * block + ends)
 
@@ -96,7 +98,7 @@ def validation_flops(r: Recipe) -> int:
 
 def newton_schulz(config: DecoderConfig, world: int) -> dict[str, int]:
     """Return the FLOPs of one update's Newton-Schulz: replicated on every rank, shared, and of the busiest rank."""
-    work = {shape: (count, newton_schulz_flops(*shape)) for shape, count in Counter(_matrices(config)).items()}
+    work = {shape: (count, newton_schulz_flops(*shape)) for shape, count in Counter(matrices(config)).items()}
     once = sum(count * each for count, each in work.values())
     busiest = sum(math.ceil(count / world) * each for count, each in work.values())
     return {"replicated": once * world, "shared": once, "busiest": busiest}

@@ -4,10 +4,14 @@ import io
 import json
 import math
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,13 +22,16 @@ from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_dia
 from hilbert_monitor.monitor.increment import IncrementSource
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.optim import pretraining_optimizer
-from hilbert_monitor.pretrain import monitor_cost, training_cost
+from hilbert_monitor.pretrain import monitor_cost, training_cost, wire_cost
 from hilbert_monitor.pretrain.device import Device
 from hilbert_monitor.pretrain.model import Decoder, DecoderConfig
+from hilbert_monitor.pretrain.parallel import shard
 from hilbert_monitor.pretrain.plan import memory, plan
 from hilbert_monitor.pretrain.plan_tables import show
 from hilbert_monitor.pretrain.recipes import HEADS, PAPER, Recipe, recipe
+from tests.support.ranks import in_ranks
 
+MESH = ("data_parallel", "tensor_parallel")
 SIZES = [
     DecoderConfig(vocab_size=97, width=48, blocks=3, head_dim=16, context=40),
     DecoderConfig(vocab_size=201, width=96, blocks=2, head_dim=32, context=24, mlp_ratio=2),
@@ -181,7 +188,7 @@ def test_the_papers_sizes(size, head, parameters, updates, replicated):
     assert found.accumulation * found.micro_batch * 8 == 256
     assert found.newton_schulz_share["replicated"] == pytest.approx(replicated, rel=0.01)
     assert found.newton_schulz_share["shared"] == pytest.approx(replicated / 8, rel=0.01)
-    assert found.monitor_share["flops"] < 1e-4
+    assert found.monitor_share["flops"] < 2e-4  # nearly all of it the panel's forward pass, on every rank
     assert sum(found.memory.values()) < 141e9  # of an H200
 
 
@@ -204,16 +211,17 @@ def test_a_plan_allocates_no_model():
 
 
 @pytest.mark.parametrize(
-    ("world", "size", "kind"), [(1, 100, "loader"), (3, 100, "loader"), (3, 100, "paper"), (7, 5, "paper")]
+    ("readers", "size", "kind"), [(1, 100, "loader"), (3, 100, "loader"), (3, 100, "paper"), (7, 5, "paper")]
 )
-def test_ranks_run_the_rows_that_their_positions_stand_in(world, size, kind):
-    r = Recipe(context=16, panel_size=size, panel=kind, devices=world, micro_batch=1, global_batch=world)
+def test_every_rank_runs_the_rows_that_the_panels_positions_stand_in(readers, size, kind):
+    sizes = {"context": 16, "head_dim": 64, "micro_batch": 1, "global_batch": readers}
+    r = Recipe(panel_size=size, panel=kind, devices=2 * readers, strategy="tp=2", **sizes)
     batches = [torch.zeros(4, 16, dtype=torch.long) for _ in range(8)]
+    parts = [size]
     if kind == "paper":
-        panels = [Panel.of_batches(batches, size, rank=rank, world=world) for rank in range(world)]
-    else:
-        panels = [Panel.of_batches(batches, size).share(rank, world) for rank in range(world)]
-    assert monitor_cost.panel_shares(r) == [(p.size, sum(map(len, p.batches))) for p in panels]
+        parts = [size * (n + 1) // readers - size * n // readers for n in range(readers)]
+    panel = Panel.joined(Panel.of_batches(batches, part) for part in parts if part)
+    assert monitor_cost.panel_rows(r) == sum(map(len, panel.batches))
 
 
 class Traffic(TorchDispatchMode):
@@ -294,9 +302,100 @@ def test_twice_the_nodes_take_half_the_time_but_for_the_monitor():
     one, two = (plan(recipe("640M", nodes=n, micro_batch=4)) for n in (1, 2))
     for name in ("forward and backward", "newton-schulz", "validation"):
         assert one.seconds[name] == pytest.approx(2 * two.seconds[name])
-    assert two.seconds["monitor"] == pytest.approx(one.seconds["monitor"], rel=0.02)
+    assert two.memory["monitor: increment"] == pytest.approx(one.memory["monitor: increment"] / 2, rel=1e-3)
+    assert two.seconds["monitor"] < one.seconds["monitor"] < 2 * two.seconds["monitor"]  # calls are not shared
     assert one.update_flops == two.update_flops
     assert math.isclose(one.hours, one.updates * sum(one.seconds.values()) / 3600)
+
+
+# Sharded runs
+
+
+def sharded_recipe(world, strategy):
+    sizes = {"vocab_size": 128, "width": 32, "head_dim": 8, "blocks": 2, "context": 16, "loss_chunk": 10}
+    return recipe("demo", strategy=strategy, devices=world, micro_batch=2, global_batch=4, updates=1, **sizes)
+
+
+class Wire(TorchDispatchMode):
+    """Counts the bytes that a ring sends from this rank, for collectives of DTensor, of FSDP2 and of Muon."""
+
+    def __init__(self, world):
+        super().__init__()
+        self.world, self.sent = world, Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, others = str(function), self.world - 1
+        if "_c10d_functional.all_reduce" in name:
+            self.sent["all-reduce"] += 2 * others * args[0].nbytes // self.world
+        elif "_c10d_functional.all_gather" in name:
+            self.sent["gather"] += others * args[0].nbytes
+        elif "allgather_base_" in name or "all_gather_into_tensor" in name:
+            self.sent["parameters"] += others * args[1].nbytes
+        elif "reduce_scatter" in name:
+            self.sent["gradients"] += others * args[0].nbytes
+        elif "alltoall_base_" in name:
+            rank, sent = dist.get_rank(), args[4]
+            self.sent["Muon"] += (sum(sent) - sent[rank]) * args[1].element_size()
+        return function(*args, **(kwargs or {}))
+
+
+def counts_of_a_rank(rank, world, strategy):
+    """What an update sends, and the bytes of the parameters that this rank has."""
+    r = sharded_recipe(world, strategy)
+    torch.manual_seed(0)
+    model = Decoder(r.model)
+    shard(model, init_device_mesh("cpu", (r.readers, r.tensor_parallel), mesh_dim_names=MESH))
+    optimizer = pretraining_optimizer(model)
+    with Wire(world) as wire:
+        for _ in range(r.accumulation):
+            loss = model.loss(*text(r.model, r.micro_batch), chunk=r.loss_chunk)
+            with loss_parallel() if r.tensor_parallel > 1 else nullcontext():
+                loss.backward()
+    optimizer.step()  # which learns where the shards are
+    with Wire(world) as muon:
+        optimizer.step()
+    return wire.sent + muon.sent, sum(p.to_local().nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tp=2"])
+def test_bytes_on_the_wire_are_those_that_an_update_sends(strategy, tmp_path):
+    r = sharded_recipe(2, strategy)
+    ranks = in_ranks(counts_of_a_rank, tmp_path, strategy)
+    sent = wire_cost.exchange(r)
+    assert max(count["Muon"] for count, _ in ranks) == pytest.approx(sent["Muon"], rel=0.02)  # and flags
+    assert max(held for _, held in ranks) == memory(r)["parameters"]
+    for count, _ in ranks:
+        if strategy == "fsdp":
+            assert count["gradients"] == sent["gradients"]
+            assert count["parameters"] == sent["parameters, forward"] + sent["parameters, backward"]
+        else:
+            embedding = r.accumulation * r.micro_batch * r.context * r.width * 4 // 2
+            streams = sent["stream, forward"] + sent["stream, backward"] - embedding
+            assert count["gather"] == embedding
+            few = r.accumulation * r.micro_batch * r.context * 8 * 4  # numbers of each position, for the loss
+            assert streams <= count["all-reduce"] <= streams + few
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp=8"])
+@pytest.mark.parametrize("world", [8, 512])
+def test_a_plan_reaches_heads_of_262_144_rows_and_512_devices(strategy, world):
+    sizes = {"vocab_size": 262_144, "width": 8192, "head_dim": 128, "micro_batch": 1, "global_batch": world}
+    found = plan(recipe("640M", strategy=strategy, devices=8, nodes=world // 8, **sizes))
+    whole = plan(recipe("640M", **sizes | {"global_batch": 8}))
+    split = 1 if strategy == "ddp" else world
+    assert found.memory["parameters"] == whole.memory["parameters"] // split
+    assert found.memory["monitor: increment"] == 262_144 * 8192 * 4 // world
+    assert 0 < found.monitor["bracket"].received < 0.011 * 262_144 * 8192 * 4
+    if strategy == "tp=8":
+        assert found.memory["logits of a loss chunk"] == whole.memory["logits of a loss chunk"] // 8
+
+
+def test_a_plan_says_what_the_monitor_takes_for_other_heads_and_ranks():
+    elsewhere = plan(recipe("190M")).monitor_elsewhere
+    assert len(elsewhere) == 9
+    large = [elsewhere[f"262,144 x 8,192, {world} ranks"] for world in (8, 64, 512)]
+    assert large[0].seconds > large[1].seconds
+    assert large[0].received < large[1].received < large[2].received
 
 
 @pytest.mark.parametrize("size", [*PAPER, "demo"])
