@@ -333,12 +333,15 @@ class Probe:
         increment = self.head.increment()
         return None if increment is None else increment.S
 
-    def _blew_up(self, step: Measurement) -> bool:
-        """Whether the step is a blow-up, as the rank that has the rules says."""
-        mine = False
+    def _ask(self, step: Measurement, *, final: bool) -> tuple[bool, bool]:
+        """Whether every rank can form the increment, and whether it is a blow-up, as the one with the rules says."""
+        formable, blew_up = False, self.ranks.rank != 0
+        with self.guard("increment"):
+            formable = not step.skipped and (self.source.formable if final else self.source.last is not None)
         with self._meter.timed("rules"):
-            mine = self.ranks.rank == 0 and self._verdict.is_blow_up(step)
-        return self.ranks.from_rank_zero(mine)
+            blew_up = blew_up or self._verdict.is_blow_up(step)
+        everybody, rank_zero = self.ranks.least([float(formable), float(blew_up)])
+        return bool(everybody), bool(rank_zero)
 
     def _note_doubt(self, text: str) -> None:
         self._remarks.doubt(text, step=self.step + 1)
@@ -372,9 +375,7 @@ class Probe:
             self._check_weights(step)
             if self._waits:
                 self._measure_step(step)
-        formable = self.ranks.unanimous(self._is_formable()) if final else self.source.last is not None
-        if formable and not step.skipped:
-            fresh |= self._measure_rest(step, final=final)
+        fresh |= self._measure_rest(step, final=final)
         if not final:
             self._finish_update()
         if not fresh:
@@ -386,19 +387,15 @@ class Probe:
         self._batch, self._samples = None, []
         return record
 
-    def _is_formable(self) -> bool:
-        formable = False
-        with self.guard("increment"):
-            formable = self.source.formable
-        return formable
-
     def _check_weights(self, step: Measurement) -> None:
         """Drop what was measured in the hook of a step, if something moved the weights after it."""
-        stands, waited = True, self._waits
+        stands, waited = False, self._waits
         with self.guard("increment"):
             stands = step.bounds is None or self.head.stands()
-            if self.source.checks:
-                stands = bool(self.head.agree(float(stands))[0])
+        if self.source.checks:
+            mine, stands = stands, False
+            with self.guard("increment"):
+                stands = bool(self.head.agree(float(mine))[0])
                 self._decide()
         if not stands:
             step.forget_increment()
@@ -407,13 +404,18 @@ class Probe:
 
     def _measure_rest(self, step: Measurement, *, final: bool) -> bool:
         """Measure what waits for the record, or for the end of the run; return whether anything was due."""
+        if not final and not self.perturbation_every:
+            return False
+        formable, blew_up = self._ask(step, final=final)
+        if not formable:
+            return False
         due = False
         if final and self.diameter_every and not self.ranks.unanimous(step.exact is not None):
             due = True
             self._measure_diameter(step, exact=True)
         if not self.perturbation_every:
             return due
-        panel_due = self._blew_up(step) or final or self._due(self.step, self.perturbation_every)
+        panel_due = blew_up or final or self._due(self.step, self.perturbation_every)
         if panel_due and not (final and self.ranks.unanimous(step.panel is not None)):
             due = True
             self._meter.measure_panel(self.head, step, self.panel)
