@@ -53,11 +53,13 @@ class Probe:
         model: a language model; a head that is tied to an embedding is measured too, with a remark.
         optimizer: the one that moves the head, a ChainedOptimizer, or several of which one does.
         head: the LM head, its name or that of its weight, or None to look for it.
-        panel: validation positions for the Hilbert perturbation; without it only the diameter is measured.
+        panel: validation positions for the Hilbert perturbation, the same on every rank; without it only the diameter
+            is measured.
         diameter_every: steps between exact diameters; 0 for none.
         perturbation_every: steps between perturbations of the panel; 0 for none.
         bracket: bounds of the diameter on every step; by default where the increment is formed from state.
-        hidden: how to get hidden states from a model that never calls its head: (model, batch) -> states.
+        hidden: how to get hidden states from a model that never calls its head: (model, batch) -> states. The passes of
+            a sharded model wait for all ranks: there it has to run the model on each of them, and fail on all or none.
         autocast: makes the context in which the model runs its forward pass.
         decay: how an unknown optimizer uses weight_decay.
         vocab_size: rows of the head that are tokens, if it is padded.
