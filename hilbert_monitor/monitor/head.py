@@ -135,6 +135,10 @@ class WatchedHead:
         """Whether this rank takes part in measuring."""
         return not self.alone or self.ranks.rank == 0
 
+    def unanimous(self, mine: bool) -> bool:
+        """Whether every rank that measures says so. Called on all of these."""
+        return mine if self.alone else self.ranks.unanimous(mine)
+
     @property
     def waits_for_record(self) -> bool:
         """Whether a step is whole only when its record is made: the bias has an optimizer of its own, or more than the
@@ -189,11 +193,18 @@ class WatchedHead:
         to have different heads, nothing is agreed on: all numbers are zero.
         """
         sources = self._sources()
-        sample = self._sample()
+        sample, minus_sample, failure = math.inf, math.inf, None  # which leave it to the other ranks
+        try:
+            sample = self._sample()
+            minus_sample = -sample
+        except Exception as error:  # raised after the others have heard of it
+            failure, mine = error, (0.0,) * len(mine)
         belief = [number for source in sources for number in source.belief]
-        *numbers, least, minus_most = self.ranks.least([*mine, *belief, sample, -sample])
+        *numbers, least, minus_most = self.ranks.least([*mine, *belief, sample, minus_sample])
         for place, source in enumerate(sources):
             source.belief = numbers[len(mine) + 3 * place :][:3]
+        if failure is not None:
+            raise failure
         if -minus_most - least > OTHERS * -minus_most:
             self._part()
             return [0.0] * len(mine)
@@ -237,11 +248,9 @@ class WatchedHead:
         """Whether the step that was stored is another than the one intended, and can be formed."""
         return self.source.is_rounded and all(source.has_stored for source in self._sources())
 
-    def moved_share(self) -> float:
-        """Share of the stored weights that are not what they were before the step. Called on every rank."""
-        moved, number = self.source.moved()
-        if not self.alone:
-            moved, number = self.ranks.total([moved, number])
+    def moved_share(self, mine: tuple[float, float]) -> float:
+        """Share of the stored weights that are not what they were before the step, from what each rank counted."""
+        moved, number = mine if self.alone else self.ranks.total([*mine])
         return moved / number
 
     def stored_increment(self) -> Matrix:

@@ -171,10 +171,13 @@ class IncrementSource:
                 self._begin(measure())
 
         def end() -> None:
+            step: HeadStep | None = None
             with guard("increment"):
-                self._end(options_of(self.group))
-                assert self.last is not None
-                on_step(self.last)
+                step = self._end(options_of(self.group))
+            if step is None:
+                self.forget()
+            with guard("increment"):  # also of a step that could not be noted: other ranks wait for this one there
+                on_step(step or HeadStep("", {}))
 
         return hook_steps((self.optimizer, *inner_optimizers(self.optimizer, self.param)), begin, end)
 
@@ -185,11 +188,10 @@ class IncrementSource:
     def unseen(self) -> HeadStep:
         """Return the step of an update that no hook saw. Called on every rank if it moved the weights of one."""
         now = options_of(self.group)
-        self._end(now if self._next is None else self._likelier(self._next, now))
+        step = self._end(now if self._next is None else self._likelier(self._next, now))
         if not self._by_update and not self.from_state:
             self._follow_updates(f"no hook saw the step of {type(self.optimizer).__name__}")
-        assert self.last is not None
-        return self.last
+        return step
 
     def finish_update(self, *, measure: bool) -> None:
         """Note that an update is over, and whether the next will be measured."""
@@ -238,24 +240,24 @@ class IncrementSource:
         starts_update, self._next, self._found_out = self._next is not None, None, False
         if self._by_update:
             if not starts_update:  # several steps to an update; the weights at the end of the last update are kept
+                self._before = None
                 self._before = self._weights().clone() if measured else None
             return
+        self._before = self._seen_before = None  # first: if anything fails here, those of an earlier step are no help
         self._kept.compare()
         if self.checks and self._kept.moved():
             self._kept.see()
             if self._has_stepped:
                 self._follow_updates(self._elsewhere())
         self._kept.begin()
-        self._before = None
         if not self.from_state:
             self.last = None
         if measured and (self.is_rounded or not self.from_state):
             self._before = self._weights().clone()
-        self._seen_before = None
         if measured and self.checks and self.seen_dtype is not None:
             self._seen_before = self._weights().to(self.seen_dtype)
 
-    def _end(self, options: Group) -> None:
+    def _end(self, options: Group) -> HeadStep:
         """Note the step that was made."""
         group_lr = options.get("lr")
         options["lr"] = learning_rate(self.optimizer, options, state_of(self.optimizer, self.param))
@@ -265,6 +267,7 @@ class IncrementSource:
         elif self._is_plain_sgd() and not self.last.skipped and self._trusted:
             self._distrust(f"a step of {type(self.optimizer).__name__} clears its gradient")
         self._kept.see()
+        return self.last
 
     def _likelier(self, *candidates: Group) -> Group:
         """The options with which the rows that were kept moved: a schedule may set them before a step or after it."""

@@ -69,8 +69,8 @@ class KeptRows:
         return differ is not None and bool(differ)
 
     def stepped(self) -> bool:
-        """Whether the rows are not those of before the step."""
-        return self.before is not None and bool(_differ(self.before, self.now()))
+        """Whether the rows are not those of before the step, as far as can be seen: a rank may have none."""
+        return self.before is not None and (not len(self.before) or bool(_differ(self.before, self.now())))
 
     def _difference(self) -> Tensor | None:
         rows, seen = self.now(), self._seen

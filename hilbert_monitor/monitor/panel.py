@@ -63,6 +63,12 @@ class Panel:
                 digest.update(struct.pack(f"<{len(entries)}q", *entries))
         return digest.hexdigest()
 
+    @cached_property
+    def number(self) -> int:
+        """A number below 2^48 that two panels have in common if they have the same text in the same micro-batches."""
+        shapes = [tuple(input_ids(batch).shape) for batch in self.batches]
+        return int(hashlib.sha256(f"{self.hash} {shapes}".encode()).hexdigest()[:12], 16)
+
     @classmethod
     def joined(cls, parts: Iterable[Panel]) -> Panel:
         """Return panels one after the other as one."""

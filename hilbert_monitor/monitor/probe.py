@@ -53,11 +53,13 @@ class Probe:
         model: a language model; a head that is tied to an embedding is measured too, with a remark.
         optimizer: the one that moves the head, a ChainedOptimizer, or several of which one does.
         head: the LM head, its name or that of its weight, or None to look for it.
-        panel: validation positions for the Hilbert perturbation; without it only the diameter is measured.
+        panel: validation positions for the Hilbert perturbation, the same on every rank; without it only the diameter
+            is measured.
         diameter_every: steps between exact diameters; 0 for none.
         perturbation_every: steps between perturbations of the panel; 0 for none.
         bracket: bounds of the diameter on every step; by default where the increment is formed from state.
-        hidden: how to get hidden states from a model that never calls its head: (model, batch) -> states.
+        hidden: how to get hidden states from a model that never calls its head: (model, batch) -> states. The passes of
+            a sharded model wait for all ranks: there it has to run the model on each of them, and fail on all or none.
         autocast: makes the context in which the model runs its forward pass.
         decay: how an unknown optimizer uses weight_decay.
         vocab_size: rows of the head that are tokens, if it is padded.
@@ -333,12 +335,15 @@ class Probe:
         increment = self.head.increment()
         return None if increment is None else increment.S
 
-    def _blew_up(self, step: Measurement) -> bool:
-        """Whether the step is a blow-up, as the rank that has the rules says."""
-        mine = False
+    def _ask(self, step: Measurement, *, final: bool) -> tuple[bool, bool]:
+        """Whether every rank can form the increment, and whether it is a blow-up, as the one with the rules says."""
+        formable, blew_up = False, self.ranks.rank != 0
+        with self.guard("increment"):
+            formable = not step.skipped and (self.source.formable if final else self.source.last is not None)
         with self._meter.timed("rules"):
-            mine = self.ranks.rank == 0 and self._verdict.is_blow_up(step)
-        return self.ranks.from_rank_zero(mine)
+            blew_up = blew_up or self._verdict.is_blow_up(step)
+        everybody, rank_zero = self.ranks.least([float(formable), float(blew_up)])
+        return bool(everybody), bool(rank_zero)
 
     def _note_doubt(self, text: str) -> None:
         self._remarks.doubt(text, step=self.step + 1)
@@ -372,9 +377,7 @@ class Probe:
             self._check_weights(step)
             if self._waits:
                 self._measure_step(step)
-        formable = self.ranks.unanimous(self._is_formable()) if final else self.source.last is not None
-        if formable and not step.skipped:
-            fresh |= self._measure_rest(step, final=final)
+        fresh |= self._measure_rest(step, final=final)
         if not final:
             self._finish_update()
         if not fresh:
@@ -386,19 +389,15 @@ class Probe:
         self._batch, self._samples = None, []
         return record
 
-    def _is_formable(self) -> bool:
-        formable = False
-        with self.guard("increment"):
-            formable = self.source.formable
-        return formable
-
     def _check_weights(self, step: Measurement) -> None:
         """Drop what was measured in the hook of a step, if something moved the weights after it."""
-        stands, waited = True, self._waits
+        stands, waited = False, self._waits
         with self.guard("increment"):
             stands = step.bounds is None or self.head.stands()
-            if self.source.checks:
-                stands = bool(self.head.agree(float(stands))[0])
+        if self.source.checks:
+            mine, stands = stands, False
+            with self.guard("increment"):
+                stands = bool(self.head.agree(float(mine))[0])
                 self._decide()
         if not stands:
             step.forget_increment()
@@ -407,13 +406,18 @@ class Probe:
 
     def _measure_rest(self, step: Measurement, *, final: bool) -> bool:
         """Measure what waits for the record, or for the end of the run; return whether anything was due."""
+        if not final and not self.perturbation_every:
+            return False
+        formable, blew_up = self._ask(step, final=final)
+        if not formable:
+            return False
         due = False
         if final and self.diameter_every and not self.ranks.unanimous(step.exact is not None):
             due = True
             self._measure_diameter(step, exact=True)
         if not self.perturbation_every:
             return due
-        panel_due = self._blew_up(step) or final or self._due(self.step, self.perturbation_every)
+        panel_due = blew_up or final or self._due(self.step, self.perturbation_every)
         if panel_due and not (final and self.ranks.unanimous(step.panel is not None)):
             due = True
             self._meter.measure_panel(self.head, step, self.panel)

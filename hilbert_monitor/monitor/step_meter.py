@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from hilbert_monitor.geometry import row_diameter_bracket
+
 from .guard import Guard
 from .head import WatchedHead
 from .head_rows import Matrix
@@ -31,7 +33,7 @@ from .measurement import (
 )
 from .panel import Panel
 from .ranks import Ranks
-from .step_quality import backward_bound, head_diameter, head_quality
+from .step_quality import backward_bound, head_quality, heads_around
 
 UNBALANCED = 0.01
 """|sum of the gradient's rows| / sum of their norms, from which on the loss is not that of a plain softmax."""
@@ -121,13 +123,13 @@ class StepMeter:
         if head.measures:
             with self.timed("bracket"):
                 step.bounds, step.ceiling = DiameterBounds.of(S), head.ceiling()
-                self._measure_stored(head, step, DiameterBounds)
+            self._measure_stored(head, step, DiameterBounds)
 
     def _search(self, head: WatchedHead, step: Measurement, S: Matrix) -> None:
         if head.measures:
             with self.timed("diameter"):
                 step.bounds, step.ceiling = ExactDiameter.of(S), head.ceiling()
-                self._measure_stored(head, step, ExactDiameter)
+            self._measure_stored(head, step, ExactDiameter)
         if not self.ranks.unanimous(step.exact is not None or not head.measures):
             self._bound(head, step, S)
 
@@ -141,9 +143,20 @@ class StepMeter:
 
     def _measure_stored(self, head: WatchedHead, step: Measurement, kind: type[DiameterBounds]) -> None:
         """Measure the step that rounded weights really made, where it is not the one intended."""
-        if head.has_stored and step.bounds is not None:
-            bounds = kind.of(head.stored_increment()) if head.source.basis == "state" else step.bounds
-            step.stored = StoredStep.of(bounds, moved_share=head.moved_share())
+        if not head.source.is_rounded:
+            return
+        S: Matrix | None = None
+        bounds, moved = step.bounds, (0.0, 0.0)
+        with self.timed("diameter"):
+            if head.has_stored and bounds is not None:
+                moved, S = head.source.moved(), head.stored_increment()
+        if not head.unanimous(S is not None):
+            return
+        assert S is not None
+        assert bounds is not None
+        with self.timed("diameter"):
+            bounds = kind.of(S) if head.source.basis == "state" else bounds
+            step.stored = StoredStep.of(bounds, moved_share=head.moved_share(moved))
 
     def _measure_seen(self, head: WatchedHead, step: Measurement) -> None:
         """Measure the step that the forward pass sees, where it casts the weights."""
@@ -169,10 +182,19 @@ class StepMeter:
         if not head.measures:
             return
         assert S is not None
+        bounded = self.efficiency and head.unanimous(step.bounds is not None)
         with self.timed("quality"):
-            step.quality = head_quality(head, S, step.bounds if self.efficiency else None)
-            if head.bias is None:
-                self._head_diameter = head_diameter(head, S)
+            step.quality = head_quality(head, S, step.bounds if bounded else None)
+        if head.bias is None:
+            self._measure_head(head, S)
+
+    def _measure_head(self, head: WatchedHead, S: Matrix) -> None:
+        heads: list[Matrix] = []
+        with self.timed("quality"):
+            heads = heads_around(head, S)
+        if head.unanimous(bool(heads)):
+            with self.timed("quality"):
+                self._head_diameter = min(row_diameter_bracket(U).upper for U in heads)
 
     def _measure_gradient(self, head: WatchedHead, step: Measurement) -> None:
         G: Matrix | None = None
@@ -192,7 +214,7 @@ class StepMeter:
 
     def measure_panel(self, head: WatchedHead, step: Measurement, panel: Panel | None) -> None:
         """Measure the panel. Every rank runs the model on all of it: the passes of a sharded model are collective."""
-        if not self.ranks.unanimous(panel is not None):  # it is yet to be collected
+        if not self._have_one_panel(panel):
             return
         assert panel is not None
         H: Tensor | None = None
@@ -212,6 +234,18 @@ class StepMeter:
                 step.backward_bound = backward_bound(
                     step.bounds.diameter_upper, self._head_diameter, step.panel.hidden_norm
                 )
+
+    def _have_one_panel(self, panel: Panel | None) -> bool:
+        """Whether the panel has been collected on every rank, and is the same: a sharded model runs on all at once."""
+        mine, collected = 0.0, False
+        with self.timed("panel"):
+            if panel is not None:
+                mine, collected = float(panel.number), True
+        everywhere, least, minus_most = self.ranks.least([float(collected), mine, -mine])
+        if everywhere and least != -minus_most:
+            with self.timed("panel"):
+                raise ValueError("the ranks have panels of different text or batches: make it of the same text on each")
+        return bool(everywhere) and least == -minus_most
 
     def _hidden_states(self, head: WatchedHead, panel: Panel) -> Tensor:
         H = hidden_states(

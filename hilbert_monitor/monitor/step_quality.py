@@ -16,7 +16,6 @@ from hilbert_monitor.geometry import (
     RowShards,
     centred_decrease,
     gauge_waste,
-    row_diameter_bracket,
     spectral_norm,
     step_efficiency,
     tension_bracket,
@@ -97,10 +96,10 @@ def _efficiency(S: Tensor, gradient: Tensor | None, diameter: Interval, budget: 
     return step_efficiency(decrease, diameter=diameter, tension=Interval(tension.lower, tension.upper))
 
 
-def head_diameter(head: WatchedHead, S: Matrix) -> float:
-    """Bound the smaller of D(U) and D(U - S) from above. U: the head after the step. U - S: before, but for decay."""
+def heads_around(head: WatchedHead, S: Matrix) -> list[Matrix]:
+    """Form U, the head after the step, and U - S, before it but for decay. (V, d) both; nothing is sent."""
     U = head.logit_matrix(S.rows.dtype if isinstance(S, RowShards) else S.dtype)
-    return min(row_diameter_bracket(U).upper, row_diameter_bracket(_difference(U, S)).upper)
+    return [U, _difference(U, S)]
 
 
 def _difference(A: Matrix, B: Matrix) -> Matrix:
@@ -116,7 +115,7 @@ def backward_bound(diameter: float, head: float, hidden_norm: float) -> float:
 
     Args:
         diameter: D(S), from above.
-        head: D of the head, from above; see `head_diameter`.
+        head: D of the head, from above; see `heads_around`.
         hidden_norm: largest norm of a hidden state.
     """
     norm = torch.tensor(hidden_norm, dtype=torch.float64)

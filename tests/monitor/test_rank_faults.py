@@ -1,0 +1,143 @@
+"""One rank fails, or has something else than the others: it costs a measurement, and nobody waits for it."""
+
+import warnings
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, NAdam
+
+from hilbert_monitor.monitor.head import WatchedHead
+from hilbert_monitor.monitor.increment import IncrementSource
+from hilbert_monitor.monitor.kept_rows import KeptRows
+from hilbert_monitor.monitor.panel import Panel
+from hilbert_monitor.monitor.probe import Probe
+from tests.support.decoders import Plain
+from tests.support.ranks import in_ranks
+
+V, D, UPDATES, FAULT = 53, 6, 3, 1
+TEXT = torch.randint(0, V, (64, 9), generator=torch.Generator().manual_seed(5))
+PATIENCE = 90  # seconds: ranks that wait for each other do so for ever
+
+
+class Clearing(AdamW):
+    """Its step clears the gradients, as where memory is short."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.zero_grad()
+
+
+def train(world, *, layout="FSDP", kind=AdamW, dtype=torch.float32, rows=V, panel=None, before=None, **options):
+    """Train with a probe; return its records, failures and remarks, diameters by whole weights, and the weights."""
+    torch.manual_seed(0)
+    model = Plain(V=V, d=D, head_rows=rows).to(dtype)
+    wrapped = DistributedDataParallel(model) if layout == "DDP" else model
+    if layout == "FSDP":
+        for part in (*model.blocks, model.lm_head, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (world,)))
+    optimizer, records, expected = kind(model.parameters(), lr=1e-2, weight_decay=0.0), [], []
+    probe = Probe(
+        model, optimizer, panel=panel or Panel.of_tokens(TEXT[:8], 50), diameter_every=1, perturbation_every=2,
+        **options,
+    )  # fmt: skip
+    with warnings.catch_warnings(), probe:
+        warnings.simplefilter("ignore")
+        for update in range(UPDATES):
+            ids = TEXT[8 * update : 8 * update + 8]
+            optimizer.zero_grad()
+            cross_entropy(wrapped(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten() % rows).backward()
+            U = whole(model.lm_head.weight)
+            if before is not None:
+                before(update)
+            optimizer.step()
+            records.append(probe.record())
+            S = whole(model.lm_head.weight) - U
+            expected.append(float(torch.cdist(S, S).max()))
+    weights = [whole(p) for p in model.parameters()]
+    return records, dict(probe.guard.failures), probe.remarks, expected, weights
+
+
+def whole(x):
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().double()
+
+
+BF16 = {"dtype": torch.bfloat16}
+PLACES = {
+    "end of a step": (IncrementSource, "_end", {}),
+    "rows kept before a step": (KeptRows, "compare", {}),
+    "weights kept before a step": (KeptRows, "compare", {"kind": NAdam}),
+    "rows kept after a step": (KeptRows, "see", {}),
+    "rows compared at the record": (WatchedHead, "stands", {}),
+    "sample of the gradient": (WatchedHead, "_sample", {"layout": "DDP"}),
+    "head after the step": (WatchedHead, "logit_matrix", {}),
+    "stored step": (WatchedHead, "stored_increment", BF16),
+    "entries that moved": (IncrementSource, "moved", BF16),
+    "ceiling of a stored step": (WatchedHead, "ceiling", BF16),
+    "efficiency": (WatchedHead, "ceiling", {"layout": "DDP", "efficiency": True}),
+}
+
+
+def failing_rank(rank, world):
+    """Fail on rank one in one update, in each of the places; return the runs with that and without."""
+    runs, undisturbed = {}, {}
+    for name, (owner, method, options) in PLACES.items():
+        real, fails = getattr(owner, method), [False]
+
+        def faulty(*args, real=real, fails=fails, **kwargs):
+            if fails[0]:
+                raise MemoryError("out of memory on this rank alone")
+            return real(*args, **kwargs)
+
+        def before(update, fails=fails):
+            fails[0] = rank == 1 and update == FAULT
+
+        key = str(options)
+        undisturbed[key] = undisturbed.get(key) or train(world, **options)
+        setattr(owner, method, faulty)
+        runs[name] = train(world, before=before, **options), undisturbed[key]
+        setattr(owner, method, real)
+    return runs
+
+
+def test_whatever_fails_on_one_rank_costs_a_measurement_alone(tmp_path):
+    first, second = in_ranks(failing_rank, tmp_path, patience=PATIENCE)
+    for name, ((records, failures, remarks, _, weights), undisturbed) in first.items():
+        others, _, usual, _, unfailed = undisturbed
+        assert not failures, name
+        assert second[name][0][1], name  # the fault was met
+        assert remarks == usual, name  # nobody believes that the weights did something else
+        assert all(torch.equal(a, b) for a, b in zip(weights, unfailed, strict=True)), name
+        for update, (record, other) in enumerate(zip(records, others, strict=True)):
+            for field in ("diameter", "perturbation_rms", "stored_diameter", "moved_share"):
+                got, expected = getattr(record, field), getattr(other, field)
+                assert got == expected or (got is None and update == FAULT), (name, update, field)
+
+
+def empty_shard(rank, world):
+    return train(world, kind=Clearing, rows=2)[:4]
+
+
+def test_a_rank_without_rows_does_not_take_a_cleared_gradient_for_a_missing_one(tmp_path):
+    for records, failures, _, expected in in_ranks(empty_shard, tmp_path, world=3, patience=PATIENCE):
+        assert not failures
+        assert [record.skipped for record in records] == [""] * UPDATES
+        assert [record.diameter for record in records] == pytest.approx(expected, rel=1e-5)
+        assert records[1].perturbation_rms
+
+
+def other_panels(rank, world):
+    texts = {"text": Panel.of_tokens(TEXT[8 * rank :][:8], 50), "number": Panel.of_tokens(TEXT[: 8 + 16 * rank], 150)}
+    return {(name, layout): train(world, layout=layout, panel=panel)[:4] for name, panel in texts.items()
+            for layout in ("FSDP", "DDP")}  # fmt: skip
+
+
+def test_ranks_with_different_panels_measure_none_and_say_so(tmp_path):
+    for runs in in_ranks(other_panels, tmp_path, patience=PATIENCE):
+        for records, failures, _, expected in runs.values():
+            assert failures == {"panel": 1}
+            assert all(record.perturbation_rms is None for record in records)
+            assert [record.diameter for record in records] == pytest.approx(expected, rel=1e-5)
