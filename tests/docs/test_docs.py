@@ -164,7 +164,7 @@ CLASSES = {
     for node in ast.walk(ast.parse(path.read_text()))
     if isinstance(node, ast.ClassDef)
 }
-OTHERS = {"YourSink"}
+OTHERS = {"YourSink", "ColwiseParallel", "RowwiseParallel", "MixedPrecisionPolicy", "ModelParallelStrategy"}
 """Names in code that are not ours."""
 
 
