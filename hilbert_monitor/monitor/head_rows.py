@@ -35,6 +35,7 @@ class HeadRows:
         self.part: slice | None = None
         """Of a weight that every rank has: the tokens of this rank."""
         self._shards: RowShards | None = None
+        self._counts: dict[int, int] = {}  # of this rank's tokens among so many, so that a device is waited for once
         if self.sharded:
             tokens_first: Any = weight.detach() if dim == 0 else weight.detach().t()
             check_layout(tokens_first)
@@ -60,7 +61,9 @@ class HeadRows:
         if self._shards is None:
             return rows[:number]
         ids, number = self._shards.ids, self.number if number is None else min(number, self.number)
-        mine = int((ids < number).sum())  # the first ones: ids ascend
+        if number not in self._counts:
+            self._counts[number] = int((ids < number).sum())
+        mine = self._counts[number]  # the first ones: ids ascend
         return replace(self._shards, rows=rows[:mine].to(self.device), ids=ids[:mine].to(self.device), number=number)
 
 
