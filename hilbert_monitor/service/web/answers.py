@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import msgspec
@@ -167,7 +168,11 @@ def fields(table: Table, asked: Sequence[str]) -> list[str]:
     """The columns that were asked for, or all that the run has. ValueError names one that no run has."""
     for name in asked:
         if name != "step" and name not in FIELDS and not name.startswith(SECONDS):
-            raise ValueError(f"a record has no field '{name[:80]}': it has step, {', '.join(FIELDS)} and {SECONDS}PART")
+            near = get_close_matches(name[:80], FIELDS) or [*FIELDS][:3]
+            raise ValueError(
+                f"a record has no field '{name[:80]}': it has {', '.join(near)} and others; without fields= the answer has"
+                " all of them"
+            )
     wanted = asked or [*(name for name in FIELDS if name in table.columns), *sorted(_parts(table))]
     return [name for name in dict.fromkeys(wanted) if name != "step"]
 
