@@ -238,7 +238,8 @@ HEADS = ("AdamW", "RowNorm", "RMSprop")
 STEPS, FAULT = 60, 40
 JOBS = ("hilbert-runs", "hilbert-service")
 """Both scrape the same runs, as a service does that another Prometheus's targets are known to."""
-FP32 = dict.fromkeys(("hilbert_stored_diameter", "hilbert_moved_share", "hilbert_seen_diameter"), "its head is in fp32")
+ROUNDED = ("hilbert_stored_diameter", "hilbert_moved_share", "hilbert_seen_diameter")
+FP32 = dict.fromkeys(ROUNDED, "its head is in fp32")
 LACKS = {
     "AdamW": {"hilbert_step_diameter_rounding": "its increments are formed from its state", **FP32},
     "RowNorm": {"hilbert_step_diameter_rounding": "it says itself what its increments are", **FP32},
