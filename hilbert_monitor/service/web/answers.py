@@ -170,8 +170,8 @@ def fields(table: Table, asked: Sequence[str]) -> list[str]:
         if name != "step" and name not in FIELDS and not name.startswith(SECONDS):
             near = get_close_matches(name[:80], FIELDS) or [*FIELDS][:3]
             raise ValueError(
-                f"a record has no field '{name[:80]}': it has {', '.join(near)} and others; without fields= the answer has"
-                " all of them"
+                f"a record has no field '{name[:80]}': it has {', '.join(near)} and others; without fields= the answer"
+                " has all of them"
             )
     wanted = asked or [*(name for name in FIELDS if name in table.columns), *sorted(_parts(table))]
     return [name for name in dict.fromkeys(wanted) if name != "step"]
