@@ -238,8 +238,8 @@ HEADS = ("AdamW", "RowNorm", "RMSprop")
 STEPS, FAULT = 60, 40
 JOBS = ("hilbert-runs", "hilbert-service")
 """Both scrape the same runs, as a service does that another Prometheus's targets are known to."""
-ROUNDED = ("hilbert_stored_diameter", "hilbert_moved_share", "hilbert_seen_diameter")
-FP32 = dict.fromkeys(ROUNDED, "its head is in fp32")
+UNCAST = {"hilbert_seen_diameter": "its forward pass casts no weight"}
+FP32 = dict.fromkeys(("hilbert_stored_diameter", "hilbert_moved_share"), "its head is in fp32") | UNCAST
 LACKS = {
     "AdamW": {"hilbert_step_diameter_rounding": "its increments are formed from its state", **FP32},
     "RowNorm": {"hilbert_step_diameter_rounding": "it says itself what its increments are", **FP32},
@@ -248,6 +248,7 @@ LACKS = {
         "hilbert_step_diameter_saturation": "it has no ceiling",
         "hilbert_moment_efficiency_lower": "it keeps no average of its gradients",
         "hilbert_moment_efficiency_upper": "it keeps no average of its gradients",
+        **UNCAST,
     },
 }
 
