@@ -1,4 +1,4 @@
-"""A head that FSDP2 shards, in a loop of one's own: torchrun --nproc-per-node 2 examples/sharded_loop.py"""
+"""A head sharded by FSDP2, in a loop of one's own: torchrun --standalone --nproc-per-node 2 examples/sharded_loop.py"""
 
 import torch
 import torch.distributed as dist
