@@ -6,7 +6,9 @@ set for its matrix products, builds no graph, and leaves its input as it was.
 
 from .arithmetic import compute_dtype, full_precision
 from .backward import BackwardBound, backward_bound, fixed_cotangent_bound, uniform_backward_bound
-from .diameter import DiameterBracket, RowDiameter, row_diameter, row_diameter_bracket
+from .bracket import DiameterBracket, PendingBracket, pending_bracket, row_diameter_bracket
+from .certificates import CheckedFlow, CheckedPotential, check_flow, check_potential
+from .diameter import RowDiameter, row_diameter
 from .efficiency import Interval, gauge_waste, step_efficiency
 from .oracle import OracleSolution, centred_decrease, diameter_oracle, first_order_decrease, jung_ratio
 from .perturbation import HilbertPerturbation, hilbert_perturbation
@@ -19,10 +21,13 @@ from .tension import TensionBracket, TensionFlow, tension_bracket
 
 __all__ = [
     "BackwardBound",
+    "CheckedFlow",
+    "CheckedPotential",
     "DiameterBracket",
     "HilbertPerturbation",
     "Interval",
     "OracleSolution",
+    "PendingBracket",
     "RadiusBracket",
     "RowDiameter",
     "RowShards",
@@ -32,6 +37,8 @@ __all__ = [
     "backward_bound",
     "center_rows",
     "centred_decrease",
+    "check_flow",
+    "check_potential",
     "compute_dtype",
     "covering_radius",
     "cross_entropy_change_bound",
@@ -43,6 +50,7 @@ __all__ = [
     "hilbert_distance",
     "hilbert_perturbation",
     "jung_ratio",
+    "pending_bracket",
     "projected_row_norm",
     "row_diameter",
     "row_diameter_bracket",

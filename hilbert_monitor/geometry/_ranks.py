@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its newer name
 T = TypeVar("T")
@@ -43,6 +44,8 @@ class Ranks:
         for group in self.groups:
             self.place += size * dist.get_rank(group)
             size *= dist.get_world_size(group)
+        self.alone = not self.groups
+        """Whether there is no other rank to ask."""
         self.collectives = 0
         self.bytes = 0
         """Received by this rank, as a ring moves them."""
@@ -51,49 +54,87 @@ class Ranks:
         """Return the sum over the ranks of what each makes: a tensor of this shape."""
         return self._reduced(make, shape, dtype, dist.ReduceOp.SUM)
 
-    def max(self, make: Callable[[], Tensor], *shape: int) -> Tensor:
-        """Return the entrywise maximum over the ranks of what each makes, in fp64. It must hold no nan."""
-        return self._reduced(make, shape, torch.float64, dist.ReduceOp.MAX)
+    def max(self, make: Callable[[], Tensor], *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Return the entrywise maximum over the ranks of what each makes. It must hold no nan."""
+        return self._reduced(make, shape, dtype, dist.ReduceOp.MAX)
 
     def gather(self, make: Callable[[], Sequence[Tensor]], *forms: Form) -> list[Tensor]:
         """Return what the ranks make, tensors of these shapes and dtypes: each as (ranks, *shape).
 
         All ranks get the same tables, in the same order of ranks.
         """
-        if not self.groups:
+        if self.alone:
             return [x[None] for x in make()]
         parts, failure = self._made(lambda: [_bytes(x, form) for x, form in zip(make(), forms, strict=True)])
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in forms]
         flag = torch.tensor([failure is not None], dtype=torch.uint8, device=self.device)
         empty = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
         table = torch.cat([empty if parts is None else torch.cat(parts), flag])[None]
-        for group in self.groups:
-            ranks = dist.get_world_size(group)
-            out = table.new_empty(ranks * len(table), table.shape[1])
-            _all_gather(out, table.contiguous(), group=group)
-            self._count(out.numel() * (ranks - 1) // ranks)
-            table = out
+        table = self._gathered(table)
         self._raise_together(failure, bool(table[:, -1].any()))
-        ends = list(accumulate(sizes, initial=0))
-        columns = [table[:, start:end] for start, end in pairwise(ends)]
-        return [_of_bytes(column, form) for column, form in zip(columns, forms, strict=True)]
+        return _tensors(table, forms)
+
+    def shown(self, owner: Tensor, make: Callable[[Tensor], Sequence[Tensor]], *forms: Form) -> list[Tensor]:
+        """Return what the owners of some items make of them, tensors of these shapes and dtypes: each as (n, *shape).
+
+        Args:
+            owner: (n,) the rank that has each item, the same on all ranks.
+            make: from the indices of this rank's items, what it shows of them: (items, *shape) each.
+            forms: shapes and dtypes for one item.
+        """
+        mine = (owner == self.place).nonzero().squeeze(1)
+        if self.alone:
+            return list(make(mine))
+        counts = torch.bincount(owner, minlength=self.number).tolist()
+        most = max(counts)
+        if self.number * most > 2 * len(owner):  # uneven: a maximum of bytes moves less than padded tables
+
+            def table() -> Tensor:
+                items = _items(make(mine), forms)
+                return items.new_zeros(len(owner), items.shape[1]).index_copy_(0, mine, items)
+
+            width = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms)
+            items = self.max(table, len(owner), width, dtype=torch.uint8)
+            return _tensors(items, forms)
+        tables = self.gather(
+            lambda: [pad(x, (0, 0) * (x.ndim - 1) + (0, most - len(x))) for x in make(mine)],
+            *(((most, *shape), dtype) for shape, dtype in forms),
+        )
+        places = torch.empty_like(owner)
+        for rank, count in enumerate(counts):
+            places[owner == rank] = torch.arange(rank * most, rank * most + count, device=owner.device)
+        return [table.flatten(0, 1)[places] for table in tables]
 
     def _reduced(
         self, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype, operation: dist.ReduceOp.RedOpType
     ) -> Tensor:
-        if not self.groups:
+        if self.alone:
             return make().to(dtype).reshape(*shape)
         part, failure = self._made(make)
         numbers = torch.zeros(math.prod(shape) + 1, dtype=dtype, device=self.device)
         if part is not None:
             numbers[:-1] = part.reshape(-1)
         numbers[-1] = failure is not None
+        self._all_reduce(numbers, operation)
+        self._raise_together(failure, bool(numbers[-1] != 0))
+        return numbers[:-1].view(*shape)
+
+    def _gathered(self, table: Tensor) -> Tensor:
+        """Return the tables (1, n) of all ranks, one below the other."""
+        for group in self.groups:
+            ranks = dist.get_world_size(group)
+            out = table.new_empty(ranks * len(table), table.shape[1])
+            _all_gather(out, table.contiguous(), group=group)
+            self._count(out.numel() * (ranks - 1) // ranks)
+            table = out
+        return table
+
+    def _all_reduce(self, numbers: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        """Reduce numbers over all ranks, in place."""
         for group in self.groups:
             dist.all_reduce(numbers, op=operation, group=group)
             ranks = dist.get_world_size(group)
-            self._count(2 * numbers.numel() * dtype.itemsize * (ranks - 1) // ranks)
-        self._raise_together(failure, bool(numbers[-1] != 0))
-        return numbers[:-1].view(*shape)
+            self._count(2 * numbers.nbytes * (ranks - 1) // ranks)
 
     def _made(self, make: Callable[[], T]) -> tuple[T | None, Exception | None]:
         try:
@@ -118,6 +159,19 @@ def _bytes(x: Tensor, form: Form) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
 
 
-def _of_bytes(column: Tensor, form: Form) -> Tensor:
-    shape, dtype = form
-    return column.reshape(-1).clone().view(dtype).view(len(column), *shape)  # a copy: views must be aligned
+def _items(tensors: Sequence[Tensor], forms: Sequence[Form]) -> Tensor:
+    """Return the bytes of items side by side: (items, bytes)."""
+    columns = []
+    for x, (shape, dtype) in zip(tensors, forms, strict=True):
+        columns.append(_bytes(x, ((len(x), *shape), dtype)).view(len(x), math.prod(shape) * dtype.itemsize))
+    return torch.cat(columns, 1)
+
+
+def _tensors(table: Tensor, forms: Sequence[Form]) -> list[Tensor]:
+    """Return the tensors, (items, *shape) each, whose bytes are side by side in a table (items, bytes)."""
+    ends = list(accumulate((math.prod(shape) * dtype.itemsize for shape, dtype in forms), initial=0))
+    columns = [table[:, start:end] for start, end in pairwise(ends)]
+    return [
+        column.reshape(-1).clone().view(dtype).view(len(column), *shape)  # a copy: views must be aligned
+        for column, (shape, dtype) in zip(columns, forms, strict=True)
+    ]

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ._cloud import on_host
+
 _TILE, _ROWS = 2**20, 128  # a tile of bounds that stays in cache
 
 
@@ -38,6 +40,23 @@ def screen_tables(
     return left, torch.column_stack([partner_z, rest, partner_radius, torch.ones_like(size), size])
 
 
+def distance_table(x: Tensor, radius: Tensor, rounding: float, *, left: bool) -> Tensor:
+    """Return a table (n, d + 2) of points; the product of a left one and a right one has their squared distances.
+
+    It has r_i^2 + r_j^2 - 2 x_i.x_j, rounded up. A sum of d + 2 products errs by at most e times the sum of their
+    magnitudes, which is below 2 (r_i^2 + r_j^2).
+
+    Args:
+        x: (n, d).
+        radius: (n,) norms, rounded up.
+        rounding: relative error of a dot product.
+        left: whether the table is for the left side.
+    """
+    size = radius.square().mul_(1 + 2 * rounding)
+    ones = torch.ones_like(size)
+    return torch.column_stack([x.mul_(-2), size, ones] if left else [x, ones, size])
+
+
 def largest_bounds(
     left: Tensor, right: Tensor, starts: Sequence[int], ends: Sequence[int], budget: int
 ) -> tuple[Tensor, Tensor, int]:
@@ -52,19 +71,27 @@ def largest_bounds(
     """
     by_hub = left.new_full((len(left),), -torch.inf)
     by_partner = right.new_full((len(right),), -torch.inf)
-    columns = min(_TILE, budget // left.element_size()) // _ROWS
-    scratch = left.new_empty(columns * _ROWS)
+    rows, columns = _tile(left, right, budget)
+    scratch = left.new_empty(columns * rows)
     screened = 0
-    for a in range(0, len(left), _ROWS):
-        block = slice(a, min(a + _ROWS, len(left)))
+    for a in range(0, len(left), rows):
+        block = slice(a, min(a + rows, len(left)))
         for start in range(starts[a], ends[a], columns):
             at = slice(start, min(start + columns, ends[a]))
             shape = (block.stop - a, at.stop - start)
             tile = torch.mm(left[block], right[at].T, out=scratch[: shape[0] * shape[1]].view(shape))
             screened += tile.numel()
-            by_hub[block] = torch.maximum(by_hub[block], tile.amax(1))
-            by_partner[at] = torch.maximum(by_partner[at], tile.amax(0))
+            torch.maximum(by_hub[block], tile.amax(1), out=by_hub[block])
+            torch.maximum(by_partner[at], tile.amax(0), out=by_partner[at])
     return by_hub, by_partner, screened
+
+
+def _tile(left: Tensor, right: Tensor, budget: int) -> tuple[int, int]:
+    """Return rows and columns of a tile: one that stays in a CPU's cache, and elsewhere the largest that fits."""
+    if on_host(left):
+        return _ROWS, max(1, min(_TILE, budget // left.element_size()) // _ROWS)
+    columns = max(1, min(len(right), budget // left.element_size()))
+    return max(1, min(len(left), budget // left.element_size() // columns)), columns
 
 
 def _parts(radius: Tensor, z: Tensor, e: float) -> tuple[Tensor, Tensor]:

@@ -96,8 +96,10 @@ def centred(shards: RowShards, dtype: torch.dtype, pre: float, post: float, max_
     """Return the rows of this rank as points about the mean of an even sample of all ranks' rows."""
 
     def total() -> Tensor:
-        sample = sample_of(shards, dtype, max_bytes).double() * pre
-        return torch.cat([sample.sum(0), sample.new_tensor([len(sample)])])
+        sample = sample_of(shards, dtype, max_bytes)
+        sample = sample if pre == 1.0 else sample.double() * pre  # a copy costs more than the sum
+        total = sample.sum(0, dtype=torch.float64)
+        return torch.cat([total, total.new_tensor([len(sample)])])
 
     numbers = shards.ranks.sum(total, shards.shape[1] + 1)
     return PointCloud(shards.rows, (numbers[:-1] / numbers[-1]).to(dtype), pre, post, max_bytes)

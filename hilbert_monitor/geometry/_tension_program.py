@@ -96,35 +96,33 @@ def pull_together(points: Tensor, weight: Tensor) -> Tensor:
     return closer
 
 
-def shares(loads: GroupLoads, edges: EdgeFlow) -> tuple[Tensor, Tensor]:
-    """Return the share of its spread that a group sends along each edge, from either end, and the share it keeps.
-
-    An edge from a group to itself counts at both ends. A group without an edge keeps everything.
-
-    Returns:
-        shares sent (2, E), and shares kept (K,).
-    """
-    ends = torch.stack([edges.i, edges.j])
-    degree = _sum_at_ends(len(loads.load), edges, edges.tension)
-    return edges.tension / degree.where(degree > 0, 1.0)[ends], (degree <= 0).double()
-
-
-def flow_length(loads: GroupLoads, edges: EdgeFlow) -> float:
+def flow_length(loads: GroupLoads, edges: EdgeFlow, closing: float = 2**-0.5) -> float:
     """Return the length of the balanced flow that extends the edges' own: an upper bound on T(G), but for rounding.
 
-    Edge AB carries Y_AB = lambda_AB (x_A - x_B). The remainder r_A of the loads flows between all pairs of points as
-    (|r_B| r_A - |r_A| r_B) / sum |r|, which is no longer than sum |r| / sqrt(2). With tau_AB the share of its spread
-    that a group sends along an edge, edge AB has the length |(Y_AB, tau_AB s_A, tau_BA s_B)|, and a group's edge to
-    itself the length tau_AA s_A / sqrt(2).
+    Edge AB carries Y_AB = lambda_AB (x_A - x_B), and the share tau_AB = lambda_AB / (sum over A's edges) of A's spread;
+    an edge from a group to itself counts at both ends. Its length is |(Y_AB, tau_AB s_A, tau_BA s_B)|. A group keeps
+    the share tau_AA of its spread, all of it where it has no edge, and the remainder r_A of its load. Both together are
+    closed by a flow among all rows, no longer than `closing` times sum_A |(r_A, tau_AA s_A)|. Cost: K^2 d in fp64.
+
+    Args:
+        loads: of the groups.
+        edges: among them.
+        closing: J with T(R) <= J sum |r_i| for all R of G's rank: 1 / sqrt(2), or less by Jung's theorem.
     """
-    share, kept = shares(loads, edges)
-    sent = share * loads.spread[torch.stack([edges.i, edges.j])]
-    own = edges.i == edges.j
-    vectors = edges.vectors()
-    across = (vectors.square().sum(1) + sent.square().sum(0)).sqrt()
-    within = sent[:, own].sum() + (kept * loads.spread).sum()
-    residual = torch.linalg.vector_norm(loads.load - _divergence(len(loads.load), edges, vectors), dim=1)
-    return float(across[~own].sum() + (within + residual.sum()) / 2**0.5)
+    x, K = edges.point, len(edges.point)
+    tension = x.new_zeros(K, K).index_put_((edges.i, edges.j), edges.tension, accumulate=True)
+    tension = tension + tension.T
+    degree = tension.sum(1)
+    sent = tension * (loads.spread / degree.where(degree > 0, 1.0))[:, None]
+    kept = sent.diagonal().where(degree > 0, loads.spread)
+    tension.fill_diagonal_(0)
+    left = torch.addmm(loads.load - tension.sum(1)[:, None] * x, tension, x)
+    closed = (left.square().sum(1) + kept.square()).sqrt().sum()
+    size = x.square().sum(1)
+    rounding = (x.shape[1] + 8) * 2.0**-50  # of a squared distance, in parts of the squared norms
+    square = torch.addmm((1 + rounding) * (size + size[:, None]), x, x.T, alpha=-2).clamp_min_(0)
+    square.mul_(tension.square()).add_(sent.square()).add_(sent.T.square()).sqrt_()
+    return float(square.triu(1).sum() + closing * closed)
 
 
 def solve(loads: GroupLoads, *, tol: float, deadline: float, stall: float = 0.0) -> tuple[EdgeFlow, Tensor] | None:

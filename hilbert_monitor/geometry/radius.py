@@ -41,7 +41,7 @@ from torch import Tensor
 from ._cloud import PointCloud
 from ._sharded_survey import centred, in_range, padded, points, sample_step
 from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision
-from .diameter import DiameterBracket
+from .bracket import DiameterBracket
 from .oracle import jung_ratio
 from .shards import RowShards, row_shards
 
@@ -282,6 +282,12 @@ class _Search:
     def _grow(self, choose: Callable[[], Tensor], tolerance: float) -> None:
         """Let rows join the core set: of those that each rank chooses, by their places, those that get weight there."""
         ranks, local = self.shards.ranks, []
+        if not ranks.groups:
+            places = choose()
+            x, ids = self.cloud.double().points(places), self.shards.ids[places]
+            table = torch.cat([x, ids[:, None]], 1).cpu()  # a device is read once
+            self.core = self.core.joined(table[:, -1].long(), table[:, :-1]).solved(tolerance).support()
+            return
 
         def solve() -> Sequence[Tensor]:
             places = choose()

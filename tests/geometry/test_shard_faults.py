@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hilbert_monitor.geometry import (
     RowShards,
+    _sharded_directions,
     _sharded_search,
     _sharded_survey,
     covering_radius,
@@ -42,9 +43,11 @@ def panel(S):
 
 FAULTS = [
     (row_diameter, PointCloud, "survey"),
-    (row_diameter, _sharded_search, "sample_of"),
+    (row_diameter, _sharded_directions, "sample_of"),
+    (row_diameter, _sharded_directions.SampleScatter, "checksum"),
+    (row_diameter, _sharded_search, "padded"),
+    (row_diameter, _sharded_search, "screen_tables"),
     (row_diameter, _sharded_search, "largest_bounds"),
-    (row_diameter, _sharded_search.ShardedSearch, "_measure"),
     (row_diameter, _sharded_search.ShardedSearch, "_meet"),
     (row_diameter_bracket, PointCloud, "norms"),
     (row_diameter_bracket, _sharded_survey, "sample_of"),

@@ -1,6 +1,7 @@
 """Rows on several ranks: the answers are those of the whole matrix, the same on every rank, and little is moved."""
 
 import math
+from functools import cached_property
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hilbert_monitor.geometry import (
     row_diameter_bracket,
     spectral_norm,
 )
+from hilbert_monitor.geometry._sharded_directions import SampleScatter
 from tests.support.ranks import in_ranks
 
 SHAPES = [(1001, 16), (3000, 40), (700, 8), (5, 3), (3, 2), (2, 4), (1, 3)]
@@ -257,18 +259,42 @@ def _work(rank, world):
             whole = row_diameter(S[ids])
             rows_of_all = sum(loaded)
             loaded.clear()
-            row_diameter(RowShards.split(S[ids]))
+            shards = RowShards.split(S[ids])
+            row_diameter(shards)
             pairs = sum(searches[-1]._local) / (whole.pairs_screened + whole.pairs_computed)
-            shares[head, order] = sum(loaded) / rows_of_all, pairs
+            shares[head, order] = sum(loaded) / rows_of_all, pairs, shards.ranks.collectives
     return shares
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_rank_does_its_share_of_the_work_and_no_more(tmp_path, world):
+def test_a_rank_does_its_share_of_the_work_in_eight_collectives(tmp_path, world):
     for shares in in_ranks(_work, tmp_path, world=world):
-        for case, (rows_loaded, pairs) in shares.items():
+        for case, (rows_loaded, pairs, collectives) in shares.items():
             assert rows_loaded <= 1.2 / world, case
             assert pairs <= 1.2 / world, case
+            assert collectives <= 8, case
+
+
+def _with_other_directions(rank, world):
+    """Rank one computes other directions from the same numbers, as another processor might."""
+    S, real = rows(3000, 160, "gauss"), SampleScatter.directions.func
+    computed = []
+
+    def other(self):
+        right = real(self)
+        computed.append((self, right))
+        return right.flip(1) if rank else right
+
+    SampleScatter.directions = cached_property(other)
+    SampleScatter.directions.__set_name__(SampleScatter, "directions")
+    value = row_diameter(RowShards.split(S)).value
+    return value == row_diameter(S).value, [torch.equal(each.directions, right) for each, right in computed]
+
+
+def test_ranks_that_compute_other_directions_take_those_of_the_first(tmp_path):
+    for right_value, same_directions in in_ranks(_with_other_directions, tmp_path, world=2):
+        assert right_value
+        assert same_directions == [True, True]  # of the survey, and of a screen along more
 
 
 def _one_rank_fails(rank, world):

@@ -91,5 +91,11 @@ def simplex_vertices(V, d, seed):
     return torch.eye(d)[torch.randint(d, (V,), generator=_g(seed))] / math.sqrt(2)
 
 
+def simplex_product(V, k, seed):
+    """V different vertices of a product of three simplices of k points, in 3k columns: most pairs are a longest one."""
+    at = torch.randperm(k**3, generator=_g(seed))[:V]
+    return torch.cat([torch.eye(k)[at // k**2], torch.eye(k)[at // k % k], torch.eye(k)[at % k]], 1)
+
+
 def _g(seed):
     return torch.Generator().manual_seed(seed)

@@ -36,13 +36,27 @@ def proved_below(G: Tensor, potential: Tensor) -> float:
 def proved_above(G: Tensor, y: dict[tuple[int, int], Array]) -> float:
     """The upper bound that a flow proves: the sum of its lengths, after a check that it balances P G."""
     g = centred(G)
+    residual = left_over(g, y)
+    assert np.abs(residual).max() <= 1e-11 * np.abs(g).sum() + 1e-14 * len(g) * np.abs(G.double().cpu().numpy()).max()
+    return float(sum(np.linalg.norm(vector) for vector in y.values()))
+
+
+def left_over(g: Array, y: dict[tuple[int, int], Array]) -> Array:
+    """What a flow leaves unbalanced of the rows."""
     residual = g.copy()
     for (i, j), vector in y.items():
         assert i < j
         residual[i] -= vector
         residual[j] += vector
-    assert np.abs(residual).max() <= 1e-11 * np.abs(g).sum() + 1e-14 * len(g) * np.abs(G.double().cpu().numpy()).max()
-    return float(sum(np.linalg.norm(vector) for vector in y.values()))
+    return residual
+
+
+def proved_with_jung(G: Tensor, y: dict[tuple[int, int], Array]) -> float:
+    """The upper bound that a flow proves whose remainder is closed by Jung's theorem at the rank of P G."""
+    g = centred(G)
+    k = max(1, int(np.linalg.matrix_rank(g / np.abs(g).max(), tol=1e-6)))
+    length = sum(float(np.linalg.norm(vector)) for vector in y.values())
+    return length + float(np.linalg.norm(left_over(g, y), axis=1).sum()) * (k / (2 * (k + 1))) ** 0.5
 
 
 def edges(i: Tensor, j: Tensor, flow: Tensor) -> dict[tuple[int, int], Array]:
@@ -55,7 +69,7 @@ def edges(i: Tensor, j: Tensor, flow: Tensor) -> dict[tuple[int, int], Array]:
 
 
 def spread(G: Tensor, flow: TensionFlow) -> dict[tuple[int, int], Array]:
-    """The flow among rows that a flow among groups of rows describes."""
+    """The flow among rows that a flow among groups of rows describes, without what it leaves over."""
     g, group, x = centred(G), flow.group.cpu().numpy(), flow.points.cpu().numpy()
     K = len(x)
     norm = np.linalg.norm(g, axis=1) * (group >= 0)
@@ -70,13 +84,8 @@ def spread(G: Tensor, flow: TensionFlow) -> dict[tuple[int, int], Array]:
         among[b, a] -= t * (x[a] - x[b])
         share[a, b] += t
         share[b, a] += t  # twice, from a group to itself
-    rest = load - among.sum(1)
-    size = np.linalg.norm(rest, axis=1)
-    if size.sum():
-        among += (size[None, :, None] * rest[:, None] - size[:, None, None] * rest[None]) / size.sum()
-    for a in np.flatnonzero(share.sum(1) == 0):
-        share[a, a] = 1.0
-    share /= share.sum(1, keepdims=True)
+    share /= np.where(share.sum(1, keepdims=True) > 0, share.sum(1, keepdims=True), 1)
+    np.fill_diagonal(share, 0)  # what a group keeps is left to Jung's theorem
     y = {}
     rows = np.flatnonzero(group >= 0)
     part = {i: norm[i] / weight[group[i]] for i in rows}

@@ -1,0 +1,92 @@
+"""Bounds that stay on the device: they wait for nothing, and resolve to what the bracket is."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from hilbert_monitor.geometry import PendingBracket, pending_bracket, row_diameter_bracket
+from tests.support import clouds
+from tests.support.references import all_pairs_diameter
+
+seeds = st.integers(0, 2**31)
+shapes = st.tuples(st.integers(1, 60), st.integers(1, 20))
+
+
+def resolved(S):
+    pending = pending_bracket(S)
+    return pending.resolve(pending.numbers.tolist())
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, shape=shapes, kind=st.sampled_from(clouds.KINDS))
+def test_pending_bounds_hold_and_equal_the_bracket(seed, shape, kind):
+    S = kind(*shape, seed)
+    bracket = resolved(S)
+    if bracket is None:
+        assert all_pairs_diameter(S) == 0
+    else:
+        assert bracket == row_diameter_bracket(S)
+        assert bracket.lower <= all_pairs_diameter(S) * (1 + 1e-12)
+        assert bracket.upper >= all_pairs_diameter(S)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_pending_bounds_wait_for_nothing_in_any_dtype(dtype):
+    """A fake tensor has no entries: whatever asks for one, or for a size that depends on them, raises."""
+    with FakeTensorMode():
+        S = torch.empty(5000, 64, dtype=dtype)
+        pending = pending_bracket(S)
+        with pytest.raises(DataDependentOutputException):
+            row_diameter_bracket(S)
+    assert pending.numbers.shape == (10,)
+    assert pending.numbers.dtype == torch.float64
+
+
+@pytest.mark.parametrize("V", [2, 16, 17, 3000])
+@pytest.mark.parametrize("x", [math.inf, -math.inf, math.nan])
+def test_rows_that_are_not_finite_show_in_the_numbers(V, x):
+    S = clouds.gaussian(V, 8, 0)
+    for row in sorted({V // 3, V - 1}):
+        S[row, 3] = x
+        bracket = resolved(S)
+        assert bracket is not None
+        assert str(bracket) == str(row_diameter_bracket(S))  # a nan is not equal to itself
+        assert V // 3 in bracket.pair
+        assert not math.isfinite(bracket.lower)
+
+
+def test_a_step_that_is_nan_everywhere_shows_in_the_numbers():
+    bracket = resolved(torch.full((3000, 8), math.nan))
+    assert bracket is not None
+    assert math.isnan(bracket.upper)
+    assert bracket.nonfinite_rows == 3000
+
+
+def test_an_infinity_in_every_sampled_row_does_not_make_the_others_look_infinite():
+    S = clouds.gaussian(6000, 8, 0)
+    S[0, 3] = math.inf  # the first row is in the sample from which the centre is taken
+    assert resolved(S).nonfinite_rows == 1
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
+def test_rows_that_need_another_look_are_not_resolved(scale):
+    S = scale * clouds.gaussian(900, 8, 0)
+    assert resolved(S) is None
+    assert row_diameter_bracket(S).lower == pytest.approx(all_pairs_diameter(S), rel=0.5, abs=0)
+
+
+def test_large_rows_and_infinite_ones_are_told_apart_by_another_look():
+    S = 1e30 * clouds.gaussian(900, 8, 0)
+    S[7, 0] = math.inf
+    assert resolved(S) is None
+    assert row_diameter_bracket(S).nonfinite_rows == 1
+
+
+def test_a_pending_bracket_holds_nothing_of_the_rows():
+    pending = pending_bracket(clouds.gaussian(900, 8, 0))
+    tensors = [x for x in (getattr(pending, name) for name in PendingBracket.__slots__) if torch.is_tensor(x)]
+    assert [x.untyped_storage().nbytes() for x in tensors] == [80]
