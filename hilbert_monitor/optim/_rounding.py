@@ -58,12 +58,12 @@ class Rounding:
         seed = zlib.crc32(f"{index} {state['roundings']}{place}".encode())
         return cls(generator=torch.Generator(p.device).manual_seed(seed))
 
-    def chunks(self, A: Tensor, like: Tensor) -> Iterator[tuple[Tensor, Rounding]]:
+    def chunks(self, A: Tensor, like: Tensor, *, size: int | None = None) -> Iterator[tuple[Tensor, Rounding]]:
         """Yield chunks of a parameter's rows as `cache_chunks` does, each with its rounding."""
         if self.lost is None:
-            yield from ((chunk, self) for chunk in cache_chunks(A, like))
+            yield from ((chunk, self) for chunk in cache_chunks(A, like, size=size))
         else:
-            pairs = zip(cache_chunks(A, like), cache_chunks(self.lost, like), strict=True)
+            pairs = zip(*(cache_chunks(x, like, size=size) for x in (A, self.lost)), strict=True)
             yield from ((chunk, Rounding(lost=lost)) for chunk, lost in pairs)
 
     def store(self, u: Tensor, target: Tensor) -> None:

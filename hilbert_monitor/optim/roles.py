@@ -32,6 +32,9 @@ def weight_matrix(module: Module) -> Tensor | None:
     if is_parametrized(module, "weight"):
         stored += module.parametrizations["weight"].parameters(recurse=False)  # type: ignore[index, union-attr]
     matrices = [p for p in stored if isinstance(p, Tensor) and p.ndim == 2]
+    inner = getattr(module, "base_layer", None)  # that an adapter of peft wraps
+    if not matrices and isinstance(inner, Module):
+        return weight_matrix(inner)
     return max(matrices, key=Tensor.numel, default=None)
 
 

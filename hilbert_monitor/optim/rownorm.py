@@ -13,12 +13,12 @@ from torch.optim.optimizer import ParamsT
 
 from hilbert_monitor.geometry import compute_dtype
 
-from ._chunks import cache_chunks
+from ._chunks import ChunkTrials, cache_chunks
 from ._hyperparameters import Group, check_choice, check_number
 from ._layout import Layout, local, local_gradient
 from ._matrix_optimizer import LastStep, MatrixOptimizer
 from ._norms import in_range, norms_over_ranks, stable_norms
-from ._rounding import shrink_and_add
+from ._rounding import Rounding, shrink_and_add
 
 
 class RowNorm(MatrixOptimizer):
@@ -44,9 +44,10 @@ class RowNorm(MatrixOptimizer):
         compensated    0.05                                                     1.00
         an fp32 head   0.00                                                     1.00
 
-    The step is in place. On a CPU it needs no scratch of the matrix's size: it takes rows in chunks that fit the cache,
-    so that matrix, gradient and buffer are read from memory once. Elsewhere it takes five kernels over the matrix, six
-    with weight decay, and up to 256 MiB of scratch, twice that for bf16 and fp16 matrices.
+    The step is in place. On a CPU it needs no scratch of the matrix's size: it takes rows in chunks, so that what one
+    operation writes the next one finds in the cache. The first steps of a large matrix try sizes of chunks, and later
+    ones take the fastest; to the bit, the result is the same with any. Elsewhere it takes five kernels over the matrix,
+    six with weight decay, and up to 256 MiB of scratch, twice that for bf16 and fp16 matrices.
 
     A sharded matrix (a DTensor) is stepped shard by shard, with state laid out alike. Where rows are sharded, as
     `fully_shard` and `ColwiseParallel` do it, a step needs no communication at all, and every row is to the bit what it
@@ -110,16 +111,15 @@ class RowNorm(MatrixOptimizer):
                 state["momentum_buffer"] = torch.zeros_like(p, dtype=compute_dtype(p))
             state["step"] += 1
             B, layout = local(state["momentum_buffer"]), Layout.of(p)
-            pairs = zip(cache_chunks(B), cache_chunks(local_gradient(p), B), strict=True)
-            averages = (b.lerp_(g.to(b.dtype), weight) for b, g in pairs)
+            G, U, rounding = local_gradient(p), local(p), self._rounding(p, options)
             if options["center"] == "none" and not layout.columns:  # a chunk's row norms need its own buffer alone
-                steps: Iterator[_Factors] = (_direction(b, None, state["step"], options) for b in averages)
+                with _TRIALS.size(B, G, U) as size:
+                    averages = _averages(B, G, weight, size)
+                    steps = (_direction(b, None, state["step"], options) for b in averages)
+                    _move(rounding.chunks(U, B, size=size), steps, shrink)
             else:
-                deque(averages, maxlen=0)
-                steps = _steps(B, len(p), layout, state["step"], options)
-            targets = self._rounding(p, options).chunks(local(p), B)
-            for (rows, scale), (u, rounding) in zip(steps, targets, strict=True):
-                shrink_and_add(u, rows, scale=scale, shrink=shrink, rounding=rounding)
+                deque(_averages(B, G, weight), maxlen=0)
+                _move(rounding.chunks(U, B), _steps(B, len(p), layout, state["step"], options), shrink)
 
     def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None, rows: slice) -> Tensor:
         B, step = local(self.state[param]["momentum_buffer"]), self.state[param]["step"]
@@ -133,8 +133,21 @@ class RowNorm(MatrixOptimizer):
         return out
 
 
+_TRIALS = ChunkTrials()
 _Factors = tuple[Tensor, Tensor | None]
 """Rows, and factors (rows, 1) whose product with them is the step; None where the rows are the step."""
+
+
+def _averages(B: Tensor, G: Tensor, weight: float, size: int | None = None) -> Iterator[Tensor]:
+    """Yield chunks of the buffer after the gradient has entered it."""
+    for b, g in zip(cache_chunks(B, size=size), cache_chunks(G, B, size=size), strict=True):
+        yield b.lerp_(g.to(b.dtype), weight)
+
+
+def _move(targets: Iterable[tuple[Tensor, Rounding]], steps: Iterable[_Factors], shrink: float | Tensor) -> None:
+    """Shrink chunks of the matrix, and add the steps to them."""
+    for (u, rounding), (rows, scale) in zip(targets, steps, strict=True):
+        shrink_and_add(u, rows, scale=scale, shrink=shrink, rounding=rounding)
 
 
 def _steps(
