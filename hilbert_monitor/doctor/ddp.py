@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hilbert_monitor.bench.synthetic import synthetic_text
+from hilbert_monitor.emulation.synthetic import synthetic_text
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.monitor.random_state import preserve_random_state

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
-from hilbert_monitor.bench.synthetic import synthetic_text
+from hilbert_monitor.emulation.synthetic import synthetic_text
 from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.optim import Muon, RowNorm, pretraining_optimizer
 from hilbert_monitor.optim.pretraining import FUSED_DEVICES

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hilbert_monitor.bench.synthetic import synthetic_text
+from hilbert_monitor.emulation.synthetic import synthetic_text
 from hilbert_monitor.monitor.callback import HilbertMonitor
 from hilbert_monitor.monitor.random_state import preserve_random_state
 from hilbert_monitor.optim import pretraining_optimizer

@@ -13,11 +13,11 @@ from rich.table import Table
 
 from hilbert_monitor.bench.output import progress_bar, show_machine, write_document
 
-from . import bf16, ddp, exactness, increment, interference, overhead
+from . import bf16, ddp, exactness, increment, interference, overhead, prediction
 from .device import CheckSizes, device_name
 from .finding import CLAIMS, Check, Finding, examine
 
-ROOMS = (exactness, increment, interference, ddp, overhead)
+ROOMS = (exactness, increment, interference, ddp, overhead, prediction)
 COLOURS = {"ok": "green", "FAILED": "bold red", "skipped": "yellow", "not known": "yellow"}
 
 

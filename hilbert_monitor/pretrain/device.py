@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hilbert_monitor.emulation.counts import Count
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -22,8 +24,12 @@ class Device:
     """Bytes per second that it sends to other machines."""
     utilisation: float = 0.4
     """Fraction of all of these that a run reaches."""
-    call: float = 10e-6
-    """Least seconds of a call of torch."""
+    launch: float = 4e-6
+    """Seconds to launch a kernel."""
+    wait: float = 10e-6
+    """Seconds in which a host hears that its device has finished, and the device of what is next."""
+    factorisation: float = 200e-6
+    """Seconds of a small eigenvalue problem or QR factorisation, which are many kernels of a library."""
     collective: float = 30e-6
     """Least seconds of a collective."""
 
@@ -35,7 +41,12 @@ class Device:
         """Return the FLOP/s that the decoder is assumed to reach."""
         return self.utilisation * (self.bf16 if bf16 else self.fp32)
 
-    def seconds(self, flops: float, traffic: float, calls: float) -> float:
-        """Return the seconds of fp32 work: the longest of computing, moving bytes and calling torch."""
+    def busy_seconds(self, count: Count) -> float:
+        """Return the seconds in which the device computes and moves bytes, with nothing between its kernels."""
         u = self.utilisation
-        return max(flops / (u * self.fp32), traffic / (u * self.bandwidth), calls * self.call)
+        return count.flops / (u * self.fp32) + count.bytes / (u * self.bandwidth)
+
+    def seconds(self, count: Count) -> float:
+        """Return the seconds of fp32 work if every kernel is waited for: nothing goes on beside anything."""
+        starts = (count.kernels + count.copies) * self.launch + count.waits * self.wait
+        return starts + count.factorisations * self.factorisation + self.busy_seconds(count)

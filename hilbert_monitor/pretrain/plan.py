@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hilbert_monitor.emulation.device import unavailable
+
 from .device import Device
 from .monitor_cost import MonitorCost, monitor_at, monitor_costs, own_rows, panel_memory
 from .recipes import Head, Recipe
@@ -60,6 +62,7 @@ class Plan:
     exchange: dict[str, float]
     """Bytes that a rank sends in an update, by part; without the monitor's."""
     monitor: dict[str, MonitorCost]
+    """Empty where this torch can host no emulated device to count it on."""
     seconds: dict[str, float]
     """Seconds of one update, by part."""
     monitor_elsewhere: dict[str, MonitorCost] = field(default_factory=dict)
@@ -76,6 +79,12 @@ class Plan:
         """Fraction that the monitor adds to an update, by FLOPs and by assumed seconds."""
         seconds, flops = self.seconds["monitor"], sum(cost.flops for cost in self.monitor.values())
         return {"flops": flops / self.update_flops, "seconds": seconds / (sum(self.seconds.values()) - seconds)}
+
+    @property
+    def overlapped_share(self) -> float:
+        """Fraction of an update's assumed seconds that is left where the monitor runs beside the next forward pass."""
+        left = sum(cost.overlapped for cost in self.monitor.values())
+        return left / (sum(self.seconds.values()) - self.seconds["monitor"])
 
     @property
     def exchange_seconds(self) -> float:
@@ -102,6 +111,7 @@ class Plan:
             **asdict(self),
             "update_flops": self.update_flops,
             "monitor_share": self.monitor_share,
+            "overlapped_share": self.overlapped_share,
             "exchange_seconds": self.exchange_seconds,
             "newton_schulz_share": self.newton_schulz_share,
             "hours": self.hours,
@@ -121,7 +131,7 @@ def plan(recipe: Recipe, device: Device | None = None) -> Plan:
     orthogonalisation = newton_schulz(r.model, r.world)
     if r.sharded:
         orthogonalisation["busiest"] = busiest_owner(r)
-    monitor = monitor_costs(r, device)
+    monitor = {} if unavailable() else monitor_costs(r, device)
     flops = decoder_flops(r.model, r.global_batch, chunked=r.loss_chunk is not None)
     flops["newton-schulz"] = orthogonalisation["shared"]
     validation = validation_flops(r)
@@ -145,7 +155,9 @@ def plan(recipe: Recipe, device: Device | None = None) -> Plan:
         exchange=exchange(r),
         monitor=monitor,
         seconds=_seconds(r, flops, orthogonalisation["busiest"], validation, monitor, device),
-        monitor_elsewhere={
+        monitor_elsewhere={}
+        if unavailable()
+        else {
             f"{V:,} x {d:,}, {world} ranks": monitor_at(r, device, vocab_size=V, width=d, world=world)
             for V, d in HEADS_ELSEWHERE
             for world in RANKS_ELSEWHERE

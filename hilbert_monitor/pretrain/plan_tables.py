@@ -5,6 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from hilbert_monitor.emulation.device import unavailable
+from hilbert_monitor.emulation.monitor_work import ROWS, WIDTH
+
+from .monitor_cost import MonitorCost
 from .plan import Plan
 
 
@@ -15,7 +19,10 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_run_table(plan, title), _memory_table(plan), _flops_table(plan))
     if plan.exchange:
         console.print(_exchange_table(plan))
-    console.print(_monitor_table(plan), _elsewhere_table(plan))
+    if plan.monitor:
+        console.print(_monitor_table(plan), _monitor_time_table(plan), _elsewhere_table(plan))
+    else:
+        console.print(f"What the monitor takes is not known, and no part of the hours: {unavailable()}.")
     d, shares = plan.device, plan.newton_schulz_share
     console.print(
         f"Newton-Schulz is {shares['shared']:.2%} of forward and backward by FLOPs. If every rank did all of it, it"
@@ -25,11 +32,21 @@ def show(plan: Plan, console: Console) -> None:
         f"The hours are assumed; nobody has measured them. They assume {d.utilisation:.0%} of the data sheet of an"
         f" {d.name}: {d.bf16 / 1e12:.0f} TFLOP/s bf16, {d.fp32 / 1e12:.0f} fp32 without TF32 (Newton-Schulz, monitor),"
         f" {d.bandwidth / 1e12:.1f} TB/s, {d.link / 1e9:.0f} GB/s to devices of the same machine and"
-        f" {d.network / 1e9:.0f} to others; {d.call * 1e6:.0f} µs a call, counted with a CPU's smaller chunks, and"
-        f" {d.collective * 1e6:.0f} µs a collective, however many ranks. The hours leave out what training exchanges,"
-        " as if all of it went on while devices compute. The exact search is a mean over synthetic increments, not over"
-        " those of such a run; what its ranks exchange was counted on 2, 4 and 8. The memory leaves out workspaces and"
-        " what the allocator wastes.",
+        f" {d.network / 1e9:.0f} to others. They leave out what training exchanges, as if all of it went on while"
+        " devices compute. The memory leaves out workspaces and what the allocator wastes.",
+        style="dim",
+    )
+    if not plan.monitor:
+        return
+    console.print(
+        "The monitor's kernels, waits, bytes and FLOPs are those of this code on an emulated device, counted at a head"
+        f" of {ROWS:,} x {WIDTH} and grown to this one. Its time assumes {d.launch * 1e6:.0f} µs a kernel,"
+        f" {d.wait * 1e6:.0f} µs a wait, {d.factorisation * 1e6:.0f} µs an eigenvalue problem or QR factorisation and"
+        f" {d.collective * 1e6:.0f} µs a collective, one after the other; what is left beside the next forward pass is"
+        " that of parts that wait, and of others the time in which the device is busy. It leaves out that a sort or a"
+        " top-k is several kernels, what small kernels do not fill of a device, caches, and how kernels slow down those"
+        " they run beside. The search is that of a synthetic increment, not of such a run; what its ranks exchange was"
+        " counted on 2, 4 and 8.",
         style="dim",
     )
 
@@ -96,18 +113,17 @@ def _elsewhere_table(plan: Plan) -> Table:
 
 def _monitor_table(plan: Plan) -> Table:
     title = "The monitor beside it, a mean over updates"
-    table = _table(title, "part", "GFLOP", "of the FLOPs", "GB moved", "MB received", "assumed ms")
-    for name, cost in plan.monitor.items():
-        share = f"{cost.flops / plan.update_flops:.5%}"
-        moved, received, timed = f"{cost.bytes / 1e9:,.3f}", f"{cost.received / 1e6:,.3f}", f"{cost.seconds * 1e3:.3f}"
-        table.add_row(name, f"{cost.flops / 1e9:,.3f}", share, moved, received, timed)
-    table.add_section()
-    flops, memory, wire = (
-        sum(getattr(cost, name) for cost in plan.monitor.values()) for name in ("flops", "bytes", "received")
-    )
-    shares = plan.monitor_share
-    timed = f"{plan.seconds['monitor'] * 1e3:.3f} ({shares['seconds']:.2%})"
-    table.add_row(
-        "all", f"{flops / 1e9:,.3f}", f"{shares['flops']:.5%}", f"{memory / 1e9:,.3f}", f"{wire / 1e6:,.3f}", timed
-    )
+    table = _table(title, "part", "GFLOP", "GB moved", "MB received", "kernels", "waits")
+    for name, cost in (plan.monitor | {"all": sum(plan.monitor.values(), MonitorCost())}).items():
+        moved, received = f"{cost.bytes / 1e9:,.3f}", f"{cost.received / 1e6:,.3f}"
+        table.add_row(name, f"{cost.flops / 1e9:,.3f}", moved, received, f"{cost.kernels:,.1f}", f"{cost.waits:,.1f}")
+    table.add_row("of an update's FLOPs", f"{plan.monitor_share['flops']:.5%}")
+    return table
+
+
+def _monitor_time_table(plan: Plan) -> Table:
+    table = _table("Its assumed time", "part", "ms, all waited for", "ms, beside the next forward pass")
+    for name, cost in (plan.monitor | {"all": sum(plan.monitor.values(), MonitorCost())}).items():
+        table.add_row(name, f"{cost.seconds * 1e3:.3f}", f"{cost.overlapped * 1e3:.3f}")
+    table.add_row("of an update", f"{plan.monitor_share['seconds']:.2%}", f"{plan.overlapped_share:.2%}")
     return table

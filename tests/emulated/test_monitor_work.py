@@ -1,0 +1,51 @@
+"""What the monitor does, counted: on one rank and on several, in this process and in one of its own."""
+
+import torch
+
+from hilbert_monitor.bench.increments import make_increment
+from hilbert_monitor.emulation import monitor_work
+from hilbert_monitor.emulation.ranks import in_emulated_ranks
+from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_diameter_bracket
+
+
+def test_emulated_ranks_find_what_the_whole_matrix_has():
+    S, H = torch.randn(2, 600, 16, generator=torch.Generator().manual_seed(0))
+    S = S * torch.arange(1, 601)[:, None] ** -0.5
+    exact, bounds = row_diameter(S), row_diameter_bracket(S)
+    for work in in_emulated_ranks(3, S, lambda rows, device: (row_diameter(rows), row_diameter_bracket(rows))):
+        found, bracket = work.result
+        assert (found.value, found.pair) == (exact.value, exact.pair)
+        assert bracket.lower <= exact.value <= bracket.upper <= 1.2 * bounds.upper
+        assert work.collectives > 0
+        assert 0 < work.received < 2 * S.nbytes
+    panel = [
+        w.result for w in in_emulated_ranks(2, S, lambda r, device: hilbert_perturbation(r, device.tensor(H[:50])).rms)
+    ]
+    assert panel[0] == panel[1]
+
+
+def test_bounds_move_what_two_passes_move():
+    work = monitor_work.monitor_work("adamw", ranks=1, autocast=False)
+    S = 4 * monitor_work.ROWS * monitor_work.WIDTH
+    assert 10 * S < work.forming.count.bytes < 13 * S  # AdamW's two moments, and what is made of them
+    assert 2 * S < work.bracket.count.bytes < 6 * S
+    assert work.bracket.count.waits == 0
+    assert work.search.count.flops > work.bracket.count.flops
+    assert work.panel.count.flops >= 2 * monitor_work.PANEL * S / 4
+    chunked = monitor_work.monitor_work("adamw", ranks=1, autocast=False, chunks=4)
+    assert chunked.bracket.count.kernels == work.bracket.count.kernels  # norms take one pass, whatever memory there is
+    assert chunked.bracket.count.bytes < 1.1 * work.bracket.count.bytes
+
+
+def test_counts_made_in_another_process_are_the_same():
+    here = monitor_work.monitor_work("rownorm", ranks=1, autocast=False)
+    assert monitor_work._counted_apart("rownorm", 1, False, 1) == here
+
+
+def test_kernels_hardly_depend_on_the_size_of_the_head():
+    found = []
+    for rows, width in ((2048, 64), (8192, 128)):
+        S = make_increment("rownorm", rows, width, steps=4, panel=1).S
+        (work,) = in_emulated_ranks(1, S, lambda rows, device: row_diameter_bracket(rows))
+        found.append(work.counts.total.kernels)
+    assert found[0] == found[1]

@@ -1,0 +1,36 @@
+"""The plans of the paper's three sizes, from counts of this code, and its opponents on the same device."""
+
+import torch
+
+from hilbert_monitor.bench import projection
+from hilbert_monitor.bench.opponents import all_pairs_matmul
+from hilbert_monitor.pretrain.device import Device
+from hilbert_monitor.pretrain.monitor_cost import rank_work
+from hilbert_monitor.pretrain.plan import plan
+from hilbert_monitor.pretrain.recipes import recipe
+
+MOST = {"190M": 0.0105, "380M": 0.0067, "640M": 0.0049}
+"""Largest share of an update, if every kernel of the monitor were waited for: with room, so that a wait that creeps in
+is seen."""
+
+
+def test_the_monitor_is_a_small_share_of_an_update_on_eight_devices():
+    for size, most in MOST.items():
+        found = plan(recipe(size, head="adamw"))
+        share = found.monitor_share["seconds"]
+        assert 0 < found.overlapped_share <= share <= most, (size, found.monitor)
+        assert found.monitor_share["flops"] < 2e-4
+
+
+def test_an_exact_search_is_ten_times_faster_than_all_pairs_on_the_same_device():
+    device, r = Device(), recipe("190M", devices=1, global_batch=32).resolved
+    search = device.seconds(rank_work(r).search.count)
+    all_pairs = device.seconds(projection.all_pairs_count(r.vocab_size, r.width))
+    assert all_pairs > 10 * search, (all_pairs, search)
+
+
+def test_the_opponents_work_is_that_counted_in_full():
+    V, d = 3 * projection.TILE, 8
+    whole, grown = projection.counted(all_pairs_matmul, torch.zeros(V, d)), projection.all_pairs_count(V, d)
+    assert 0.9 < grown.flops / whole.flops < 1.1
+    assert 0.7 < grown.kernels / whole.kernels < 1.4

@@ -1,0 +1,239 @@
+"""Decoders in training on the emulated device: the CPU's weights and records, and what a step waits for."""
+
+import math
+
+import msgspec
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Adam, AdamW, NAdam
+
+from hilbert_monitor import Probe, pretraining_optimizer
+from hilbert_monitor.emulation.device import NAME, EmulatedDevice
+from hilbert_monitor.geometry import tension_bracket
+from hilbert_monitor.monitor import step_quality
+from hilbert_monitor.monitor.panel import Panel
+from hilbert_monitor.monitor.probe import CHECKED
+from hilbert_monitor.optim import Muon, RowNorm
+from tests.support.decoders import Plain, seeded
+
+V, WIDTH = 1000, 16
+TEXT = (V * torch.rand(8, 33, generator=torch.Generator().manual_seed(1)) ** 3).long()
+
+
+def matrices(model):
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+def rate(model):
+    return torch.tensor(1e-3, device=model.lm_head.weight.device)
+
+
+OPTIMIZERS = {
+    "AdamW": lambda m: AdamW(m.parameters(), lr=1e-3),
+    "AdamW one by one": lambda m: AdamW(m.parameters(), lr=1e-3, foreach=False),
+    "AdamW foreach": lambda m: AdamW(m.parameters(), lr=1e-3, foreach=True),
+    "AdamW, lr a tensor": lambda m: AdamW(
+        m.parameters(), lr=rate(m), foreach=False, capturable=not m.embed.weight.is_cpu
+    ),
+    "Adam": lambda m: Adam(m.parameters(), lr=1e-3, weight_decay=0.1),
+    "SGD": lambda m: SGD(m.parameters(), lr=0.1),
+    "SGD with momentum": lambda m: SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    "NAdam, by difference": lambda m: NAdam(m.parameters(), lr=1e-3),
+    "RowNorm": lambda m: RowNorm(matrices(m), lr=1e-2),
+    "RowNorm, lr a tensor": lambda m: RowNorm(matrices(m), lr=rate(m)),
+    "Muon": lambda m: Muon(matrices(m), lr=1e-2),
+    "recipe, RowNorm head": lambda m: pretraining_optimizer(m, "rownorm"),
+    "recipe, AdamW head": lambda m: pretraining_optimizer(m, "adamw"),
+}
+NOT_COMPARED = {"time": 0.0, "seconds": {}, "share": None}
+
+
+class Training:
+    """A decoder with a probe, on the CPU or on the emulated device."""
+
+    def __init__(self, make, device="cpu", V=V, **options):
+        self.text = (TEXT * V // TEXT.max().add(1)).to(device)
+        self.model = seeded(Plain, V=V, d=WIDTH).to(device)
+        self.optimizer = OPTIMIZERS[make](self.model)
+        panel = Panel.of_tokens(self.text.cpu(), 200)
+        self.probe = Probe(self.model, self.optimizer, panel=panel, strict=True, **options).attach()
+
+    def gradient(self, autocast=None):
+        self.optimizer.zero_grad()
+        with torch.autocast(self.text.device.type, autocast or torch.bfloat16, enabled=autocast is not None):
+            logits = self.model(self.text[:, :-1])
+        return cross_entropy(logits.float().flatten(0, 1), self.text[:, 1:].flatten())
+
+    def update(self):
+        self.gradient().backward()
+        self.optimizer.step()
+        return self.probe.record()
+
+    def run(self, updates):
+        return [self.update() for _ in range(updates)]
+
+    @property
+    def weights(self):
+        return [p.detach().cpu() for p in self.model.parameters()]
+
+
+def plain(record):
+    """The numbers of a record, by name, pairs as two of them."""
+    values = msgspec.to_builtins(msgspec.structs.replace(record, **NOT_COMPARED))
+    pairs = {name: value for name, value in values.items() if isinstance(value, list | tuple)}
+    ends = {f"{name}[{k}]": end for name, pair in pairs.items() for k, end in enumerate(pair)}
+    return {name: value for name, value in values.items() if name not in pairs} | ends
+
+
+def differences(ours, theirs):
+    """Entries of two records that differ by more than rounding."""
+    names = ours.keys() | theirs.keys()
+    pairs = {name: (ours.get(name), theirs.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if not alike(*pair)}
+
+
+def alike(a, b):
+    return a == b or (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-7))
+
+
+def test_weights_and_records_are_the_cpus():
+    cadence = {"diameter_every": 2, "perturbation_every": 3, "bracket": True}
+    with EmulatedDevice():
+        found = {make: Training(make, NAME, **cadence) for make in OPTIMIZERS}  # before the CPU's first backward pass
+        records = {make: training.run(3) for make, training in found.items()}
+    for make, training in found.items():
+        expected = Training(make, **cadence)
+        for ours, theirs in zip(expected.run(3), records[make], strict=True):
+            found_else = differences(plain(ours), plain(theirs))
+            assert found_else == {}, f"{make}: {found_else}"
+        for p, q in zip(expected.weights, training.weights, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=make)
+
+
+def waits_of_a_step(make, V, updates=CHECKED + 2, **options):
+    """What the monitor counts in the last of a few updates, and its record."""
+    with EmulatedDevice() as device:
+        training = Training(make, NAME, V=V, **options)
+        training.run(updates - 1)
+        training.gradient().backward()
+        with device.counted() as counts:
+            training.optimizer.step()
+            record = training.probe.record()
+    return counts, record
+
+
+BRACKET = {"diameter_every": 0, "perturbation_every": 0, "bracket": True}
+EXACT = {"diameter_every": 1, "perturbation_every": 0}
+PERTURBATION = {"diameter_every": 0, "perturbation_every": 1, "bracket": False}
+SIZES = (1000, 4000)
+HEADS = ("AdamW", "recipe, RowNorm head")
+
+
+def measured(counts):
+    return counts.within("monitor/", "geometry/")
+
+
+@pytest.mark.parametrize("make", HEADS)
+def test_bounds_of_a_step_take_a_few_kernels_and_waits_whatever_the_vocabulary(make):
+    found = [waits_of_a_step(make, V, **BRACKET) for V in SIZES]
+    assert all(record.diameter_upper >= record.diameter_lower > 0 for _, record in found)
+    small, large = (measured(counts) for counts, _ in found)
+    assert large.waits <= 1, found[1][0].table()
+    assert large.kernels <= 130, found[1][0].table()
+    assert (small.kernels, small.waits, large.copies) == (large.kernels, large.waits, 0)
+
+
+LATER = ("AdamW", "AdamW, lr a tensor", "SGD", "Muon", "recipe, RowNorm head", "recipe, AdamW head")
+
+
+@pytest.mark.parametrize("make", LATER)
+def test_an_ordinary_step_that_is_read_later_waits_for_nothing(make):
+    """Nor do the reads of the step before it, which the device has passed: the backward pass was queued since."""
+    with EmulatedDevice(backlog=20) as device:
+        later, now = (Training(make, NAME, V=200, immediate=immediate, **BRACKET) for immediate in (False, True))
+        records = []
+        for update in range(CHECKED + 4):
+            loss = later.gradient()
+            loss.backward()
+            with device.counted() as counts:
+                later.optimizer.step()
+                record = later.probe.record(train_loss=loss.detach())
+            if update > CHECKED:
+                assert record is None
+                assert measured(counts).waits == 0, counts.table()
+                assert measured(counts).kernels <= 160, counts.table()
+            records += [r for r, _ in later.probe.earlier()] + [record] * (record is not None)
+        later.probe.settle()
+        records += [r for r, _ in later.probe.earlier()]
+        expected = now.run(CHECKED + 4)
+    assert [r.step for r in records] == list(range(1, CHECKED + 5))
+    for ours, theirs in zip(records, expected, strict=True):
+        assert ours.train_loss > 0
+        assert differences(plain(ours) | {"train_loss": None}, plain(theirs)) == {}
+
+
+@pytest.mark.parametrize("make", HEADS)
+def test_an_exact_step_waits_for_its_hubs_and_not_for_every_row(make):
+    """The search reads back what each round left, and the rounds are as many as the hubs ask for.
+
+    A bound with room, since a pair more or less in the walk changes the rounds; nothing bounds them on a sphere, where
+    every row is a hub.
+    """
+    for V in SIZES:
+        counts, record = waits_of_a_step(make, V, updates=3, **EXACT)
+        assert record.diameter > 0
+        assert measured(counts).waits <= 60, counts.table()
+        assert measured(counts).kernels <= 600, counts.table()
+
+
+@pytest.mark.parametrize("make", HEADS)
+def test_the_perturbation_of_a_panel_takes_as_many_waits_whatever_the_vocabulary(make):
+    found = [waits_of_a_step(make, V, updates=3, **PERTURBATION) for V in SIZES]
+    assert all(record.perturbation_rms > 0 for _, record in found)
+    small, large = (measured(counts) for counts, _ in found)
+    assert large.waits <= 40, found[1][0].table()
+    assert small.waits == large.waits
+
+
+def test_a_step_that_is_not_measured_does_not_wait():
+    counts, record = waits_of_a_step("AdamW", V, diameter_every=0, perturbation_every=0, bracket=False)
+    assert record.diameter_lower is None
+    assert measured(counts).waits == 0, counts.table()
+    assert measured(counts).kernels <= 5, counts.table()  # a few rows are kept for a comparison that may come
+
+
+def test_under_autocast_the_step_that_the_forward_pass_sees_is_measured():
+    with EmulatedDevice():
+        training = Training(
+            "AdamW", NAME, autocast=lambda: torch.autocast(NAME, torch.bfloat16), **EXACT | PERTURBATION
+        )
+        for _ in range(2):
+            training.gradient(torch.bfloat16).backward()
+            training.optimizer.step()
+            record = training.probe.record()
+    assert record.seen_diameter > 0
+    assert record.perturbation_rms > 0
+
+
+def test_a_step_that_a_grad_scaler_skips_is_none():
+    with EmulatedDevice():
+        training = Training("AdamW", NAME, **EXACT)
+        scaler, steps = torch.amp.GradScaler(NAME, init_scale=16), []
+        for next_scale in (2.0**120, 16.0, 16.0):
+            before = training.model.lm_head.weight.detach().clone()
+            scaler.scale(training.gradient(torch.float16)).backward()
+            scaler.step(training.optimizer)
+            scaler.update(next_scale)
+            record = training.probe.record()
+            moved = not torch.equal(training.model.lm_head.weight, before)
+            steps.append((moved, record is not None and not record.skipped))
+    assert steps == [(True, True), (False, False), (True, True)]
+
+
+def test_the_efficiency_of_a_step_is_measured():
+    step_quality.tension_bracket = lambda G, **_: tension_bracket(G, budget_seconds=0)
+    with EmulatedDevice():
+        training = Training("recipe, RowNorm head", NAME, V=24, efficiency=True, diameter_every=1, perturbation_every=1)
+        record = training.run(2)[-1]
+    assert 0 < record.efficiency_lower <= record.efficiency_upper <= 1 + 1e-6
