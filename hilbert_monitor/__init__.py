@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .monitor.callback import HilbertMonitor as HilbertMonitor
     from .monitor.exporter import Prometheus as Prometheus
     from .monitor.probe import Probe as Probe
+    from .monitor.watch import watch as watch
     from .optim import ChainedOptimizer as ChainedOptimizer
     from .optim import Muon as Muon
     from .optim import RowNorm as RowNorm
@@ -35,6 +36,7 @@ _HOMES = {
     "row_diameter": "geometry",
     "row_diameter_bracket": "geometry",
     "warmup_cosine": "optim",
+    "watch": "monitor.watch",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -45,7 +45,18 @@ ROOMS = {
     "runs": set(),
     "optim": {"geometry"},
     "monitor": {"geometry", "optim", "runs"},
-    "pretrain": {"geometry", "optim", "runs", "monitor"},
+    "emulation": {"geometry", "optim", "runs", "monitor"},
+    "pretrain": {"geometry", "optim", "runs", "monitor", "emulation"},
+    "inspection": {
+        "geometry",
+        "optim",
+        "runs",
+        "monitor",
+        "service",
+        "service.following",
+        "service.figures",
+        "service.report",
+    },
     "service": {"runs"},
     "service.following": {"runs", "service"},
     "service.figures": {"runs", "service", "service.following"},
@@ -85,6 +96,7 @@ def training():
         "monitor without its callback": "\n".join(without_callback),
         "callback": "hilbert_monitor.HilbertMonitor",
         "monitor": imports_of("monitor"),
+        "emulation": imports_of("emulation"),
         "pretrain": imports_of("pretrain"),
     }
     return dict(zip(stages, loaded(*stages.values()), strict=True))
@@ -125,6 +137,24 @@ def test_no_module_of_a_room_loads_a_package_that_it_does_not_need(room, barred)
 def test_the_monitor_needs_lightning_for_its_callback_alone():
     assert "lightning" not in training()["monitor without its callback"]
     assert "lightning" in training()["callback"]
+
+
+def test_the_monitor_in_a_loop_of_ones_own_needs_no_trainer():
+    modules = training()["monitor without its callback"]
+    assert "hilbert_monitor.monitor.watch" in modules
+    assert not {"transformers", "accelerate", "lightning"} & modules
+
+
+def test_adapters_import_their_framework_and_of_ours_the_monitor_and_runs():
+    frameworks = {"transformers": {"transformers"}, "fabric": {"lightning"}, "__init__": set()}
+    adapters = list((PACKAGE / "integrations").glob("*.py"))
+    assert {path.stem for path in adapters} == set(frameworks)
+    for path in adapters:
+        modules = [node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        ours = {name for name in modules if name.startswith("hilbert_monitor")}
+        assert {name.split(".")[1] for name in ours} <= {"monitor", "runs"}
+        others = {name.split(".")[0] for name in set(modules) - ours}
+        assert others - {"torch", *sys.stdlib_module_names} == frameworks[path.stem]
 
 
 def test_geometry_imports_torch_and_the_standard_library_only():

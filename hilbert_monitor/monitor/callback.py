@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,12 +17,13 @@ from .batches import Batch, token_ids
 from .decay import Decay
 from .exporter import Prometheus
 from .guard import tell
-from .head import find_head_place
+from .head_place import find_head_place
 from .lightning_loop import LightningLoop
-from .options import MonitorOptions
+from .options import MonitorOptions, prometheus_settings
 from .ranks import Ranks
 from .samples import sample_indices
 from .session import MonitorSession
+from .several_heads import check_heads, options_of_each
 
 VALIDATION_LOSSES = ("val_loss", "validation_loss", "val/loss", "valid_loss")
 """Names under which a validation loss is usually logged."""
@@ -42,7 +44,8 @@ class HilbertMonitor(Callback):
         ``HilbertMonitor(prometheus=Prometheus(port=9464, address="0.0.0.0"), on_blowup=["warn", "stop"])``
 
     Args:
-        head: the LM head, its name or that of its weight; by default it is looked for.
+        head: the LM head, its name or that of its weight; by default it is looked for. A list of names watches several,
+            each with a run and records of its own.
         panel_size: validation positions of the Hilbert perturbation.
         diameter_every: updates between exact diameters; 0 for none.
         perturbation_every: updates between perturbations of the panel; 0 for none.
@@ -69,12 +72,17 @@ class HilbertMonitor(Callback):
         stalled_after: seconds without a step or validation after which the run counts as stalled, unless twenty of its
             steps take longer; by default 300.
         progress_bar: show the diameter in the progress bar.
+        immediate: wait for an accelerator in every step, so that its record and alerts come in that step. By default
+            it is not waited for in steps of which only bounds are measured, and these come when the next step is made.
+            Anything in `on_blowup` that acts ("stop", "checkpoint", a function) implies it.
+        side_stream: let what is not waited for run beside the next forward pass, on a stream of its own. It then holds
+            the memory of one increment during that pass.
         strict: raise what fails, in place of counting it and warning once.
     """
 
     def __init__(
         self,
-        head: str | Module | Parameter | None = None,
+        head: str | Module | Parameter | list[str] | None = None,
         panel_size: int = 8192,
         diameter_every: int = 10,
         perturbation_every: int = 500,
@@ -97,14 +105,18 @@ class HilbertMonitor(Callback):
         prometheus: Prometheus | None = None,
         stalled_after: float | None = None,
         progress_bar: bool = True,
+        immediate: bool = False,
+        side_stream: bool = False,
         strict: bool = False,
         **moved: Any,
     ) -> None:
         _refuse(moved)
         super().__init__()
         self.progress_bar = progress_bar
-        self.options = MonitorOptions(
-            head=head,
+        self.heads = check_heads(head) if isinstance(head, list | tuple) else []
+        """Names of the heads, where several are watched."""
+        options = MonitorOptions(
+            head=None if isinstance(head, list | tuple) else head,
             panel_size=panel_size,
             diameter_every=diameter_every,
             perturbation_every=perturbation_every,
@@ -121,17 +133,34 @@ class HilbertMonitor(Callback):
             efficiency=efficiency,
             rules=rules,
             on_blowup=on_blowup,
-            sinks=tuple(sinks),
-            prometheus=_prometheus(prometheus_port, prometheus),
+            sinks=sinks,
+            prometheus=prometheus_settings(prometheus_port, prometheus),
             stalled_after=stalled_after,
+            immediate=immediate,
+            side_stream=side_stream,
             strict=strict,
         )
-        self.session = MonitorSession(self.options)
+        self.beside: list[HilbertMonitor] = []
+        """Monitors of the other heads, which join the Trainer's callbacks."""
+        self._adopt(options)
+
+    def _adopt(self, options: MonitorOptions) -> None:
+        self.options = options
+        self.session = MonitorSession(options)
         """What watches the run; its `probe` measures, its `guard` counts what failed."""
         self._updates = 0
 
+    def _twin(self, options: MonitorOptions) -> HilbertMonitor:
+        """A monitor of another head."""
+        twin = copy(self)
+        twin.heads, twin.beside = [], []
+        twin._adopt(options)
+        return twin
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse two monitors of one head."""
+        """Let the monitors of further heads join, before any that saves checkpoints; refuse two monitors of one."""
+        if self.heads:
+            self._join(trainer)
         others = [monitor for monitor in _monitors(trainer) if monitor is not self]
         if len(others) + 1 < len(_monitors(trainer)):
             raise ValueError("the same HilbertMonitor stands twice among the Trainer's callbacks: remove one")
@@ -141,6 +170,17 @@ class HilbertMonitor(Callback):
         ):
             which = f"the head {head!r}" if isinstance(head, str) else "the same head"
             raise ValueError(f"two HilbertMonitors watch {which}: pass each a head=... of its own, or remove one")
+
+    def _join(self, trainer: Trainer) -> None:
+        """Watch the first of several heads, and let a monitor of each other one stand behind this one."""
+        if not self.beside:
+            own, *others = options_of_each(self.options, self.heads)
+            self.beside = [self._twin(options) for options in others]
+            self._adopt(own)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        for place, monitor in enumerate(self.beside, callbacks.index(self) + 1):
+            if not any(monitor is other for other in callbacks):
+                callbacks.insert(place, monitor)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
@@ -187,7 +227,8 @@ class HilbertMonitor(Callback):
         if trainer.state.fn == "fit" and panels.panel is None and self.options.perturbation_every:
             ranks = Ranks.of(pl_module.device, trainer.world_size)
             with self.session.guard("panel", user_code=True):
-                panels.take(trainer.val_dataloaders, validates=trainer.enable_validation, ranks=ranks)
+                loaders = trainer.val_dataloaders
+                panels.take(loaders, validates=trainer.enable_validation, ranks=ranks, model=pl_module)
             panels.collect()
             self.session.update_panel()
 
@@ -255,7 +296,7 @@ class HilbertMonitor(Callback):
 
     def _label(self, trainer: Trainer, module: LightningModule) -> str:
         """Name of the head, beside others that other monitors watch."""
-        name, _, weight = find_head_place(module, self.options.head)
+        name, _, weight, _ = find_head_place(module, self.options.head)
         probes = [monitor.session.probe for monitor in _monitors(trainer) if monitor is not self]
         if any(probe is not None and probe.head.weight is weight for probe in probes):
             raise ValueError(f"another HilbertMonitor watches the head '{name}': pass each a head=... of its own")
@@ -290,13 +331,6 @@ def _reader(trainer: Trainer) -> tuple[int, int]:
     theirs."""
     sampler = trainer.distributed_sampler_kwargs or {}
     return sampler.get("rank", trainer.global_rank), sampler.get("num_replicas", trainer.world_size)
-
-
-def _prometheus(port: int | None, settings: Prometheus | None) -> Prometheus | None:
-    """The settings, given whole or by the port alone."""
-    if port is not None and settings is not None:
-        raise ValueError("prometheus_port is short for prometheus=Prometheus(port=...): give one of the two")
-    return Prometheus(port=port) if port is not None else settings
 
 
 def _refuse(moved: dict[str, Any]) -> None:

@@ -66,8 +66,8 @@ class Guard:
 
 
 def describe(error: BaseException) -> str:
-    """Return the class and the message of an exception, for a warning."""
+    """Return the class, the message and the notes of an exception, for a warning."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     except Exception:  # its message is code of the user too
         return type(error).__name__

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Embedding, EmbeddingBag, Linear, Module, Parameter
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.optim import Optimizer
 
 from hilbert_monitor.geometry import compute_dtype
-from hilbert_monitor.optim import find_head
-from hilbert_monitor.optim.roles import head_weight, parameter_of
+from hilbert_monitor.optim.roles import parameter_of
 
 from .ceiling import diameter_ceiling
 from .decay import Decay
+from .device_numbers import reads_later
+from .effective import EffectiveSource
 from .formulas import state_of
+from .head_place import find_head_place, is_transposed, why_nobody_moves
 from .head_rows import HeadRows, Matrix
 from .head_step import HeadStep
 from .increment import Increment, IncrementSource
@@ -34,22 +37,8 @@ class LogitIncrement(NamedTuple):
 
     S: Matrix
     """(V, d): scaled, padding dropped; (V, d + 1) for a head with a bias, whose increment is the last column."""
-    rounding: float
+    rounding: float | Tensor
     """Bound on the error of D(S) from the rounding of this rank's weights; zero where there is none."""
-
-
-class HeadPlace(NamedTuple):
-    """Where the LM head is in a model."""
-
-    name: str
-    module: Module | None
-    """None if the head is a parameter that no module of its own holds."""
-    weight: Tensor
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The head's bias, if it has one."""
-        return None if self.module is None else parameter_of(self.module, "bias")
 
 
 class NobodyMovesIt(ValueError):
@@ -81,25 +70,31 @@ class WatchedHead:
         ranks: Ranks | None = None,
     ) -> None:
         self.place = place = find_head_place(model, head)
-        self.name, self.module, self.weight = place
+        self.name, self.module, self.weight, self.effective = place
         self.logits = logit_transform(model, self.module)
         self.vocab_size, self.logit_scale = vocab_size, self.logits.scale if logit_scale is None else logit_scale
-        self.transposed = _is_transposed(model, place, vocab_size)
+        self.transposed = is_transposed(model, place, vocab_size)
         owners = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
         owner = owning_optimizer(owners, self.weight)
         if owner is None:
             raise NobodyMovesIt(why_nobody_moves(place))
         self.ranks = ranks or Ranks.of(self.weight.device, 1)
-        self.alone = False
-        """Whether the ranks have different heads, and rank zero measures its own."""
-        self.rows = HeadRows(self.weight, self.ranks, dim=int(self.transposed))
-        self.source = IncrementSource(owner, self.weight, decay=decay, rows=self.rows)
+        self.alone = self.ranks.world > 1 and _is_measured_alone(place.like)
+        """Whether rank zero measures alone: on an accelerator that has the whole head, where what the ranks would tell
+        each other takes longer than the work, and where they turn out to have different heads."""
+        sharing = Ranks.of(self.weight.device, 1) if self.alone else self.ranks
+        self.rows = HeadRows(place.like, sharing, dim=int(self.transposed))
+        self.source = (
+            IncrementSource(owner, self.weight, decay=decay, rows=self.rows)
+            if self.effective is None
+            else EffectiveSource(owners, self.effective, rows=self.rows)
+        )
         bias = place.bias
         bias_owner = None if bias is None else owning_optimizer(owners, bias)
         self.bias: IncrementSource | None = None
         """Of a bias that is trained; one that is frozen adds nothing to a step."""
         if bias is not None and bias_owner is not None:
-            self.bias = IncrementSource(bias_owner, bias, decay=decay, rows=HeadRows(bias, self.ranks))
+            self.bias = IncrementSource(bias_owner, bias, decay=decay, rows=HeadRows(bias, sharing))
         embeddings = [m for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)]
         self.tied = any(self.weight is parameter_of(m, "weight") for m in embeddings)
         self._buffer: Tensor | None = None
@@ -108,6 +103,11 @@ class WatchedHead:
     def remarks(self) -> list[str]:
         """Reasons why the bound H D(S) on the perturbation is not tight for this head."""
         remarks = []
+        if self.effective is not None:
+            remarks.append(
+                f"the head's weight is computed ({self.effective.kind}): S is the difference of the effective weight,"
+                " in which the decay of its parameters is included"
+            )
         if self.bias is not None:
             remarks.append("the head has a bias: rows are extended by its increment, and sqrt(H^2 + 1) D is a bound")
         if self.tied:
@@ -145,6 +145,16 @@ class WatchedHead:
         optimizer moves the weights."""
         apart = self.bias is not None and self.bias.optimizer is not self.source.optimizer
         return apart or any(source.basis == "update" for source in self._sources())
+
+    @property
+    def reads_later(self) -> bool:
+        """Whether the next step asks nothing of the device: what it has there is read later."""
+        return self.source.reads_later
+
+    @reads_later.setter
+    def reads_later(self, later: bool) -> None:
+        for source in self._sources():
+            source.reads_later = later
 
     def watch(
         self,
@@ -234,7 +244,7 @@ class WatchedHead:
 
     def increment(self) -> LogitIncrement | None:
         """Form the increment of the last step as it acts on the logits; None if the weights did something else."""
-        if self._buffer is None and self.weight.device.type == "cpu":
+        if self._buffer is None and self.weight.device.type == "cpu" and self.effective is None:
             mine = self.rows.of(self.weight.detach())
             self._buffer = torch.empty_like(mine, dtype=compute_dtype(mine))
         increment = self.source.form(self._buffer)
@@ -242,6 +252,17 @@ class WatchedHead:
         if increment is None or (self.bias is not None and bias is None):
             return None
         return self._on_logits(increment, bias)
+
+    @property
+    def is_believed(self) -> bool:
+        """Whether this rank can form the whole increment by itself, from the optimizer's state."""
+        whole = self.rows.part is None and not self.rows.sharded
+        return whole and all(source.basis == "state" for source in self._sources())
+
+    def believed_increment(self) -> LogitIncrement:
+        """Form the whole increment of the last step, (V, d), as the optimizer's state says, without a check."""
+        weight, *bias = (source.form_believed() for source in self._sources())
+        return self._on_logits(weight, bias[0] if bias else None)
 
     @property
     def has_stored(self) -> bool:
@@ -264,7 +285,8 @@ class WatchedHead:
 
     def logit_matrix(self, dtype: torch.dtype) -> Matrix:
         """The matrix that makes logits of hidden states, (V, d), as it is now."""
-        U = self._by_tokens(self.weight.detach()).to(dtype) * self.logit_scale
+        weight = self.weight.detach() if self.effective is None else self.effective.whole()
+        U = self._by_tokens(weight).to(dtype) * self.logit_scale
         return self.rows.matrix(U, self.vocab_size)
 
     def gradient(self) -> Matrix | None:
@@ -278,7 +300,7 @@ class WatchedHead:
         return G.t() if G is not None and self.transposed else G
 
     def _dense_gradient(self) -> Tensor | None:
-        G = self.weight.grad
+        G = self.weight.grad if self.effective is None else None
         return G.to_dense() if G is not None and G.is_sparse else G
 
     def _by_tokens(self, x: Tensor) -> Tensor:
@@ -286,13 +308,26 @@ class WatchedHead:
         mine = self.rows.of(x)
         return mine.t() if self.transposed else mine
 
-    def ceiling(self) -> float | None:
-        """The largest D(S) that the optimizer can make in a step like the last, where there is a theorem."""
-        source = self.source
-        if source.last is None or source.basis != "state" or self.bias is not None or self.transposed:
+    @property
+    def count(self) -> float | Tensor:
+        """The optimizer's own count of steps, the last one included; zero if it has none."""
+        count: float | Tensor = state_of(self.source.optimizer, self.weight).get("step", 0.0)
+        return count
+
+    def ceiling(self, *, count: float | None = None, lr: float | None = None) -> float | None:
+        """The largest D(S) that the optimizer can make in a step like the last, where there is a theorem.
+
+        Args:
+            count: the optimizer's count of steps, if it has been read.
+            lr: the learning rate of the step, if it has been read.
+        """
+        source, last = self.source, self.source.last
+        if last is None or source.basis != "state" or self.bias is not None or self.transposed:
             return None
-        count = float(state_of(source.optimizer, self.weight).get("step", 0))
-        ceiling = diameter_ceiling(source.optimizer, source.last, count=count, width=self.weight.shape[1])
+        if lr is not None:
+            last = dataclasses.replace(last, options=last.options | {"lr": lr})
+        count = float(self.count) if count is None else count
+        ceiling = diameter_ceiling(source.optimizer, last, count=count, width=self.weight.shape[1])
         return None if ceiling is None else ceiling * abs(self.logit_scale)
 
     def _on_logits(self, weight: Increment, bias: Increment | None) -> LogitIncrement:
@@ -301,85 +336,11 @@ class WatchedHead:
         if bias is not None:
             squares += bias.rounding**2
             S = torch.cat([S, bias.S.to(S.dtype)[:, None]], dim=1)
-        S, rounding = S.contiguous(), 2 * math.sqrt(squares) * abs(self.logit_scale)
+        S, rounding = S.contiguous(), 2 * squares**0.5 * abs(self.logit_scale)
         matrix = self.rows.matrix(S if self.logit_scale == 1 else S * self.logit_scale, self.vocab_size)
         return LogitIncrement(matrix, rounding)
 
 
-# Finding it
-
-
-def find_head_place(model: Module, head: str | Module | Parameter | None) -> HeadPlace:
-    """Find the LM head in a model, given the module, its weight, the name of either, or nothing."""
-    if isinstance(head, Parameter):
-        name = next((name for name, p in model.named_parameters(remove_duplicate=False) if p is head), None)
-        if name is None:
-            raise ValueError("the head is no parameter of this model: pass one of its parameters, or the name of one")
-        return _place_of_parameter(model, name)
-    names = {module: name for name, module in model.named_modules()}
-    if isinstance(head, Module):
-        if head not in names:
-            raise ValueError("the head is no module of this model: pass one of its modules, or the name of one")
-        return _place_of_module(names[head], head)
-    name = find_head(model) if head is None else head
-    modules = dict(model.named_modules(remove_duplicate=False))
-    if name in modules:
-        return _place_of_module(name, modules[name])
-    if name in dict(model.named_parameters(remove_duplicate=False)):
-        return _place_of_parameter(model, name)
-    raise ValueError(f"the model has no module or parameter called {name!r}: pass the LM head or its name as head=...")
-
-
-def _place_of_parameter(model: Module, name: str) -> HeadPlace:
-    holder, _, last = name.rpartition(".")
-    if last == "weight":
-        return _place_of_module(holder, model.get_submodule(holder))
-    weight = model.get_parameter(name)
-    _check_matrix(name, type(weight).__name__, weight)
-    return HeadPlace(name, None, weight)
-
-
-def _place_of_module(name: str, module: Module) -> HeadPlace:
-    kind = type(module).__name__
-    if isinstance(getattr(module, "base_layer", None), Module):
-        raise TypeError(
-            f"the head '{name}' is an adapter, a {kind}: its own weight is frozen, and the product of small matrices"
-            " that is trained beside it is not measured; train the head whole, or watch another as head=..."
-        )
-    weight = head_weight(module, name)
-    _check_matrix(name, kind, weight)
-    assert weight is not None
-    return HeadPlace(name, module, weight)
-
-
-def _check_matrix(name: str, kind: str, weight: Tensor | None) -> None:
-    if weight is None or weight.ndim != 2:
-        got = "no weight of its own" if weight is None else f"a weight of shape {tuple(weight.shape)}"
-        raise TypeError(f"the head '{name}', a {kind}, has {got}, not one of (V, d): pass the LM head as head=...")
-
-
-def _is_transposed(model: Module, place: HeadPlace, vocab_size: int | None) -> bool:
-    """Whether the weight is stored as (d, V). That of an nn.Linear never is."""
-    if isinstance(place.module, Linear | Embedding | EmbeddingBag):
-        return False
-    rows, columns = place.weight.shape
-    embeddings = [m for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)]
-    tokens = {vocab_size} if vocab_size is not None else {m.num_embeddings for m in embeddings}
-    if rows in tokens or columns in tokens:
-        return rows not in tokens
-    if place.module is not None:
-        return False
-    raise ValueError(
-        f"cannot tell whether the head '{place.name}' of shape ({rows}, {columns}) is stored as (V, d) or (d, V): no"
-        " embedding has as many tokens; pass vocab_size=..."
-    )
-
-
-def why_nobody_moves(place: HeadPlace) -> str:
-    """Say why no optimizer has the head's weight, and what to do."""
-    if not place.weight.requires_grad:
-        return f"the head '{place.name}' is frozen, and no optimizer has it"
-    return (
-        f"no optimizer has the head '{place.name}', a weight of shape {tuple(place.weight.shape)}: if another head is"
-        " trained, pass that as head=..."
-    )
+def _is_measured_alone(weight: Tensor) -> bool:
+    """Whether a rank has the whole weight, on an accelerator that is read later."""
+    return not hasattr(weight, "device_mesh") and reads_later(weight.device)

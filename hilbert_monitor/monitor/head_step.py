@@ -21,6 +21,8 @@ class HeadStep:
     """The hyperparameters of the parameter's group at that step: a scheduler moves lr soon after."""
     group_lr: float | Tensor | None = None
     """The learning rate in the group, of which some optimizers make another."""
+    overflow: Tensor | None = None
+    """On its device, whether a GradScaler had a fused optimizer skip the step, where that was not read at once."""
 
     @property
     def lr(self) -> float | None:

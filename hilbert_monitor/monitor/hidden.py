@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hilbert_monitor.optim.roles import weight_matrix
 
-from .batches import Batch, input_ids, select_rows, with_tensors
+from .batches import Batch, input_ids, select_rows, text_ids, with_tensors
 from .guard import tell
 from .noted_calls import noted_inputs, noted_outputs
 from .object_state import kept_state, same_packages
@@ -41,6 +41,8 @@ LOGIT_BYTES = 256_000_000
 """Logits of one forward pass, in fp32, unless one row has more."""
 KEPT_BYTES = 64_000_000
 """Buffers and other tensors that are copied before a forward pass, to be put back."""
+TARGETS = ("labels", "targets")
+"""What a forward pass calls the tokens that it should predict."""
 NO_FORWARD = ("_forward_unimplemented", "LightningModule.forward")
 """Names of the forward that a module inherits when it defines none."""
 
@@ -92,10 +94,10 @@ def hidden_states(
         device = next((compute_device(p) for p in module.parameters()), torch.device("cpu"))
     where, states = torch.device(device), []
     vocabulary = None if hidden is not None or weight is None else max(weight.shape)
-    with _undisturbed(module), (autocast or nullcontext)(), _no_autocast_cache():
+    with undisturbed(module), (autocast or nullcontext)(), _no_autocast_cache():
         for batch, positions in _passes(panel, vocabulary):
             found = _whole(read(module, with_tensors(batch, lambda x: x.to(where))))
-            flat = _flat(found, input_ids(batch))  # (B * T, d)
+            flat = _flat(found, text_ids(batch))  # (B * T, d)
             states.append(flat[positions.to(flat.device)].to(where, torch.float32))
         if not states:
             width = 0 if weight is None else weight.shape[1]
@@ -112,7 +114,7 @@ def _whole(states: Tensor) -> Tensor:
 def _passes(panel: Panel, vocabulary: int | None) -> Iterator[tuple[Batch, Tensor]]:
     """Yield the micro-batches of a panel and their positions, cut to as many rows as one forward pass takes."""
     for batch, positions in zip(panel.batches, panel.positions, strict=True):
-        B, T = input_ids(batch).shape
+        B, T = text_ids(batch).shape
         rows = B if vocabulary is None else max(1, LOGIT_BYTES // (4 * vocabulary * T))
         if rows >= B:
             yield batch, positions
@@ -151,15 +153,16 @@ def _inputs_of(
     name = type(caller).__name__
     leaves = {m: path for path, m in caller.named_modules() if not any(m.children())}
     weight = weight_matrix(head) if isinstance(head, Module) else head
-    if _has_decoder_inputs(caller):
-        raise HeadNotReached(
-            f"{name} is an encoder-decoder: its head is given the decoder's states, and the ids of a batch are the"
-            " encoder's; pass hidden=, a function of the module and a batch that returns the decoder's states for"
-            " these ids (B, T, d)"
-        )
+    decodes = _has_decoder_inputs(caller)
 
     def inputs_of_head(_: Module, batch: Batch) -> Tensor:
-        ids, inputs, failure = input_ids(batch), list[Tensor](), None
+        ids, inputs, failure = text_ids(batch), list[Tensor](), None
+        if decodes and ids is input_ids(batch):
+            raise HeadNotReached(
+                f"{name} is an encoder-decoder: its head is given the decoder's states, and a batch of the panel has"
+                ' the encoder\'s ids alone; give batches with "labels" or "decoder_input_ids" as validation has them,'
+                " or pass hidden=, a function of the module and a batch that returns the decoder's states (B, T, d)"
+            )
 
         outputs: list[Any] = []
         returned: dict[Module, Any] = {}
@@ -270,8 +273,8 @@ def _calls(forward: Callable[..., Any], batch: Batch) -> Iterator[tuple[tuple[An
     by_name = isinstance(batch, Mapping) and ("input_ids" in takes or anything)
     open_ended = by_name and any(p.kind is p.VAR_KEYWORD for p in takes.values())
     kwargs = {name: value for name, value in entries.items() if open_ended or name in takes}
-    targets = {name: kwargs.pop(name, ids) for name in ("labels", "targets") if name in {*kwargs, *takes}}
-    args = () if by_name else (ids,)
+    targets = {name: kwargs.pop(name, ids) for name in TARGETS if name in {*kwargs, *takes}}
+    args = () if by_name else (ids, *_further_inputs(takes, batch))
     if "use_cache" in takes:  # keys and values of every block, for nothing
         kwargs.setdefault("use_cache", False)
     needed = {name: value for name, value in targets.items() if name in takes and takes[name].default is inspect._empty}
@@ -280,13 +283,24 @@ def _calls(forward: Callable[..., Any], batch: Batch) -> Iterator[tuple[tuple[An
         yield args, kwargs | targets
 
 
+def _further_inputs(takes: Mapping[str, inspect.Parameter], batch: Batch) -> list[Any]:
+    """What a forward pass requires after the ids, besides a target: of a tuple or list what follows the ids."""
+    if not isinstance(batch, list | tuple):
+        return []
+    ids = input_ids(batch)
+    following = [x for place, x in enumerate(batch) if place > next(i for i, y in enumerate(batch) if y is ids)]
+    required = [p.name for p in takes.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    needed = next((n for n, name in enumerate(required) if name in TARGETS), len(required))
+    return following[:needed]
+
+
 def _fit(states: Tensor, ids: Tensor) -> bool:
     """Whether states are (B, T, d) or (B * T, d)."""
     return states.shape[:-1] in (ids.shape, (ids.numel(),))
 
 
 @contextmanager
-def _undisturbed(model: Module) -> Iterator[None]:
+def undisturbed(model: Module) -> Iterator[None]:
     """Run eagerly, in eval mode, without gradients; afterwards all is as before.
 
     Flags are set one by one: a module's own `train` may do more than that. Under torch.compile an exception would leave

@@ -27,6 +27,7 @@ from hilbert_monitor.geometry import compute_dtype
 from hilbert_monitor.optim import Group, LastStep, MatrixOptimizer, Muon, RowNorm, options_of
 
 from .decay import Decay, WeightDecay
+from .device_numbers import reads_later
 from .formulas import formula_of, sgd, state_of, steps_as
 from .head_rows import HeadRows
 from .head_step import HeadStep, learning_rate
@@ -48,9 +49,9 @@ class Increment:
 
     S: Tensor
     """This rank's entries, laid out as those of the parameter, in fp32 or better."""
-    rounding: float
-    """Bound on the difference between an entry of S and the change of the stored weight, which is rounded. Zero where S
-    was formed from state and U has at least fp32."""
+    rounding: float | Tensor
+    """Bound on the difference between an entry of S and the change of the stored weight, which is rounded: on the
+    device of S where that is an accelerator. Zero where S was formed from state and U has at least fp32."""
 
 
 class IncrementSource:
@@ -72,12 +73,14 @@ class IncrementSource:
         self.rows = rows or HeadRows(param, Ranks.of(param.device, 1))
         self.last: HeadStep | None = None
         self.decay = WeightDecay(self.optimizer, decay)
-        self._kept = KeptRows(self._weights)
+        self._kept = self._watched()
         self._trusted, self._by_update = True, False
         self.checks = True
         """Whether what is believed of the step is compared with what the weights did."""
         self._has_stepped = False  # before the first step anybody may load other weights
         self._found_out = False  # in this step: the weights of before it were not kept
+        self.reads_later = False
+        """Whether the next step asks nothing of the device: its `HeadStep` says what is to be read."""
         self._before: Tensor | None = None
         self.seen_dtype: torch.dtype | None = None
         """What the forward pass casts the weights to, if it is less than they have."""
@@ -152,6 +155,8 @@ class IncrementSource:
         check: Callable[[], bool] = lambda: True,
         guard: Callable[[str], AbstractContextManager[Any]] = nullcontext,
         doubt: Callable[[str], None] = lambda text: None,
+        before_step: Callable[[], None] = lambda: None,
+        after_closure: Callable[[], bool] = lambda: False,
     ) -> Callable[[], None]:
         """Call `on_step` after each step; return a function that ends it.
 
@@ -161,11 +166,16 @@ class IncrementSource:
             check: asked before each step whether what is believed is compared with what the weights do.
             guard: makes the context for what runs inside the optimizer's step, by the name of the part.
             doubt: told in a sentence where the weights did something else than was believed.
+            before_step: called before each step, while the parameter and its state are as the last step left them.
+            after_closure: asked whether a step that is given a closure begins when that has run. Until then the device
+                has no new work: whoever waits for it then, lets it run dry.
         """
         self.decay.warn_of_guess(self.group)
         self._doubt = doubt
 
         def begin() -> None:
+            with guard("increment"):
+                before_step()
             with guard("increment"):
                 self.checks = check()
                 self._begin(measure())
@@ -179,7 +189,8 @@ class IncrementSource:
             with guard("increment"):  # also of a step that could not be noted: other ranks wait for this one there
                 on_step(step or HeadStep("", {}))
 
-        return hook_steps((self.optimizer, *inner_optimizers(self.optimizer, self.param)), begin, end)
+        optimizers = (self.optimizer, *inner_optimizers(self.optimizer, self.param))
+        return hook_steps(optimizers, begin, end, after_closure=after_closure)
 
     def moved_unseen(self) -> bool:
         """Whether an update that no hook saw moved this rank's weights."""
@@ -228,7 +239,8 @@ class IncrementSource:
     def take_rows(self, rows: HeadRows) -> None:
         """Measure other entries of the parameter from now on."""
         self.forget()
-        self.rows, self._kept = rows, KeptRows(self._weights)
+        self.rows = rows
+        self._kept = self._watched()
 
     def forget(self) -> None:
         """Forget the last step."""
@@ -261,7 +273,8 @@ class IncrementSource:
         """Note the step that was made."""
         group_lr = options.get("lr")
         options["lr"] = learning_rate(self.optimizer, options, state_of(self.optimizer, self.param))
-        self.last, self._next, self._has_stepped = HeadStep(self._skipped(), options, group_lr), None, True
+        skipped, overflow = self._skipped()
+        self.last, self._next, self._has_stepped = HeadStep(skipped, options, group_lr, overflow), None, True
         if steps_as(self.optimizer, SGD) and self.param.grad is not None:
             self._gradient = LastStep.of(self.param.grad, self.last.options)
         elif self._is_plain_sgd() and not self.last.skipped and self._trusted:
@@ -274,7 +287,7 @@ class IncrementSource:
         before, formula = self._kept.before, formula_of(self.optimizer, candidates[0])
         if before is None or not len(before) or formula is None or not self.from_state or self._is_plain_sgd():
             return candidates[0]
-        rows = self._state(self._kept.of)
+        rows = self._state(lambda x: self._kept.of(self.rows.of(x)))
 
         def gap(options: Group) -> float:
             S = formula(before, rows, options, None)
@@ -310,8 +323,18 @@ class IncrementSource:
         fresh = self._next is None  # or the rows of before the step are no longer kept
         if self.checks and fresh and not self._agrees(S, self.last):
             return None
-        U = self._weights()
-        return Increment(S, torch.finfo(U.dtype).eps * _largest(U) if self.is_rounded else 0.0)
+        return self._rounded(S)
+
+    @torch.no_grad()
+    def form_believed(self) -> Increment:
+        """Return the increment of the last step as the optimizer's state says it was, without a check."""
+        if self.last is None or not self.from_state:
+            raise RuntimeError("there has been no step whose increment can be formed from the optimizer's state")
+        return self._rounded(self._from_state(self.last, None))
+
+    def _rounded(self, S: Tensor) -> Increment:
+        """Bound what is lost in weights of less than fp32."""
+        return Increment(S, torch.finfo(self.param.dtype).eps * _largest(self._weights()) if self.is_rounded else 0.0)
 
     @torch.no_grad()
     def stored(self) -> Increment:
@@ -329,7 +352,7 @@ class IncrementSource:
             if seen:
                 self._doubt(seen)
                 S = moved + before.to(dtype) * self.decay.share(self.last)
-        return Increment(S, 2 * torch.finfo(U.dtype).eps * max(_largest(U), _largest(before)))
+        return Increment(S, 2 * torch.finfo(U.dtype).eps * _largest(U, before))
 
     @torch.no_grad()
     def seen(self) -> Tensor | None:
@@ -349,10 +372,10 @@ class IncrementSource:
         return self.last is not None and self._before is not None
 
     @torch.no_grad()
-    def moved(self) -> tuple[float, float]:
+    def moved(self) -> tuple[Tensor, int]:
         """How many of this rank's weights are not what they were before the step, and how many there are."""
         assert self._before is not None
-        return float((self._before != self._weights()).sum()), float(self._before.numel())
+        return (self._before != self._weights()).sum(), self._before.numel()
 
     def _from_state(self, last: HeadStep, out: Tensor | None) -> Tensor:
         if isinstance(self.optimizer, MatrixOptimizer):
@@ -363,7 +386,7 @@ class IncrementSource:
             raise RuntimeError("the gradient of the last step is gone or changed, and SGD's increment needs it")
         formula = formula_of(self.optimizer, last.options)
         assert formula is not None
-        return formula(self._weights(), self._state(), last.options, out)
+        return formula(self._weights(), self._state(self.rows.of), last.options, out)
 
     def _agrees(self, S: Tensor, last: HeadStep) -> bool:
         """Whether the rows that were kept moved as `S` says."""
@@ -379,21 +402,26 @@ class IncrementSource:
         if not difference > allowed:  # also where something is nan
             return True
         kind = type(self.optimizer).__name__
-        self._distrust(f"a step of {kind} moved a weight by {real:.3g} where its state says {believed:.3g}")
+        self._distrust(
+            f"a step of {kind} moved a weight {difference:.3g} away from where its state says, by {real:.3g}"
+        )
         return False
+
+    def _watched(self) -> KeptRows:
+        """The rows by which it is seen what moves the parameter."""
+        return KeptRows(self._weights)
 
     def _weights(self) -> Tensor:
         """This rank's entries of the parameter, as they are now."""
         return self.rows.of(self.param.detach())
 
-    def _state(self, of: Callable[[Tensor], Tensor] = lambda x: x) -> Group:
-        """The optimizer's state of this rank's entries, or of some of them; the gradient too."""
+    def _state(self, of: Callable[[Tensor], Tensor]) -> Group:
+        """The optimizer's state of some entries of the parameter; the gradient too."""
         state = {**state_of(self.optimizer, self.param), "gradient": self.param.grad}
         if isinstance(self.param.grad, Tensor) and self.param.grad.is_sparse:
             state["gradient"] = self.param.grad.to_dense()
         return {
-            name: of(self.rows.of(x)) if isinstance(x, Tensor) and x.shape == self.param.shape else x
-            for name, x in state.items()
+            name: of(x) if isinstance(x, Tensor) and x.shape == self.param.shape else x for name, x in state.items()
         }
 
     def _distrust(self, why: str) -> None:
@@ -417,13 +445,20 @@ class IncrementSource:
     def _has_gradient(self) -> bool:
         return self._gradient is not None and self._gradient.had(self.param.grad)
 
-    def _skipped(self) -> str:
+    def _skipped(self) -> tuple[str, Tensor | None]:
+        """Why nothing moved, or empty; and what says so on the device, where that is read later."""
         if self.param.grad is None and not self._kept.stepped():  # or the step has cleared it
-            return "no gradient"
+            return "no gradient", None
         overflow = getattr(self.optimizer, "found_inf", None)  # a GradScaler leaves it to a fused optimizer
-        return "overflow" if overflow is not None and bool(overflow) else ""
+        if self.reads_later and isinstance(overflow, Tensor):
+            return "", overflow
+        return "overflow" if overflow is not None and bool(overflow) else "", None
 
 
-def _largest(x: Tensor) -> float:
-    """The largest |entry|; zero if there is none."""
-    return float(x.abs().amax()) if x.numel() else 0.0
+def _largest(*matrices: Tensor) -> float | Tensor:
+    """The largest |entry|, zero if there is none; on an accelerator, which is not waited for, in fp64."""
+    maxima = [x.abs().amax() for x in matrices if x.numel()]
+    if not maxima:
+        return 0.0
+    largest = torch.stack(maxima).amax()
+    return largest.double() if reads_later(largest.device) else float(largest)

@@ -74,17 +74,26 @@ def logit_transform(model: Module, head: Module | None = None) -> LogitTransform
     Returns:
         scale and soft cap; a scale of one and no cap if no config says anything.
     """
-    doubts = []
+    doubt = ""
     for config in _configs(model, head):
-        for part in (config, *(_read(config, name) for name in PARTS)):
-            if part is None:
-                continue
-            transform = _transform_of(part, str(_read(part, "model_type") or _read(config, "model_type") or ""))
-            if transform.scale != 1 or transform.softcap is not None:
-                return transform
-            if transform.source:
-                doubts.append(transform.source)
-    return LogitTransform(source=doubts[0] if doubts else "")
+        transform = config_transform(config)
+        if transform.scale != 1 or transform.softcap is not None:
+            return transform
+        doubt = doubt or transform.source
+    return LogitTransform(source=doubt)
+
+
+def config_transform(config: Any) -> LogitTransform:
+    """Read one config, an object or a mapping such as a config.json, and the parts of it that a language model has."""
+    doubt = ""
+    for part in (config, *(_read(config, name) for name in PARTS)):
+        if part is None:
+            continue
+        transform = _transform_of(part, str(_read(part, "model_type") or _read(config, "model_type") or ""))
+        if transform.scale != 1 or transform.softcap is not None:
+            return transform
+        doubt = doubt or transform.source
+    return LogitTransform(source=doubt)
 
 
 def _configs(model: Module, head: Module | None) -> Iterator[Any]:
@@ -133,7 +142,7 @@ def _transform_of(config: Any, model_type: str) -> LogitTransform:
             sources.append(f"{field} = {number:g}")
         elif value not in (None, False, 0):
             doubts.append(f"{field} of the model's config is {value!r}, not a positive number, and was not used")
-    if sources:
+    if sources and (scale != 1 or cap is not None):
         return LogitTransform(scale, cap, f"the config of {model_type or 'the model'}: {', '.join(sources)}")
     return LogitTransform(source=doubts[0] if doubts else "")
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hilbert_monitor.geometry import (
+    DiameterBracket,
     covering_radius,
     hilbert_perturbation,
     row_diameter,
@@ -36,7 +37,11 @@ class DiameterBounds:
     @classmethod
     def of(cls, S: Matrix) -> DiameterBounds:
         """Bound the diameter of an increment (V, d) in two passes."""
-        bracket = row_diameter_bracket(S)
+        return cls.of_bracket(row_diameter_bracket(S))
+
+    @staticmethod
+    def of_bracket(bracket: DiameterBracket) -> DiameterBounds:
+        """Take the bounds that the geometry found."""
         return DiameterBounds(
             diameter_lower=bracket.lower,
             diameter_upper=bracket.upper,

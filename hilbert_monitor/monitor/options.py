@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.nn import Module, Parameter
 
@@ -17,6 +19,10 @@ from .exporter import Prometheus
 from .hidden import HiddenStates
 from .panel_source import PanelChoice
 from .responses import Action, resolved
+
+F = TypeVar("F", bound=Callable[..., Any])
+PANELS = ("loader", "paper")
+"""The panels that have a name."""
 
 
 @dataclass(kw_only=True)
@@ -43,14 +49,26 @@ class MonitorOptions:
     sinks: Iterable[Any] = ()
     prometheus: Prometheus | None = None
     stalled_after: float | None = None
+    immediate: bool = False
+    side_stream: bool = False
     strict: bool = False
+    named: bool = False
+    """Whether records say which head they are of. Not an argument: set where several heads are watched."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.head, list | tuple):
+            raise ValueError(
+                f"one head is watched at a time, got {self.head!r}: HilbertMonitor(head=[...]) takes several, elsewhere"
+                " watch each of them by itself"
+            )
         for name in ("diameter_every", "perturbation_every"):
             _check_count(name, getattr(self, name), "a number of updates, 0 for never", least=0)
         _check_count("panel_size", self.panel_size, "a number of validation positions", least=1)
         if self.vocab_size is not None:
             _check_count("vocab_size", self.vocab_size, "a number of rows of the head, or None for all", least=1)
+        if isinstance(self.panel, str) and self.panel not in PANELS:
+            raise ValueError(f"panel takes {', '.join(map(repr, PANELS))} or token ids, got {self.panel!r}")
+        self.sinks = _checked_sinks(self.sinks)
         resolved(self.on_blowup)
         if self.stalled_after is not None and not self.stalled_after >= 0:
             raise ValueError(f"stalled_after is a number of seconds, zero or more, got {self.stalled_after!r}")
@@ -69,6 +87,62 @@ class MonitorOptions:
     def _exported_patience(self) -> float | None:
         settings = self.prometheus
         return None if settings is None or settings.stalled_after == STALLED_AFTER else settings.stalled_after
+
+
+def chosen_options(caller: str, given: dict[str, Any]) -> MonitorOptions:
+    """Return the options that a user gave by name, with `prometheus_port` short for `prometheus`.
+
+    Args:
+        caller: what was called, for errors.
+        given: names and values.
+
+    Raises:
+        TypeError: for a name that is no option, as Python itself would.
+    """
+    given = dict(given)
+    names = {field.name for field in fields(MonitorOptions)} - {"named"}
+    for name in given:
+        if name not in {*names, "prometheus_port"}:
+            close = get_close_matches(name, names, 1)
+            hint = f": did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{caller} got an unexpected keyword argument {name!r}{hint}")
+    settings = prometheus_settings(given.pop("prometheus_port", None), given.pop("prometheus", None))
+    return MonitorOptions(prometheus=settings, **given)
+
+
+def prometheus_settings(port: int | None, settings: Prometheus | None) -> Prometheus | None:
+    """Return the settings, given whole or by the port alone."""
+    if port is not None and settings is not None:
+        raise ValueError("prometheus_port is short for prometheus=Prometheus(port=...): give one of the two")
+    return Prometheus(port=port) if port is not None else settings
+
+
+def with_options(function: F, *, without: Collection[str] = ()) -> F:
+    """Show the options in the signature of a function that takes them as ``**options``: for `help`, and for editors.
+
+    Args:
+        function: the function, or a class.
+        without: options that it does not take.
+    """
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = {p.name for p in own} | {*without, "named"}
+    port = inspect.Parameter("prometheus_port", inspect.Parameter.KEYWORD_ONLY, default=None)
+    options = [p for p in (*inspect.signature(MonitorOptions).parameters.values(), port) if p.name not in names]
+    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return function
+
+
+def _checked_sinks(sinks: Any) -> tuple[Any, ...]:
+    """The sinks, each of which can be written to."""
+    what = "sinks is a list of objects with write(record), got"
+    if not isinstance(sinks, Iterable):
+        raise TypeError(f"{what} {type(sinks).__name__}: write sinks=[...]")
+    several = tuple(sinks)
+    for sink in several:
+        if not callable(getattr(sink, "write", None)):
+            raise TypeError(f"{what} one with a {type(sink).__name__}, which has no write")
+    return several
 
 
 def _check_count(name: str, value: Any, what: str, *, least: int) -> None:

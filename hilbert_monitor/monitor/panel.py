@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -17,7 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batches import IGNORED, Batch, attended, input_ids, is_integer, positions_of, select_rows
+from .batches import (
+    IGNORED,
+    Batch,
+    attended,
+    encoded_ids,
+    input_ids,
+    is_integer,
+    other_inputs,
+    positions_of,
+    select_rows,
+    text_ids,
+)
 from .loader_items import in_lists, ordered_batches
 
 POSITIONS = 8192
@@ -49,24 +60,29 @@ class Panel:
         """SHA-256, in hex, of all that the hidden states depend on, besides the weights.
 
         That is, row by row in order: the tokens up to the last position that counts, padding left out, and the places
-        of the positions among them. Neither the size of micro-batches nor the width of padding enters, nor a device
-        nor a dtype.
+        of the positions among them; what else the batch has for each token; what an encoder is given. Neither the size
+        of micro-batches nor the width of padding enters, nor a device nor a dtype.
         """
         digest = hashlib.sha256()
         for batch, positions in zip(self.batches, self.positions, strict=True):
-            ids, attention = input_ids(batch), attended(batch)
+            ids, attention = text_ids(batch), attended(batch)
             rows, columns = positions // ids.shape[1], positions % ids.shape[1]
             for row in sorted(set(rows.tolist())):
                 places = attention[row].cumsum(0)[columns[rows == row]] - 1
-                tokens = ids[row].long()[attention[row]][: int(places.max()) + 1]
+                end = int(places.max()) + 1
+                tokens = ids[row].long()[attention[row]][:end]
                 entries = [len(tokens), len(places), *tokens.tolist(), *places.tolist()]
+                for more in other_inputs(batch):
+                    entries += more[row].long()[attention[row]][:end].tolist()
+                if ids is not input_ids(batch):
+                    entries += encoded_ids(batch, row)
                 digest.update(struct.pack(f"<{len(entries)}q", *entries))
         return digest.hexdigest()
 
     @cached_property
     def number(self) -> int:
         """A number below 2^48 that two panels have in common if they have the same text in the same micro-batches."""
-        shapes = [tuple(input_ids(batch).shape) for batch in self.batches]
+        shapes = [tuple(text_ids(batch).shape) for batch in self.batches]
         return int(hashlib.sha256(f"{self.hash} {shapes}".encode()).hexdigest()[:12], 16)
 
     @classmethod
@@ -77,7 +93,9 @@ class Panel:
         return cls(tuple(batches), tuple(positions for panel in panels for positions in panel.positions))
 
     @classmethod
-    def of_loader(cls, loader: Any, size: int = POSITIONS) -> Panel | None:
+    def of_loader(
+        cls, loader: Any, size: int = POSITIONS, *, prepared: Callable[[Batch], Batch] = lambda batch: batch
+    ) -> Panel | None:
         """Take the first positions of a loader's dataset, without iterating the loader.
 
         Random numbers that items draw are the same every time. Generators, counters and caches of the dataset are as
@@ -86,12 +104,13 @@ class Panel:
         Args:
             loader: see `ordered_batches`.
             size: number of positions.
+            prepared: makes of a batch what the model takes.
 
         Returns:
             The panel; None if the data are a stream, or may be one.
         """
         with ordered_batches(loader) as batches:
-            return None if batches is None else cls._of(batches, size)
+            return None if batches is None else cls._of(map(prepared, batches), size)
 
     @classmethod
     def of_tokens(cls, tokens: Tensor | Sequence[Any], size: int = POSITIONS, context: int = 1024) -> Panel:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.nn import Module
 
-from .batches import Batch, positions_of, with_tensors
+from .batches import Batch, positions_of, with_decoder_inputs, with_tensors
 from .guard import tell
 from .panel import Panel
 from .ranks import Ranks
 
 PanelChoice = Literal["loader", "paper"] | list[int] | list[list[int]] | Tensor
 """See `PanelSource`."""
+Prepare = Callable[[Batch], Batch]
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
 
 
 class PanelSource:
@@ -30,8 +38,9 @@ class PanelSource:
         """The panel, once there is one."""
         self._batches: list[Batch] | None = None
         self._stream = False  # the loader's data cannot be read without changing something
+        self._prepared: Prepare = _as_it_is
 
-    def take(self, loaders: Any, *, validates: bool, ranks: Ranks) -> None:
+    def take(self, loaders: Any, *, validates: bool, ranks: Ranks, model: Module) -> None:
         """Take the panel from what is at hand, without iterating anything. Called on every rank.
 
         Ranks that find different panels, because each has a dataset of its own, keep none: then it is collected.
@@ -40,8 +49,10 @@ class PanelSource:
             loaders: validation loaders, if there are any yet.
             validates: whether validation will deliver batches, from which a panel can be collected.
             ranks: those that train together.
+            model: that is trained; the batches of an encoder-decoder get the ids of its decoder.
         """
         panel: Panel | None = None
+        self._prepared = partial(with_decoder_inputs, model)
         try:
             panel = self._at_hand(loaders, validates=validates)
         finally:  # also after a failure: the other ranks wait for this one
@@ -52,7 +63,7 @@ class PanelSource:
         if not isinstance(self.choice, str):
             return Panel.of_tokens(self.choice, self.size)
         if loaders is not None and self.choice == "loader":
-            panel = None if self._stream else Panel.of_loader(loaders, self.size)
+            panel = None if self._stream else Panel.of_loader(loaders, self.size, prepared=self._prepared)
             self._stream = panel is None
             return panel
         if not validates:
@@ -74,7 +85,7 @@ class PanelSource:
             readers: how many ranks read data of their own.
         """
         if self._batches is not None and self._missing(readers) > 0:
-            self._batches.append(with_tensors(batch, lambda x: x.detach().cpu().clone()))
+            self._batches.append(with_tensors(self._prepared(batch), lambda x: x.detach().cpu().clone()))
 
     def finish(self, *, ranks: Ranks, reader: int, readers: int, more_to_come: bool = False) -> None:
         """Make the panel of what the ranks have collected: of each its part. Called on every rank.
@@ -105,7 +116,7 @@ class PanelSource:
     def reset(self) -> None:
         """Forget the panel: the next run finds its own."""
         self.panel = self._batches = None
-        self._stream = False
+        self._stream, self._prepared = False, _as_it_is
 
     def _missing(self, readers: int) -> int:
         """Positions that this rank still lacks of its part."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import msgspec
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -17,8 +16,11 @@ from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, StepRecord
 
 from .decay import Decay
+from .deferral import Deferral
+from .device_numbers import reads_later
 from .guard import Guard
-from .head import WatchedHead, find_head_place
+from .head import WatchedHead
+from .head_place import find_head_place
 from .head_rows import Matrix
 from .head_step import HeadStep
 from .hidden import AutocastFactory, HiddenStates, reshard
@@ -28,8 +30,9 @@ from .owners import owning_optimizer, stepping_optimizer
 from .panel import Panel
 from .precision import seen_dtype
 from .ranks import Ranks, compute_device
+from .records import Records
 from .remarks import Remarks
-from .samples import SampleIndices, first_samples
+from .samples import SampleIndices
 from .schedule import Schedule, Schedulers
 from .silence import Silence, why_head_rests
 from .step_meter import StepMeter
@@ -47,7 +50,8 @@ class Probe:
     were.
 
     With several ranks there is a probe on each, and all of them measure together: each its part of the rows of a head
-    that all have, or its shard of a DTensor. Rank zero has the records with their alerts.
+    that all have, or its shard of a DTensor. On an accelerator rank zero measures a head that all have alone.
+    Rank zero has the records with their alerts.
 
     Args:
         model: a language model; a head that is tied to an embedding is measured too, with a remark.
@@ -69,6 +73,10 @@ class Probe:
             rate of a step was set by one.
         judge: blow-up rules. If the bounds of a step are higher than usual, its exact diameter is computed. If it is a
             blow-up, the panel is measured too. Give it on every rank.
+        immediate: wait for the device in every step that is measured, so that `record` has its record. Otherwise an
+            accelerator is not waited for in ordinary steps: `record` returns None, and `earlier` has the record after
+            the next step has begun, or `settle` was called.
+        side_stream: run what is not waited for on a stream of its own, beside the next forward pass.
         world: ranks that train together, if they are not those of torch.distributed: 1 for a process by itself.
         process_group: these ranks, if they are not all: in a pipeline, those of the stage that has the head.
         guard: counts what fails; by default one of its own.
@@ -92,6 +100,8 @@ class Probe:
         logit_scale: float | None = None,
         schedulers: Schedulers = None,
         judge: Judge | None = None,
+        immediate: bool = True,
+        side_stream: bool = False,
         efficiency: bool = False,
         world: int | None = None,
         process_group: ProcessGroup | None = None,
@@ -118,8 +128,8 @@ class Probe:
         self.step = 0
         self.last = math.inf
         """Number of the last step, where it is known before: it is measured like one that is due."""
-        self.alerts: list[Alert] = []
-        """What the judge said of the last record."""
+        self.immediate = immediate
+        self._records = Records(self._verdict, self.guard, judges=self.ranks.rank == 0)
         self._remarks = Remarks()
         for text in self.head.remarks():
             self._remarks.inexact(text)
@@ -133,17 +143,16 @@ class Probe:
             autocast=autocast,
         )
         with self.guard("precision", user_code=True):
-            self.source.seen_dtype = seen_dtype(model, self.head.weight, autocast)
+            if self.head.effective is None:  # nobody casts a weight that is computed
+                self.source.seen_dtype = seen_dtype(model, self.head.weight, autocast)
         self._schedule = Schedule(schedulers, self.head.weight)
         self._end: Callable[[], None] | None = None
         self._current: Measurement | None = None  # of the step that has no record yet
-        self._recorded: Measurement | None = None  # of the last record
-        self._record: StepRecord | None = None
-        self._earlier: list[Judged] = []
+        self._defers = False  # whether it is one that the host reads later, on all ranks
+        self._deferral = Deferral(self._meter, self._records, side_stream=side_stream)
         self._batch: int | None = None
         self._samples: list[SampleIndices] = []  # of the batches since the last record
         self._rates = self._schedule.rates()  # at the end of the last update
-        self._since = time.perf_counter()
         self._checked = 0  # steps that were compared with what the weights did
         self._silence = Silence()
         self._decide()
@@ -162,6 +171,11 @@ class Probe:
     @judge.setter
     def judge(self, judge: Judge | None) -> None:
         self._verdict.judge = judge
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """What the judge said of the last record."""
+        return self._records.alerts
 
     @property
     def remarks(self) -> list[str]:
@@ -184,12 +198,15 @@ class Probe:
             check=self._will_check,
             guard=self.guard,
             doubt=self._note_doubt,
+            before_step=self.settle,
+            after_closure=lambda: self._may_defer and self.source.from_state,
         )
         self._finish_update()
         return self
 
     def detach(self) -> None:
         """End it; the optimizer is left without a trace."""
+        self.settle()
         if self._end is not None:
             self._end()
         self._end = None
@@ -235,6 +252,7 @@ class Probe:
             optimizers: those of the run, as they are now.
             weight: how much of an update it is, where the loop cannot tell.
         """
+        self.settle()
         moved = False
         with self.guard("increment"):
             if self._follow(optimizers):
@@ -278,21 +296,33 @@ class Probe:
 
     def _will_check(self) -> bool:
         """Whether the next step is compared with what the weights do: an accelerator is waited for."""
-        if not self._will_measure():
-            return False
         every = (self.diameter_every, self.perturbation_every)
-        due = self._checked < CHECKED or any(self._due(self.step + 1, steps) for steps in every)
-        self._checked += due
-        return due
+        due = any(self._due(self.step + 1, steps) for steps in every)
+        checks = self._will_measure() and (due or self._checked < CHECKED)
+        self._checked += checks
+        formed = not self.bracket or self.head.is_believed
+        self.head.reads_later = self._may_defer and not (due or checks or self._waits) and formed
+        return checks
+
+    @property
+    def _may_defer(self) -> bool:
+        """Whether the host need not wait for the device in ordinary steps."""
+        return not self.immediate and reads_later(self.ranks.device)
 
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.last)
 
     def _on_step(self, step: HeadStep, *, seen: bool = True) -> None:
         if self._current is not None:  # nobody asked for its record: several steps to a batch
-            self._earlier.append((self._finish(self._current), self.alerts))
+            self._records.keep(self._finish(self._current))
         self._meter.forget()
+        self._defers = seen and self.source.reads_later
         self._current = self._next_measurement(step.skipped)
+        if self._defers and not step.skipped:
+            self._silence.end()
+            if self.ranks.rank == 0:
+                self._deferral.begin(self.head, self._current, step, self._schedule, bounds=self.bracket)
+            return
         with self._meter.timed("learning_rate"):
             self._note_rate(self._current, step, seen=seen)
         if step.skipped:
@@ -305,6 +335,13 @@ class Probe:
         panel_due = self._due(self.step, self.perturbation_every)
         if panel_due and self.source.fleeting and not self._meter.holds_increment:
             self._meter.take_increment(self.head, self._current)
+
+    def settle(self) -> None:
+        """Read what a device still has of earlier steps; their records are then in `earlier`.
+
+        Called before a step moves anything. If the rules suspect the one before it, that is searched for its diameter.
+        """
+        self._deferral.settle(self.head, self.panel if self.perturbation_every else None)
 
     def _note_rate(self, measurement: Measurement, step: HeadStep, *, seen: bool) -> None:
         """Note the learning rate of a step, and whether a scheduler set it. One may have set the next rate since."""
@@ -354,11 +391,11 @@ class Probe:
         self,
         *,
         final: bool = False,
-        train_loss: float | None = None,
+        train_loss: float | Tensor | None = None,
         validation_loss: float | None = None,
         tokens: int | None = None,
     ) -> StepRecord | None:
-        """Return the record of the last step, or None if there was none since the last call.
+        """Return the record of the last step, or None if there was none since the last call or it is read later.
 
         Called on every rank after every step: the perturbation is measured here, under the new weights.
 
@@ -368,9 +405,14 @@ class Probe:
             validation_loss: if it was computed since the last record.
             tokens: training tokens so far.
         """
-        fresh, step = self._current is not None, self._current
-        if step is None and final and self._recorded is not None:
-            step = dataclasses.replace(self._recorded)
+        step = self._current
+        if step is not None and self._defers and not final:
+            step.validation_loss, step.tokens = validation_loss, tokens
+            return self._send(step, train_loss)
+        self.settle()
+        fresh = step is not None
+        if step is None and final and self._records.step is not None:
+            step = dataclasses.replace(self._records.step)
         if step is None:
             return None
         if fresh:
@@ -382,12 +424,24 @@ class Probe:
             self._finish_update()
         if not fresh:
             return None
-        step.train_loss = step.train_loss if train_loss is None else train_loss
+        step.train_loss = step.train_loss if train_loss is None else float(train_loss)
         step.validation_loss = step.validation_loss if validation_loss is None else validation_loss
         step.tokens = step.tokens if tokens is None else tokens
         record = self._finish(step)
         self._batch, self._samples = None, []
         return record
+
+    def _send(self, step: Measurement, train_loss: float | Tensor | None) -> StepRecord | None:
+        """Send what a step has on the device to the host. Where there is nothing, return its record."""
+        with self.guard("increment"):
+            self.head.stands()  # notes, on the device, whether something else has moved the weights
+        self._finish_update()
+        samples, self._batch, self._samples = self._samples, None, []
+        if self._deferral.send(train_loss, samples):
+            self._current = None
+            return None
+        step.train_loss = float(train_loss) if self.ranks.rank == 0 and train_loss is not None else None
+        return self._finish(step, samples)
 
     def _check_weights(self, step: Measurement) -> None:
         """Drop what was measured in the hook of a step, if something moved the weights after it."""
@@ -423,39 +477,19 @@ class Probe:
             self._meter.measure_panel(self.head, step, self.panel)
         return due
 
-    def _read_samples(self) -> tuple[int, ...] | None:
-        samples: tuple[int, ...] | None = None
-        if self._samples:
-            with self.guard("samples"):
-                samples = first_samples(self._samples)
-        return samples
-
     def earlier(self) -> list[Judged]:
-        """Return records, with their alerts, of steps that others followed before `record` was called."""
-        earlier, self._earlier = self._earlier, []
-        return earlier
+        """Return records, with their alerts, of steps that others followed before `record` returned theirs."""
+        return self._records.earlier()
 
     def amend(self, *, validation_loss: float) -> StepRecord | None:
         """Return the last record with what has become known of its step since, or None if there is no record yet."""
-        if self._record is None or self._recorded is None:
-            return None
-        self._recorded.validation_loss = validation_loss
-        self._record = msgspec.structs.replace(self._record, validation_loss=validation_loss)
-        return self._record
+        self.settle()
+        return self._records.amend(validation_loss=validation_loss)
 
-    def _finish(self, step: Measurement) -> StepRecord:
+    def _finish(self, step: Measurement, samples: list[SampleIndices] | None = None) -> StepRecord:
         """Make the record of a step, and have it judged."""
-        now = time.perf_counter()
-        seconds = dict(self._meter.seconds)
-        share = sum(seconds.values()) / (now - self._since) if now > self._since else None
-        record = step.record(time=time.time(), seconds=seconds, share=share)
-        self.alerts = []
-        if self.ranks.rank == 0:
-            with self._meter.timed("rules"):
-                record, self.alerts = self._verdict.of(record, self._read_samples)
-                step.samples = record.samples
-        self._record, self._recorded, self._current = record, step, None
+        record = self._records.make(step, self._meter.seconds, self._samples if samples is None else samples)
+        self._current = None
         self._meter.forget()
         self._meter.seconds.clear()
-        self._since = now
         return record

@@ -131,6 +131,11 @@ def resolved(actions: Action | list[Any]) -> list[Action]:
     return [_resolved(action) for action in (actions if isinstance(actions, list | tuple) else [actions])]
 
 
+def acts(actions: Action | list[Any]) -> bool:
+    """Whether one of the actions may change the run, so that it has to come before the next step: all but telling."""
+    return any(callable(action) or action in TOGETHER for action in resolved(actions))
+
+
 def _resolved(action: Any) -> Any:
     if callable(action) or action in ("warn", *TOGETHER):
         return action

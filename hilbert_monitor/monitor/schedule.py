@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .device_numbers import Later, read_now, reads_later
 
 Rate = float | Tensor
 Schedulers = Any
@@ -50,17 +52,34 @@ class Schedule:
             used: the rate in the parameter's group at the step.
             rates: what `rates` said when the step was made.
         """
+        return self.read_later(used, rates, read_now)()
+
+    def read_later(
+        self, used: Rate | None, rates: list[tuple[Any, Rate | None]], take: Callable[[Tensor], Later]
+    ) -> Callable[[], tuple[float | None, bool | None]]:
+        """Return what does as `read` does, once numbers that are on a device have been read.
+
+        Args:
+            used: the rate in the parameter's group at the step.
+            rates: what `rates` said when the step was made.
+            take: takes numbers as they are now, and returns what gives them later.
+        """
         if used is None:
-            return None, None
+            return lambda: (None, None)
         known = [(one, rate) for one, rate in rates if rate is not None and not _are_one_tensor(rate, used)]
-        number, *others = _numbers([used, *(rate for _, rate in known)])
-        matching = [scheduler for (scheduler, _), other in zip(known, others, strict=True) if _are_equal(number, other)]
-        for scheduler in matching:
-            self._note_match(scheduler, number)
-        if matching:
-            return number, True
-        all_tell = len(known) == len(rates) and all(self._believes(scheduler) for scheduler, _ in known)
-        return number, False if rates and all_tell else None
+        numbers = _numbers([used, *(rate for _, rate in known)], take)
+
+        def answer() -> tuple[float | None, bool | None]:
+            number, *others = numbers()
+            matching = [one for (one, _), other in zip(known, others, strict=True) if _are_equal(number, other)]
+            for scheduler in matching:
+                self._note_match(scheduler, number)
+            if matching:
+                return number, True
+            all_tell = len(known) == len(rates) and all(self._believes(scheduler) for scheduler, _ in known)
+            return number, False if rates and all_tell else None
+
+        return answer
 
     def forget(self) -> None:
         """Let go of the schedulers, and of what was learnt about them."""
@@ -99,14 +118,19 @@ def _index(groups: list[dict[str, Any]], param: Tensor) -> int | None:
     return next((n for n, group in enumerate(groups) if any(param is p for p in group["params"])), None)
 
 
-def _numbers(rates: list[Rate]) -> list[float]:
+def _numbers(rates: list[Rate], take: Callable[[Tensor], Later]) -> Later:
     """Rates as numbers. Those that are tensors are read together: a device is waited for once."""
     tensors = [rate for rate in rates if isinstance(rate, Tensor)]
     if not tensors:
-        return [float(rate) for rate in rates]
-    first = tensors[0]
-    read = iter(torch.stack([x.detach().reshape(()).to(first.device, first.dtype) for x in tensors]).tolist())
-    return [next(read) if isinstance(rate, Tensor) else float(rate) for rate in rates]
+        return lambda: [float(rate) for rate in rates]
+    first = next((x for x in tensors if reads_later(x.device)), tensors[0])
+    read = take(torch.stack([x.detach().reshape(()).to(first.device, first.dtype) for x in tensors]))
+
+    def numbers() -> list[float]:
+        values = iter(read())
+        return [next(values) if isinstance(rate, Tensor) else float(rate) for rate in rates]
+
+    return numbers
 
 
 def _are_one_tensor(a: Rate, b: Rate) -> bool:

@@ -23,7 +23,8 @@ from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from hilbert_monitor.runs.stops import requested_stop
 
 from .guard import Guard
-from .head import NobodyMovesIt, find_head_place
+from .head import NobodyMovesIt
+from .head_place import find_head_place
 from .hidden import AutocastFactory
 from .options import MonitorOptions
 from .outputs import Outputs
@@ -31,10 +32,11 @@ from .owners import owning_optimizer
 from .panel_source import PanelSource
 from .probe import Probe
 from .ranks import Ranks
-from .responses import Controls, Responses
+from .responses import Controls, Responses, acts
 from .samples import SampleIndices
 from .silence import Silence
 from .token_texts import TokenTexts
+from .verdict import Judged
 
 
 class TrainingLoop(Controls, Protocol):
@@ -159,7 +161,7 @@ class MonitorSession:
         started = False
         with self.guard("panel", user_code=True):
             if self.panels.panel is None and self.options.perturbation_every:
-                self.panels.take(loop.validation_loaders, validates=loop.validates, ranks=loop.ranks)
+                self.panels.take(loop.validation_loaders, validates=loop.validates, ranks=loop.ranks, model=loop.model)
         with self.guard("start"):
             try:
                 self._start(loop)
@@ -178,7 +180,7 @@ class MonitorSession:
         if not loop.validates and not loop.ranks.unanimous(self.panels.panel is not None):
             self.probe.perturbation_every = 0  # there is no panel, and none to come
 
-    def begin_batch(self, index: int, samples: SampleIndices | None) -> None:
+    def begin_batch(self, index: int | None, samples: SampleIndices | None) -> None:
         """Note a micro-batch, before a step is made of it.
 
         Args:
@@ -206,12 +208,21 @@ class MonitorSession:
             return
         record = probe.record(
             final=final,
-            train_loss=None if self._loss is None else float(self._loss),
+            train_loss=self._loss,
             validation_loss=self._validation_loss,
             tokens=self._tokens,
         )
         self._loss = self._validation_loss = None
-        judged = [*probe.earlier(), *([(record, probe.alerts)] if record is not None else [])]
+        self._pass_on(loop, probe, [(record, probe.alerts)] if record is not None else [], final=final)
+
+    def flush(self) -> None:
+        """Hand on the records of steps that are still on the device. Called on any rank, at any time."""
+        if self._loop is not None and self.probe is not None:
+            self.probe.settle()
+            self._pass_on(self._loop, self.probe, [], final=True)
+
+    def _pass_on(self, loop: TrainingLoop, probe: Probe, latest: list[Judged], *, final: bool) -> None:
+        judged = [*probe.earlier(), *latest]
         if loop.ranks.rank == 0:
             for one, alerts in judged:
                 self._hand_on(loop, one, alerts, final=final)
@@ -224,11 +235,12 @@ class MonitorSession:
 
     def validated(self, loss: float) -> None:
         """Add the validation loss to the record of the step before it, or keep it for the first."""
+        self.flush()
         amended = None if self.probe is None or self.probe.stepped else self.probe.amend(validation_loss=loss)
         if amended is None:
             self._validation_loss = loss
         elif self.outputs is not None:
-            self.outputs.write(amended)
+            self.outputs.write(self._named(amended))
 
     def alive(self) -> None:
         """Say that the run is doing something, though it makes no step."""
@@ -252,6 +264,8 @@ class MonitorSession:
             self._waiting.silence.end(self._waiting.reason)
         self._waiting = None
         if self.probe is not None:
+            with self.guard("record"):
+                self.flush()
             self._resumed = self.state_dict()
             self.probe.detach()
         webhooks = self._responses.webhooks if self._responses is not None else []
@@ -269,6 +283,8 @@ class MonitorSession:
         """Steps and tokens so far, the name of the log and the history of the rules, of plain types."""
         if self.probe is None or self.probe.judge is None:
             return dict(self._resumed)
+        with self.guard("record"):
+            self.flush()
         return {
             "step": self.probe.step,
             "tokens": self._tokens,
@@ -307,6 +323,8 @@ class MonitorSession:
             logit_scale=options.logit_scale,
             schedulers=self._schedulers,
             judge=Judge(options.rules),
+            immediate=options.immediate or acts(options.on_blowup),
+            side_stream=options.side_stream,
             efficiency=options.efficiency,
             world=loop.ranks.world,
             process_group=loop.ranks.group,
@@ -371,9 +389,16 @@ class MonitorSession:
             world_size=loop.ranks.world,
         )
 
+    def _named(self, record: StepRecord) -> StepRecord:
+        """The record with the name of its head, where several are watched."""
+        if not self.options.named or self.probe is None:
+            return record
+        return msgspec.structs.replace(record, head=self.probe.head.name)
+
     def _hand_on(self, loop: TrainingLoop, record: StepRecord, alerts: list[Alert], *, final: bool) -> None:
         """Give a record and its alerts to the log, the sinks and the loggers."""
         assert self.probe is not None
+        record = self._named(record)
         known = len(self.probe.remarks), self.panels.panel is not None
         if self.outputs is not None:
             with self.guard("run log"):

@@ -86,7 +86,7 @@ class StepMeter:
         with self.timed("increment"):
             increment = head.increment()
             if increment is not None:
-                self._increment, self._rounding = increment
+                self._increment, self._rounding = increment.S, float(increment.rounding)
                 step.increment_from = head.source.basis
 
     def measure_diameter(
@@ -102,7 +102,7 @@ class StepMeter:
         assert S is not None
         if not exact:
             self._bound(head, step, S)
-            exact = self.ranks.from_rank_zero(self._is_suspicious(step, suspects))
+            exact = self.ranks.from_rank_zero(self.is_suspicious(step, suspects))
             self._increment = S if exact else None
         if exact:
             self._search(head, step, S)
@@ -133,7 +133,23 @@ class StepMeter:
         if not self.ranks.unanimous(step.exact is not None or not head.measures):
             self._bound(head, step, S)
 
-    def _is_suspicious(self, step: Measurement, suspects: Callable[[float, float], bool]) -> bool:
+    def search_alone(self, head: WatchedHead, step: Measurement, S: Matrix | None) -> None:
+        """Search the last step for D(S) on this rank alone, after its numbers were read; its gradient may be gone.
+
+        Args:
+            head: whose weights are still those that the step left.
+            step: to be completed.
+            S: the increment, if it cannot be formed again.
+        """
+        with self.timed("diameter"):
+            self._increment = head.believed_increment().S if S is None else S
+            step.bounds = ExactDiameter.of(self._increment)
+            if step.stored is not None:
+                stored = ExactDiameter.of(head.stored_increment())
+                step.stored = StoredStep.of(stored, moved_share=step.stored.moved_share)
+
+    def is_suspicious(self, step: Measurement, suspects: Callable[[float, float], bool]) -> bool:
+        """Whether the rules want to know the exact diameter of a step with its bounds."""
         with self.timed("rules"):
             if step.stored is not None:
                 return suspects(step.stored.stored_diameter_lower, step.stored.stored_diameter_upper)
@@ -149,7 +165,8 @@ class StepMeter:
         bounds, moved = step.bounds, (0.0, 0.0)
         with self.timed("diameter"):
             if head.has_stored and bounds is not None:
-                moved, S = head.source.moved(), head.stored_increment()
+                count, number = head.source.moved()
+                moved, S = (float(count), float(number)), head.stored_increment()
         if not head.unanimous(S is not None):
             return
         assert S is not None

@@ -44,7 +44,7 @@ def head_quality(head: WatchedHead, S: Matrix, bounds: DiameterBounds | None) ->
     whole = S.gathered() if isinstance(S, RowShards) else S
     if head.ranks.rank != 0:
         return quality
-    state = {} if head.transposed else state_of(head.source.optimizer, head.weight)
+    state = {} if head.transposed or head.effective is not None else state_of(head.source.optimizer, head.weight)
     diameter = Interval(bounds.diameter_lower, bounds.diameter_upper)
     return step_quality(whole, head.whole_gradient(), state, diameter, quality=quality)
 

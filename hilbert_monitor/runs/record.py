@@ -63,6 +63,8 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Optimizer steps so far, this one included: the first is 1."""
     time: float
     """Seconds since the epoch, when the step was measured."""
+    head: str = ""
+    """Name of the head, where a monitor watches several."""
     skipped: str = ""
     """Why the optimizer moved nothing ("no gradient", "overflow"), or empty."""
     tokens: int | None = None

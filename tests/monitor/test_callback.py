@@ -23,6 +23,7 @@ from tests.support.ranks import in_ranks
 from tests.support.references import all_pairs_diameter
 from tests.support.sinks import Recorder
 from tests.support.training import UPDATES, Module, Text, V, fit
+from tests.support.tried import OURS, tried
 
 
 def everything(module, trainer):
@@ -45,6 +46,9 @@ def test_training_is_the_same_to_the_bit_with_and_without_the_monitor(make, prec
         module = Module(make)
         runs.append(everything(module, fit(module, *callbacks, precision=precision)))
     assert same(*runs)
+    optimizer = {"rownorm": "RowNorm (with Muon and AdamW)", "adamw": "AdamW (with Muon)", "torch": "AdamW"}[make]
+    exact = "fp32" if precision == "32-true" else precision
+    tried(model=OURS, trainer="Lightning", optimizer=optimizer, precision=exact, libraries=["lightning"])
 
 
 def test_training_is_the_same_with_loader_workers():
@@ -588,10 +592,9 @@ def test_a_loss_for_each_token_of_a_manual_module_costs_the_loss_alone():
     assert [r.step for r in kept.records] == [1, 2, 3]
 
 
-def test_a_head_whose_weight_is_computed_is_told_of_in_one_sentence():
-    module = Module("torch")
+def test_a_head_whose_weight_is_computed_is_measured_by_its_effective_weight():
+    module, kept = Module("torch"), Recorder()
     torch.nn.utils.parametrizations.weight_norm(module.model.lm_head)
-    with pytest.warns(
-        UserWarning, match=r"start failed \(TypeError: the head's weight is computed by a parametrization"
-    ):
-        fit(module, HilbertMonitor(panel_size=20))
+    fit(module, HilbertMonitor(panel_size=20, diameter_every=2, run_dir=None, sinks=[kept], strict=True))
+    assert {r.step for r in kept.records if r.diameter} == {r.step for r in kept.records if r.step % 2 == 0}
+    assert {r.increment_from for r in kept.records if r.diameter} == {"step"}

@@ -145,6 +145,8 @@ ARGUMENTS = {
     "prometheus": [None, {"port": 0, "stalled_after": 60.0, "tls": ["cert.pem", "key.pem"], "linger": 0.0}],
     "stalled_after": [None, 3600.0],
     "progress_bar": [False, True],
+    "immediate": [False, True],
+    "side_stream": [False, True],
     "strict": [False, True],
 }
 """Every argument of the constructor, with values a config may give it."""

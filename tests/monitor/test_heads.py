@@ -1,7 +1,10 @@
 """Heads of all kinds are measured, or it is said why not: bare parameters, (d, V), biases, frozen, in bf16, two."""
 
 import csv
+import pickle
+import urllib.request
 import warnings
+from types import SimpleNamespace
 
 import lightning
 import pytest
@@ -13,7 +16,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.optim import SGD, AdamW, RMSprop
 from torch.utils.data import DataLoader
 
-from hilbert_monitor import HilbertMonitor, Probe, RowNorm
+from hilbert_monitor import HilbertMonitor, Probe, Prometheus, RowNorm, watch
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.log import RunReader
@@ -284,24 +287,6 @@ def test_a_head_that_no_gradient_reaches_is_said_to_be_so():
         assert probe.record().diameter > 0
 
 
-def test_an_adapter_on_the_head_is_named():
-    class LoraLinear(nn.Module):
-        """As peft wraps a head."""
-
-        def __init__(self, base):
-            super().__init__()
-            self.base_layer = base.requires_grad_(False)
-            self.lora_A, self.lora_B = nn.Linear(D, 2, bias=False), nn.Linear(2, V, bias=False)
-
-        def forward(self, x):
-            return self.base_layer(x) + self.lora_B(self.lora_A(x))
-
-    model = seeded(Plain, V=V, d=D)
-    model.lm_head = LoraLinear(model.lm_head)
-    with pytest.raises(TypeError, match="the head 'lm_head' is an adapter, a LoraLinear: its own weight is frozen"):
-        Probe(model, SGD(model.parameters(), lr=0.1), head="lm_head")
-
-
 # Two at once
 
 
@@ -312,9 +297,14 @@ class Two(Module):
         super().__init__("torch")
         self.second = nn.Linear(D, V, bias=False)
 
+    def forward(self, tokens):
+        states = self.model.hidden(tokens)
+        return self.model.lm_head(states), self.second(states)
+
     def loss(self, tokens):
-        later = self.second(self.model.hidden(tokens[:, :-2]))
-        return super().loss(tokens) + cross_entropy(later.flatten(0, 1), tokens[:, 2:].flatten())
+        first, second = self(tokens[:, :-2])
+        pairs = ((first, tokens[:, 1:-1]), (second, tokens[:, 2:]))
+        return sum(cross_entropy(logits.flatten(0, 1), targets.flatten()) for logits, targets in pairs)
 
 
 def test_two_monitors_log_under_the_names_of_their_heads(tmp_path):
@@ -330,6 +320,54 @@ def test_two_monitors_log_under_the_names_of_their_heads(tmp_path):
     assert "hilbert/step_diameter" not in names
     for head in ("model.lm_head", "second"):
         assert RunReader(f"runs/{head}").info.head_name == head
+
+
+def test_one_monitor_of_two_heads_names_its_records_and_runs_and_serves_both_at_one_port(tmp_path):
+    written, scraped, logger = [], [], CSVLogger(tmp_path)
+    heads, sink = ["model.lm_head", "second"], SimpleNamespace(write=written.append)
+
+    class Scrape(lightning.Callback):
+        def on_train_end(self, trainer, module):
+            port = monitor.session.outputs._exporter.port
+            scraped.append(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
+
+    monitor = HilbertMonitor(
+        heads, diameter_every=1, perturbation_every=UPDATES, panel_size=20, run_name="run", sinks=[sink], strict=True,
+        prometheus=Prometheus(port=0, linger=0.0),
+    )  # fmt: skip
+    module = Two()
+    fit(module, monitor, Scrape(), logger=logger, log_every_n_steps=1)
+    for head in heads:
+        mine = {record.step: record for record in written if record.head == head}
+        assert sorted(mine) == list(range(1, UPDATES + 1))
+        assert mine[UPDATES].perturbation_rms > 0
+        assert mine[UPDATES].validation_loss > 0
+        reader = RunReader(f"runs/run-{head}")
+        assert reader.info.head_name == head
+        assert {record.diameter for record in reader.steps()} == {record.diameter for record in mine.values()}
+        assert f'hilbert_step_diameter{{head="AdamW",run="run-{head}"}}' in scraped[0]
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        assert {f"hilbert/{head}/step_diameter" for head in heads} <= set(csv.DictReader(file).fieldnames)
+
+
+def test_two_heads_of_one_monitor_train_to_the_bit_as_without_it_and_go_on_from_a_checkpoint(tmp_path):
+    modules = [Two(), Two()]
+    options = {"diameter_every": 2, "perturbation_every": 4, "panel_size": 20, "run_dir": None, "strict": True}
+    monitor = HilbertMonitor(["model.lm_head", "second"], **options)
+    for module, callbacks in zip(modules, ([], [monitor]), strict=True):
+        fit(module, *callbacks)
+    assert all(map(torch.equal, modules[0].parameters(), modules[1].parameters()))
+    modules[1].trainer.save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt")["hilbert_monitor"]
+    assert {head: state["step"] for head, state in saved.items()} == {"model.lm_head": UPDATES, "second": UPDATES}
+    fit(Two(), monitor)  # a second run with the same monitor
+    assert pickle.loads(pickle.dumps(monitor)).heads == monitor.heads
+
+
+@pytest.mark.parametrize("heads", [[], ["a", "a"], ["a", None]])
+def test_several_heads_are_different_names(heads):
+    with pytest.raises(ValueError, match="several heads are given as a list of different names"):
+        HilbertMonitor(heads)
 
 
 def test_one_head_has_one_monitor():
@@ -372,3 +410,9 @@ def test_a_scale_that_nobody_told_of_is_found_on_the_panel():
         record, _ = train(model, probe, optimizer)
     assert record.perturbation_rms > 0
     assert len(probe.remarks) == 1
+
+
+def test_where_one_head_is_watched_a_list_is_refused_with_what_to_do():
+    model = seeded(Plain, V=V, d=D)
+    with pytest.raises(ValueError, match=r"one head is watched at a time, got \['a', 'b'\]"):
+        watch(model, SGD(model.parameters(), lr=0.1), head=["a", "b"])

@@ -9,7 +9,7 @@ import lightning
 import pytest
 import torch
 from torch.optim import Adafactor, AdamW
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from hilbert_monitor import HilbertMonitor, Probe
 from hilbert_monitor.monitor import hidden
@@ -17,6 +17,7 @@ from hilbert_monitor.monitor.hidden import HeadNotReached, hidden_states
 from hilbert_monitor.monitor.panel import Panel
 from tests.support.references import all_pairs_diameter
 from tests.support.sinks import Recorder
+from tests.support.tried import tried
 
 transformers = pytest.importorskip("transformers")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -119,8 +120,9 @@ def fit(model, monitor, *others, form=collate, kind=AdamW):
 
 
 def counted(batch):
-    """Positions of the panel by the definition: a token that is not padding and whose own label is not ignored."""
-    return ((batch["attention_mask"] == 1) & (batch["labels"] != IGNORED)).flatten()
+    """Positions of the panel by the definition: a token that is not padding, before one whose label is not ignored."""
+    following = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    return ((batch["attention_mask"] == 1) & (following != IGNORED)).flatten()
 
 
 def validation():
@@ -165,6 +167,8 @@ def test_records_are_those_of_full_forward_passes_with_plain_logits(form):
         assert record.train_loss > 0
         assert record.ceiling >= record.diameter_lower * (1 - 1e-5)
     assert by_step[UPDATES].gradient_balance < 1e-5
+    libraries = ["transformers", "lightning"]
+    tried(model="GPT2LMHeadModel", trainer="Lightning", optimizer="AdamW", libraries=libraries)
 
 
 @pytest.mark.parametrize("form", [collate, encoded])
@@ -188,24 +192,20 @@ def test_positions_are_neither_padding_nor_ignored_labels(form):
         (batch["input_ids"][row].tolist(), column)
         for start, batch in enumerate(validation())
         for row, (ids, prompt) in enumerate(texts(1)[4 * start : 4 * start + 4])
-        for column in range(prompt, len(ids))
+        for column in range(max(prompt - 1, 0), len(ids) - 1)
     ]
     assert found == by_hand[:POSITIONS]
 
 
-def test_a_label_belongs_to_the_position_it_stands_at_and_not_to_the_one_that_predicts_it():
-    """Hugging Face's labels are not shifted: position t is trained on label t + 1.
-
-    The panel asks for label t, which is right for labels that were shifted. Of a row of Hugging Face's it so leaves out
-    the last token of the prompt, which is trained, and takes the last token of the answer, which is not: one position
-    in, one out. Both are tokens of the text, and none is padding.
-    """
-    batch = collate([(torch.arange(1, 8), 3), (torch.arange(1, 5), 0)])
-    (positions,) = Panel.of_batches([batch], 8).positions
-    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    trained = (shifted != IGNORED).flatten().nonzero().squeeze(1).tolist()
+def test_positions_are_those_whose_predictions_the_model_is_trained_on():
+    """Those at which a change of the logits changes the model's own loss."""
+    batch, model = collate([(torch.arange(1, 8), 3), (torch.arange(1, 5), 0)]), gpt2().eval()
+    logits = model(**batch).logits.detach().requires_grad_()
+    model.loss_function(logits=logits, labels=batch["labels"], vocab_size=V).backward()
+    trained = logits.grad.abs().sum(-1).flatten().nonzero().squeeze(1).tolist()
     assert trained == [2, 3, 4, 5, 7, 8, 9]
-    assert positions.tolist() == [3, 4, 5, 6, 7, 8, 9, 10]
+    (positions,) = Panel.of_batches([batch], len(trained)).positions
+    assert positions.tolist() == trained
 
 
 def test_a_tied_head_is_warned_of_once_and_measured_all_the_same():
@@ -300,10 +300,10 @@ def t5():
     return transformers.T5ForConditionalGeneration(config).train()
 
 
-def test_an_encoder_decoder_is_refused_in_one_sentence_that_says_what_to_pass():
+def test_an_encoder_decoder_without_its_decoders_ids_is_refused_in_one_sentence_that_says_what_to_pass():
     model, panel = t5(), Panel.of_batches(validation(), POSITIONS)
     with pytest.raises(
-        HeadNotReached, match=r"\AT5ForConditionalGeneration is an encoder-decoder: .*; pass hidden=, .*\Z"
+        HeadNotReached, match=r"\AT5ForConditionalGeneration is an encoder-decoder: .* or pass hidden=, .*\Z"
     ):
         hidden_states(model, model.lm_head, panel)
 
@@ -312,6 +312,49 @@ def test_an_encoder_decoder_is_refused_in_one_sentence_that_says_what_to_pass():
         return module(input_ids=ids, decoder_input_ids=ids, output_hidden_states=True).decoder_hidden_states[-1]
 
     assert hidden_states(model, model.lm_head, panel, hidden=decoder_states).shape == (POSITIONS, 16)
+
+
+def translations(seed, number=12):
+    """Batches of an encoder-decoder: sources and targets of other lengths, both padded."""
+    batches = []
+    for sources, targets in zip(texts(seed, number), texts(seed + 1, number), strict=True):
+        source, target = collate([sources, (sources[0][:4], 1)]), collate([targets, (targets[0][:3], 0)])
+        batches.append({name: source[name] for name in ("input_ids", "attention_mask")} | {"labels": target["labels"]})
+    return batches
+
+
+class Streamed(IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_panel_of_an_encoder_decoder_is_made_of_its_decoders_positions(streamed):
+    """Against full forward passes in fp64; validation delivers labels alone, as a Seq2Seq loader without a model."""
+    torch.manual_seed(0)
+    model, kept, snapshots = t5(), Recorder(), Snapshots()
+    monitor = HilbertMonitor(diameter_every=1, perturbation_every=2, panel_size=40, sinks=[kept], strict=True)
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=2, callbacks=[snapshots, monitor], logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=4, val_check_interval=2,
+    )  # fmt: skip
+    data = translations(5)
+    validation = DataLoader(Streamed(data) if streamed else data, batch_size=None)  # a stream's is collected
+    trainer.fit(Module(model), DataLoader(translations(3), batch_size=None), validation)
+    last, after = kept.records[-1], snapshots.models[-1]
+    S = snapshots.change(2)
+    ranges = []
+    for batch in data:
+        with torch.no_grad():
+            out = after(**batch, output_hidden_states=True)
+        states = out.decoder_hidden_states[-1] * (16**-0.5 if after.config.tie_word_embeddings else 1)
+        change = (states @ S.T)[batch["labels"] != IGNORED]
+        ranges.append(change.amax(-1) - change.amin(-1))
+    expected = float(torch.cat(ranges)[:40].square().mean().sqrt())
+    assert last.perturbation_rms == pytest.approx(expected, rel=1e-4)
 
 
 def mixtral():

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from hilbert_monitor.monitor.logits import LogitTransform, explain_logits, logit_transform
+from tests.support.causal_models import causal_model
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 SIZES = {
     "vocab_size": 97,
@@ -29,7 +30,7 @@ MODELS = {
     "Granite": ({"logits_scaling": 8.0}, 0.125, None),
     "Gemma2": ({"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}, 1.0, 3.0),
     "Llama": ({}, 1.0, None),
-    "HyperClovaX": ({"logits_scaling": 0.25}, 0.25, None),
+    "HyperCLOVAX": ({"logits_scaling": 0.25}, 0.25, None),
     "MiniCPM3": ({}, 1.0, None),
 }
 each_model = pytest.mark.parametrize("name", MODELS)
@@ -37,15 +38,10 @@ each_model = pytest.mark.parametrize("name", MODELS)
 
 def tiny(name):
     """A model with random weights, large enough that its logits reach the cap."""
-    names = {known.lower(): known for known in dir(transformers)}
-    config, model = (names.get(f"{name}{kind}".lower()) for kind in ("Config", "ForCausalLM"))
-    if config is None or model is None:
-        pytest.skip(f"this version of transformers has no {name}")
-    with torch.random.fork_rng():
+    made = causal_model(name, **SIZES, **MODELS[name][0]).eval()
+    with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
-        made = getattr(transformers, model)(getattr(transformers, config)(**SIZES, **MODELS[name][0])).eval()
-        with torch.no_grad():
-            made.get_output_embeddings().weight.normal_(std=0.5)
+        made.get_output_embeddings().weight.normal_(std=0.5)
     return made
 
 

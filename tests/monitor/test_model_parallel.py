@@ -22,6 +22,7 @@ from hilbert_monitor.runs.log import RunReader
 from tests.support.decoders import Plain
 from tests.support.ranks import in_ranks
 from tests.support.training import Module, Text, V, fit
+from tests.support.tried import OURS, tried
 
 JUMP, STEPS = 25, 28
 """The step at which the learning rate is ten times what it was, and the last."""
@@ -138,6 +139,9 @@ def test_rank_zero_records_what_it_records_under_ddp(two):
             value = getattr(theirs, field)
             assert getattr(mine, field) == (None if value is None else pytest.approx(value, rel=1e-3)), field
     assert RunReader(folder / "runs" / "fsdp").info.panel_hash == RunReader(folder / "runs" / "ddp").info.panel_hash
+    for strategy in ("DDP, 2 ranks", "FSDP2, 2 ranks"):
+        optimizer = RunReader(folder / "runs" / "fsdp").info.head_optimizer
+        tried(model=OURS, trainer="Lightning", optimizer=optimizer, strategy=strategy, libraries=["lightning"])
 
 
 def test_training_is_bit_for_bit_that_without_the_monitor(two):

@@ -227,7 +227,7 @@ def panels_of_ranks(rank, world, case):
     source, ranks = PanelSource("loader", 20), Ranks.of(torch.device("cpu"))
     with warnings.catch_warnings(), suppress(TypeError):
         warnings.simplefilter("ignore")
-        source.take(DataLoader(text, batch_size=2), validates=True, ranks=ranks)
+        source.take(DataLoader(text, batch_size=2), validates=True, ranks=ranks, model=Plain())
     taken = source.panel
     source.collect()
     for batch in (TEXT[:2], TEXT[2:4])[: 2 - rank]:
@@ -311,6 +311,11 @@ def test_of_several_loaders_the_first_is_taken():
 # Batches of every form
 
 
+def following(ids):
+    """Labels as many a loader makes them: at each token the one after it."""
+    return ids.roll(-1, 1)
+
+
 Pair = namedtuple("Pair", "ids labels")
 
 
@@ -322,7 +327,7 @@ Pair = namedtuple("Pair", "ids labels")
         lambda x: [x],
         lambda x: Pair(x, x),
         lambda x: (torch.rand(x.shape), "name", x, x.roll(1)),
-        lambda x: {"input_ids": x, "labels": x, "id": ["a"], "length": torch.full((len(x),), T)},
+        lambda x: {"input_ids": x, "labels": following(x), "id": ["a"], "length": torch.full((len(x),), T)},
         lambda x: UserDict(input_ids=x, attention_mask=torch.ones_like(x)),
         lambda x: {"input_ids": x, "attention_mask": torch.ones(len(x), 1, T, T)},
     ],
@@ -371,7 +376,7 @@ def test_padding_is_no_position(side):
 
 
 def test_ignored_labels_are_no_positions_and_a_row_of_them_is_left_out():
-    labels = TEXT.clone()
+    labels = following(TEXT)
     labels[0, :3], labels[2], labels[3, -1] = -100, -100, -100
     expected = TEXT[labels != -100].tolist()[:30]
     for batch in ((TEXT, labels), {"input_ids": TEXT, "labels": labels}):
@@ -465,21 +470,21 @@ def test_hash_does_not_see_how_wide_the_padding_is(side):
 def test_hash_does_not_see_what_follows_the_last_position_of_a_row():
     rows = [[1, 2, 3], [4], [5, 6]]
     batch = padded(rows, width=9)
-    labels = batch["input_ids"].where(batch["attention_mask"] == 1, -100)
+    labels = following(batch["input_ids"]).where(batch["attention_mask"] == 1, -100)
     assert Panel.of_batches([(batch["input_ids"], labels)], 6).hash == Panel.of_tokens(rows, 6).hash
 
 
 def test_hash_sees_one_token_a_position_the_order_and_where_rows_begin():
     one = TEXT.clone()
     one[4, 3] += 1
-    labels = TEXT.clone()
+    labels = following(TEXT)
     labels[4, 3] = -100
     texts = [
         TEXT,
         one,
         TEXT.flip(0),
         (TEXT, labels),
-        (TEXT, labels.roll(1, dims=1)),
+        (TEXT, labels.roll(2, dims=1)),
         TEXT.reshape(-1, 4),
         TEXT.reshape(1, -1),
     ]
@@ -601,7 +606,9 @@ def panel():
 
 
 @pytest.mark.parametrize("kind", [Plain, Dropping, Flat, LastOnly, Catching, ByName])
-@pytest.mark.parametrize("form", [lambda x: x, lambda x: (x, x), lambda x: {"input_ids": x, "labels": x, "n": 3}])
+@pytest.mark.parametrize(
+    "form", [lambda x: x, lambda x: (x, x), lambda x: {"input_ids": x, "labels": following(x), "n": 3}]
+)
 def test_states_are_those_of_a_plain_forward_pass_in_eval_mode(kind, form):
     model = seeded(kind)
     states = hidden_states(model, model.lm_head, Panel.of_batches([form(TEXT[:8])], 50))
@@ -641,7 +648,7 @@ def test_labels_that_cannot_be_left_out_are_given(panel):
             return self.lm_head(self.hidden(input_ids))
 
     model = seeded(Insists)
-    for batch in (TEXT[:8], {"input_ids": TEXT[:8], "labels": TEXT[:8]}):
+    for batch in (TEXT[:8], {"input_ids": TEXT[:8], "labels": following(TEXT[:8])}):
         states = hidden_states(model, model.lm_head, Panel.of_batches([batch], 50))
         assert torch.equal(states, reference(model, TEXT[:8]))
 
@@ -721,13 +728,25 @@ def test_what_fails_or_writes_after_the_head_does_not_lose_the_states(panel):
     assert torch.equal(hidden_states(model, model.lm_head, panel), reference(model, TEXT[:8]))
 
 
+@pytest.mark.parametrize("form", [tuple, lambda parts: dict(zip(("input_ids", "segments"), parts, strict=True))])
+def test_a_forward_pass_that_needs_more_than_ids_gets_it_from_the_batch(form):
+    class Segmented(Plain):
+        def forward(self, input_ids, segments):
+            return self.lm_head(self.norm(self.embed(input_ids) * (1 + segments[..., None])))
+
+    model, segments = seeded(Segmented), torch.rand(8, T)
+    states = hidden_states(model, model.lm_head, Panel.of_batches([form((TEXT[:8], segments))], 50))
+    expected = model.norm(model.embed(TEXT[:8]) * (1 + segments[..., None])).flatten(0, 1)[:50]
+    assert torch.equal(states, expected.detach())
+
+
 def test_labels_are_given_where_the_model_fails_without_them():
     class NeedsLabels(Plain):
         def forward(self, input_ids, labels=None):
             return self.lm_head(self.hidden(input_ids)[labels.new_ones(len(labels)).bool()])
 
     model = seeded(NeedsLabels)
-    batch = {"input_ids": TEXT[:8], "labels": TEXT[:8]}
+    batch = {"input_ids": TEXT[:8], "labels": following(TEXT[:8])}
     states = hidden_states(model, model.lm_head, Panel.of_batches([batch], 50))
     assert torch.equal(states, reference(model, TEXT[:8]))
 
@@ -833,7 +852,7 @@ def test_hidden_is_given_the_module_and_the_batch_in_eval_mode():
         seen.append((module, type(batch), module.training, torch.is_grad_enabled()))
         return module.hidden(batch[0])
 
-    states = hidden_states(model, model.lm_head, Panel.of_batches([(TEXT[:8], TEXT[:8])], 50), hidden=hidden)
+    states = hidden_states(model, model.lm_head, Panel.of_batches([(TEXT[:8], following(TEXT[:8]))], 50), hidden=hidden)
     assert seen == [(model, tuple, False, False)]
     assert torch.equal(states, reference(model, TEXT[:8]))
 
@@ -1001,7 +1020,7 @@ def states_of_a_rank(rank, world):
     torch.manual_seed(rank)
     model = seeded(Dropping)
     wrapped = DistributedDataParallel(model)
-    panel = Panel.of_loader(DataLoader(TensorDataset(TEXT, TEXT), batch_size=2 + rank, shuffle=True), 51)
+    panel = Panel.of_loader(DataLoader(TensorDataset(TEXT, following(TEXT)), batch_size=2 + rank, shuffle=True), 51)
     return panel.hash, hidden_states(wrapped, model.lm_head, panel)
 
 
@@ -1042,6 +1061,57 @@ def test_of_a_sampler_of_a_subset_only_its_items_are_taken():
     loader = DataLoader(data, batch_size=2, sampler=SubsetRandomSampler([7, 2, 5]))
     panel = Panel.of_loader(loader, 18)
     assert torch.cat(panel.batches).tolist() == data[[2, 5, 7]].tolist()
+
+
+ANSWER = torch.tensor([[5, 6, 7, 8, 9]])  # a prompt of two tokens, an answer of two, padding
+TRAINED = torch.tensor([[-100, -100, 7, 8, -100]])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"input_ids": ANSWER, "labels": TRAINED},
+        (ANSWER, TRAINED),
+        (ANSWER, torch.ones_like(ANSWER), TRAINED),
+        {"input_ids": ANSWER, "labels": torch.tensor([[-100, 7, 8, -100, -100]])},
+        (ANSWER, torch.tensor([[-100, 7, 8, -100, -100]])),
+    ],
+    ids=["unshifted", "unshifted tuple", "unshifted tuple with a mask", "shifted", "shifted tuple"],
+)
+def test_positions_are_those_that_predict_a_label_wherever_the_label_stands(batch):
+    assert positions_of(batch).tolist() == [1, 2]
+
+
+def test_labels_of_masked_tokens_belong_to_the_position_they_stand_at():
+    ids, mask = torch.tensor([[5, 3, 7, 3, 9]]), 3
+    labels = torch.tensor([[-100, 6, -100, 8, -100]])
+    assert (ids[labels != -100] == mask).all()
+    assert positions_of({"input_ids": ids, "labels": labels}).tolist() == [1, 3]
+
+
+def test_named_labels_of_one_repeated_token_are_taken_for_unshifted():
+    ids, labels = torch.full((1, 4), 7), torch.tensor([[-100, -100, 7, 7]])
+    assert positions_of({"input_ids": ids, "labels": labels}).tolist() == [1, 2]
+
+
+def test_texts_packed_without_padding_predict_nothing_across_their_borders():
+    """As transformers' DataCollatorWithFlattening packs two texts into a row: the first label of each is ignored."""
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    labels, places = torch.tensor([[-100, 6, 7, -100, 9, 10]]), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    borders = torch.tensor([0, 3, 6], dtype=torch.int32)
+    batch = {"input_ids": ids, "labels": labels, "position_ids": places, "cu_seq_lens_q": borders}
+    assert positions_of(batch).tolist() == [0, 1, 3, 4]
+    panel = Panel.of_batches([batch], 4)
+    assert panel.batches[0]["cu_seq_lens_q"].tolist() == [0, 3, 6]
+    elsewhere = batch | {"position_ids": torch.arange(6)[None]}
+    assert panel.hash != Panel.of_batches([elsewhere], 4).hash  # the same tokens, other hidden states
+
+
+def test_a_mask_that_numbers_the_samples_of_a_row_leaves_out_its_padding():
+    ids, samples = torch.tensor([[5, 6, 7, 8, 0]]), torch.tensor([[1, 1, 2, 2, 0]])
+    labels = torch.tensor([[-100, 6, -100, 8, -100]])
+    batch = {"input_ids": ids, "attention_mask": samples, "labels": labels}
+    assert positions_of(batch).tolist() == [0, 2]
 
 
 def test_ignored_labels_of_a_tuple_count_wherever_they_stand():

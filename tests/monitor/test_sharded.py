@@ -26,6 +26,7 @@ from hilbert_monitor.monitor.probe import Probe
 from tests.support import warm
 from tests.support.decoders import Plain, Tied
 from tests.support.ranks import in_ranks
+from tests.support.tried import OURS, tried
 
 V, D, UPDATES = 101, 8, 4
 TEXT = torch.randint(0, V, (64, 9), generator=torch.Generator().manual_seed(5))
@@ -150,6 +151,10 @@ def test_ranks_measure_what_one_process_measures_and_change_nothing(layout, worl
             assert all(torch.equal(a, b) for a, b in zip(weights, unwatched, strict=True))
             assert remarks == expected[2]
             assert origin == (expected[3] if local else ["", "step"] * (UPDATES // 2))
+        kinds = {"momentum": "SGD with momentum", "centred RowNorm": "RowNorm (centred)"}
+        strategies = {"FSDP": "FSDP2", "both": "FSDP2 and tensor parallel"}
+        strategy = f"{strategies.get(layout, layout)}, {world} ranks"
+        tried(model=OURS, trainer="own loop", optimizer=kinds.get(name, name), strategy=strategy)
 
 
 # How teams run it

@@ -62,7 +62,7 @@ print(json.dumps({
     "metrics": client.get("/metrics").text,
     "openapi": client.get("/api/openapi.json").text,
     "grafana": json.dumps(grafana.run()),
-    "table": generate.table("metrics").splitlines(),
+    "table": generate.table(generate.TABLES["metrics"]).splitlines(),
 }))
 writer.close()
 """

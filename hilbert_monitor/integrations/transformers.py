@@ -1,0 +1,367 @@
+"""`HilbertCallback`: Hugging Face's Trainer, and the trainers that TRL makes of it. Nothing is measured here.
+
+What is particular about that Trainer, and what follows:
+
+- Its callbacks are told of no loss, and its own average leaves out what is not finite. The loss of each micro-batch is
+  read where it arises: from `training_step` of a trainer that the callback is attached to, otherwise from the output of
+  the model.
+- Loggers are callbacks that run before those of the user. To log, the callback has to be attached, and calls the
+  Trainer's own `log`: subclasses empty their metrics in theirs.
+- `log` in a callback clears `control.should_log`, which is put back.
+- No callback hears of an exception. An attached one sees it leave `train`; another one, at the end of the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hilbert_monitor.monitor.batches import token_ids
+from hilbert_monitor.monitor.given_panel import GivenPanel
+from hilbert_monitor.monitor.hidden import AutocastFactory
+from hilbert_monitor.monitor.options import MonitorOptions, chosen_options, with_options
+from hilbert_monitor.monitor.plain_loop import DEEPSPEED, PlainLoop, logged_numbers
+from hilbert_monitor.monitor.signals import sigterm_raises
+from hilbert_monitor.monitor.watch import Watch
+from hilbert_monitor.runs.record import RunInfo, StepRecord
+
+STATE = "hilbert_monitor.pt"
+"""The file in a checkpoint's folder that has the state of the monitor."""
+
+
+class TransformersLoop(PlainLoop):
+    """A Trainer as a session sees it.
+
+    Args:
+        args: of the Trainer.
+        state: of the Trainer.
+        control: of the Trainer.
+        trainer: it, where the callback is attached.
+        logs: whether records go to the Trainer's loggers.
+        model: that is trained.
+        optimizer: that moves it.
+        **arguments: those of `PlainLoop`.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        trainer: Trainer | None,
+        *,
+        logs: bool,
+        model: Module,
+        optimizer: Any,
+        **arguments: Any,
+    ) -> None:
+        self._args, self.control, self._trainer, self._logs = args, control, trainer, logs
+        super().__init__(
+            model,
+            optimizer,
+            autocast=_autocast(args),
+            first_step=state.global_step,
+            last_step=state.max_steps,
+            seed=args.seed,
+            folder=args.output_dir or ".",
+            **arguments,
+        )
+        self.validates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
+        self.validation_loaders = None if trainer is None else _validation_loader(trainer)
+
+    def refusal(self) -> str:
+        """Why nothing can be measured."""
+        return DEEPSPEED if getattr(self._args, "deepspeed", None) else super().refusal()
+
+    def describe(self) -> RunInfo:
+        """Name the model's class, the arguments of the Trainer, the seed and the version."""
+        return RunInfo(
+            model=type(self.model).__name__,
+            seed=self.seed,
+            config=self._args.to_sanitized_dict(),
+            versions={"transformers": transformers.__version__},
+        )
+
+    def log(self, record: StepRecord, *, final: bool) -> None:
+        """Give what was measured exactly to the Trainer's loggers: every record would be a line on the screen."""
+        trainer = self._trainer
+        if trainer is None or not self._logs or (record.diameter is None and record.perturbation_rms is None):
+            return
+        should_log = self.control.should_log
+        Trainer.log(trainer, logged_numbers(record))
+        self.control.should_log = trainer.control.should_log = should_log
+
+    def make_checkpoint(self) -> Any:
+        """Leave it to the Trainer."""
+        return True
+
+    def save_checkpoint(self, checkpoint: Any, path: str) -> None:
+        """Ask the Trainer for a checkpoint of its own after this step."""
+        self.control.should_save = True
+
+    def stop(self) -> None:
+        """End training after this step."""
+        self.control.should_training_stop = True
+
+
+class HilbertCallback(TrainerCallback):
+    """Measures the step geometry of a model's head while a Trainer trains it, and changes nothing.
+
+    Example:
+        ``Trainer(model, args, ..., callbacks=[HilbertCallback()])``, or ``HilbertCallback().attach(trainer)``, which
+        also logs by the Trainer's loggers and notes what ends a run by an exception.
+
+    Args:
+        panel: "loader" for the first positions of the evaluation set; token ids, batches or a DataLoader of your own.
+        **options: those of `HilbertMonitor`, besides `progress_bar`.
+    """
+
+    def __init__(self, *, panel: str | GivenPanel = "loader", **options: Any) -> None:
+        if isinstance(panel, str):
+            options["panel"] = panel
+        self.options: MonitorOptions = chosen_options("HilbertCallback()", options)
+        self._panel = None if isinstance(panel, str) else panel
+        self.run: Watch | None = None
+        """What watches the run, while it trains."""
+        self._trainer: Trainer | None = None
+        self._logs, self._resumed_from = False, ""
+        self._validation = ""
+        self._hook: Any = None
+
+    def attach(self, trainer: Trainer, *, log: bool = True) -> HilbertCallback:
+        """Become a callback of a trainer that sees more of it: the loss of every step, and exceptions.
+
+        Args:
+            trainer: before it trains.
+            log: give what is measured exactly to the trainer's loggers.
+        """
+        if not isinstance(trainer, Trainer):
+            raise TypeError(f"attach() takes a Trainer of transformers, got {type(trainer).__name__}")
+        if self._trainer is trainer:
+            return self
+        self._trainer, self._logs = trainer, log
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        self._wrap(trainer)
+        return self
+
+    # Hooks of the Trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
+        self._close(RuntimeError("train() did not come to its end"))  # an earlier one, of which nobody told
+        loop = TransformersLoop(
+            args,
+            state,
+            control,
+            self._trainer,
+            logs=self._logs,
+            model=parts["model"],
+            optimizer=parts["optimizer"],
+            schedulers=parts.get("lr_scheduler"),
+        )
+        self.run = run = Watch(loop, self.options, panel=self._panel)
+        self._validation = ""
+        with run.session.guard("checkpoint"):
+            self._load(args, state)
+        run.start()
+        self._collect()
+        if not args.torch_compile:  # a hook would be compiled into the model
+            self._hook = parts["model"].register_forward_hook(self._after_forward, with_kwargs=True)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Make the record of the step, and hand it on."""
+        if self.run is not None:
+            self._loop.control = control
+            self.run.step()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        """Take the panel from the evaluation set, as soon as its loader is known."""
+        if self.run is None:
+            return
+        self.run.alive()
+        session = self.run.session
+        loader = parts.get("eval_dataloader")
+        if (
+            session.panels.panel is None
+            and session.options.perturbation_every
+            and self._loop.validation_loaders is None
+        ):
+            self._loop.validation_loaders = loader
+            with session.guard("panel", user_code=True):
+                session.panels.take(loader, validates=True, ranks=self._loop.ranks, model=self._loop.model)
+            session.update_panel()
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Note the loss of the first evaluation set, and make the panel of what a stream has delivered."""
+        if self.run is None:
+            return
+        session, ranks = self.run.session, self._loop.ranks
+        with session.guard("panel"):
+            if session.panels.panel is None and session.options.perturbation_every:
+                session.panels.finish(ranks=ranks, reader=ranks.rank, readers=ranks.world)
+                session.update_panel()
+            self._collect()
+        losses = [name for name in metrics or {} if name.startswith("eval_") and name.endswith("loss")]
+        self._validation = self._validation or next(iter(losses), "")
+        if metrics and self._validation in metrics:
+            self.run.validated(metrics[self._validation])
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Save the state beside the checkpoint's own files."""
+        if self.run is not None and state.is_world_process_zero:
+            with self.run.session.guard("checkpoint"):
+                folder = _checkpoint_folder(args, state)
+                if os.path.isdir(folder):
+                    torch.save(self.run.state_dict(), os.path.join(folder, STATE))
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Measure the last update, and close the outputs."""
+        self._close()
+
+    # How
+
+    @property
+    def _loop(self) -> TransformersLoop:
+        assert self.run is not None
+        loop = self.run.loop
+        assert isinstance(loop, TransformersLoop)
+        return loop
+
+    def _close(self, error: BaseException | None = None) -> None:
+        run, self.run = self.run, None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if run is not None:
+            run.close(error)
+
+    def _wrap(self, trainer: Trainer) -> None:
+        """See what goes into `train`, what leaves it, and what `training_step` returns."""
+        train, training_step = trainer.train, trainer.training_step
+
+        @wraps(train)
+        def noted_train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._resumed_from = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else ""
+            with sigterm_raises():
+                try:
+                    return train(resume_from_checkpoint, *args, **kwargs)
+                except BaseException as error:
+                    self._close(error)
+                    raise
+
+        @wraps(training_step)
+        def noted_training_step(model: Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+            ids = token_ids(inputs)
+            tokens = 0 if ids is None else ids.numel()
+            loss: Tensor = training_step(model, inputs, *args, **kwargs)
+            self._add_part(loss, tokens)
+            return loss
+
+        trainer.train, trainer.training_step = noted_train, noted_training_step  # type: ignore[method-assign]
+
+    def _after_forward(self, module: Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Read the loss of a forward pass in training, and collect what an evaluation delivers."""
+        run = self.run
+        if run is None or torch.compiler.is_compiling():
+            return
+        with run.session.guard("batch"):
+            if not module.training:
+                if "labels" in kwargs:  # not a step of a generation
+                    run.session.panels.offer(_batch_of(kwargs), readers=self._loop.ranks.world)
+            elif self._trainer is None:
+                loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+                ids = token_ids(kwargs)
+                tokens = 0 if ids is None else ids.numel()
+                if kwargs.get("num_items_in_batch") is not None:  # divided by what all micro-batches have
+                    self._add_part(loss, tokens)
+                else:
+                    run.accumulate(loss, tokens=tokens)
+
+    def _collect(self) -> None:
+        """Begin to collect what evaluations deliver, if a panel is wanted and there is none yet."""
+        assert self.run is not None
+        if self.run.session.options.perturbation_every:
+            self.run.session.panels.collect()
+
+    def _add_part(self, loss: Any, tokens: int) -> None:
+        """Note a micro-batch whose loss is a part of the update's."""
+        if self.run is not None:
+            part = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
+            self.run.session.add_batch(loss=part, tokens=tokens * self._loop.ranks.world)
+
+    def _load(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Go on counting where the run was saved, if it goes on."""
+        assert self.run is not None
+        if state.global_step:
+            folders = [self._resumed_from, _checkpoint_folder(args, state)]
+            paths = [os.path.join(folder, STATE) for folder in folders if folder]
+            path = next((path for path in paths if os.path.isfile(path)), None)
+            if path is not None:
+                self.run.load_state_dict(_saved_state(path))
+
+
+with_options(HilbertCallback)
+
+
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> str:
+    return os.path.join(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+
+def _saved_state(path: str) -> dict[str, Any]:
+    """What `on_save` has written."""
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+    except Exception as error:  # whatever a damaged file makes of the unpickler, which says a page
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}): the run goes on in a folder of its own, and counts its"
+            " tokens anew"
+        ) from None
+    return state
+
+
+def _autocast(args: TrainingArguments) -> AutocastFactory | None:
+    """The context in which Accelerate runs the model's forward pass."""
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    return None if dtype is None else lambda: torch.autocast(args.device.type, dtype)
+
+
+def _validation_loader(trainer: Trainer) -> Any:
+    """A loader over a trainer's first evaluation set: never iterated, it only says how items become batches."""
+    data = trainer.eval_dataset
+    if isinstance(data, dict):
+        data = next(iter(data.values()), None)
+    if data is None or isinstance(data, torch.utils.data.IterableDataset):
+        return None
+    collate: Callable[..., Any] = trainer.data_collator
+    if hasattr(data, "column_names"):  # of the datasets library
+        data = trainer._remove_unused_columns(data, description="Evaluation")
+    else:
+        collate = trainer._get_collator_with_removed_columns(collate, description="Evaluation")
+    return DataLoader(data, batch_size=trainer.args.eval_batch_size, collate_fn=collate)
+
+
+def _batch_of(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a model was called with, less what is no part of a batch."""
+    return {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}

@@ -1,0 +1,67 @@
+"""Several heads of one model, as multi-token prediction has them: one monitor each, which share what there is once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hilbert_monitor.runs.exposition import CollectorRegistry
+
+from .options import MonitorOptions
+
+
+class SharedSink:
+    """A sink that several monitors write to, each from a thread of its own: one after the other.
+
+    Args:
+        sink: the user's.
+    """
+
+    def __init__(self, sink: Any) -> None:
+        self.sink, self._lock = sink, threading.Lock()
+
+    def write(self, record: Any) -> None:
+        """Write a record when nobody else does."""
+        with self._lock:
+            self.sink.write(record)
+
+
+def check_heads(heads: Sequence[Any]) -> list[str]:
+    """Return the names of several heads; refuse anything else."""
+    if not heads or not all(isinstance(head, str) for head in heads) or len(set(heads)) < len(heads):
+        raise ValueError(f"several heads are given as a list of different names, got {heads!r}")
+    return list(heads)
+
+
+def options_of_each(options: MonitorOptions, heads: Sequence[str]) -> list[MonitorOptions]:
+    """Return the options of one monitor for each head.
+
+    Each has a run of its own, whose name ends with that of the head, and its records say which head they are of. The
+    user's sinks get the records of all of them, and one port serves the metrics of all runs.
+    """
+    sinks, settings = tuple(map(SharedSink, options.sinks)), options.prometheus
+    if settings is not None:
+        settings = replace(settings, registry=settings.registry or CollectorRegistry())
+    made = []
+    for number, head in enumerate(heads):
+        prometheus = settings if settings is None or number == 0 else replace(settings, port=None)
+        made.append(
+            replace(
+                options,
+                head=head,
+                named=True,
+                run_name=_run_name(options, head),
+                sinks=sinks,
+                prometheus=prometheus,
+            )
+        )
+    return made
+
+
+def _run_name(options: MonitorOptions, head: str) -> str | None:
+    """A name for each run; none for those whose folders get one of their own."""
+    if options.run_name is not None:
+        return f"{options.run_name}-{head}"
+    return head if options.run_dir is None else None

@@ -1,0 +1,303 @@
+"""`watch`: the whole monitor in a training loop of one's own. Adapters for other trainers are made of its `Watch`."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from .batches import Batch, token_ids
+from .given_panel import GivenPanel, given_panel
+from .guard import tell
+from .hidden import AutocastFactory
+from .loop_arguments import check_loop_arguments, check_state
+from .options import MonitorOptions, chosen_options, with_options
+from .plain_loop import Log, PlainLoop
+from .responses import resolved
+from .samples import sample_indices
+from .session import MonitorSession
+from .signals import sigterm_raises
+
+
+class Watch:
+    """A run that is watched, from `start` to `close` or within a ``with`` block. `watch` makes it.
+
+    Every rank makes the same calls. What fails in one is counted and warned of, and costs the run nothing.
+
+    Args:
+        loop: that trains.
+        options: of the user.
+        panel: what the panel is made of; None if the session finds it.
+        data_ranks: ranks that read data of their own; by default all.
+    """
+
+    def __init__(
+        self,
+        loop: PlainLoop,
+        options: MonitorOptions,
+        *,
+        panel: GivenPanel | None = None,
+        data_ranks: int | None = None,
+    ) -> None:
+        self.session = MonitorSession(dataclasses.replace(options))
+        """What watches the run; its `probe` measures, its `guard` counts what failed."""
+        self.loop = loop
+        self._panel, self._data_ranks = panel, data_ranks or loop.ranks.world
+        self._losses: list[Tensor] = []
+        self._tokens = 0
+        self._state: dict[str, Any] = {}
+        self._running = self._asked = False
+        self._signals = ExitStack()
+
+    # The loop tells
+
+    def begin_batch(self, batch: Batch, index: int | None = None) -> None:
+        """Note a batch, or micro-batch, before the step that is made of it: its tokens and samples.
+
+        Args:
+            batch: as the loader delivers it. A dict or named tuple may name its samples, as "index" or the like.
+            index: its number in the epoch.
+        """
+        with self.session.guard("batch"):
+            ids = token_ids(batch)
+            self._tokens += 0 if ids is None else ids.numel()
+            self.session.begin_batch(index, sample_indices(batch))
+
+    def accumulate(self, loss: Tensor | float | None = None, *, tokens: int | None = None) -> None:
+        """Note a micro-batch that no step follows yet. The record has the mean loss of an update's micro-batches.
+
+        Args:
+            loss: of this micro-batch, not divided by their number.
+            tokens: of this micro-batch, if `begin_batch` was not told of it.
+        """
+        with self.session.guard("batch"):
+            if loss is not None and self._running:
+                self._losses.append(torch.as_tensor(loss).detach().float().mean())
+            self._tokens += tokens or 0
+
+    def step(self, loss: Tensor | float | None = None, *, tokens: int | None = None) -> None:
+        """Make the record of an update, after ``optimizer.step()``, on every rank.
+
+        Where an optimizer of Accelerate's has only accumulated gradients, this notes the micro-batch.
+
+        Args:
+            loss: of the update, or of its last micro-batch.
+            tokens: of this rank in the update, if `begin_batch` was not told of them.
+        """
+        if not self._asked:
+            self._asked = True
+            tell(
+                "run.step() came before the run is watched, and nothing is measured: use with watch(...) as run:, or"
+                " call run.start() before the loop"
+            )
+        self.accumulate(loss, tokens=tokens)
+        session = self.session
+        if not self._running or self.loop.in_between:
+            return
+        self.loop.updates += 1
+        if session.probe is None:
+            with session.guard("start"):
+                session.look_again()
+            self._losses.clear()
+            return
+        with session.guard("increment"):
+            if not session.probe.stepped:
+                self._notice_update()
+        with session.guard("batch"):
+            if session.probe.stepped:
+                self._hand_over_batches()
+        with session.guard("record"):
+            session.record()
+
+    def validated(self, loss: Tensor | float) -> None:
+        """Add a validation loss to the record of the step before it."""
+        with self.session.guard("validation loss"):
+            self.session.validated(float(loss))
+
+    def alive(self) -> None:
+        """Say that the run is doing something, such as a long validation, though it makes no step."""
+        self.session.alive()
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a response to a blow-up asks the loop to end, on all ranks: ``on_blowup="stop"``."""
+        return self.loop.should_stop
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint should have: steps, tokens, name of the log, history of the rules; plain types."""
+        return self.session.state_dict() or dict(self._state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a run was saved. To be called before the run is watched."""
+        if self._running:
+            raise RuntimeError(
+                "load_state_dict() came after the start of the run, whose log is open by then: call it before the with"
+                " block, or give watch(..., state=...)"
+            )
+        check_state(state_dict)
+        self._state = dict(state_dict)
+        self.loop.updates = self._state.get("step", self.loop.updates)
+
+    # From start to end
+
+    def start(self) -> Watch:
+        """Find the head and its optimizer, and begin to watch: on all ranks, or on none. A second call does nothing."""
+        if self._running:
+            return self
+        self._asked = True
+        session = self.session
+        if refusal := self.loop.refusal():
+            tell(refusal)
+            return self
+        if self._panel is not None and session.options.perturbation_every:
+            with session.guard("panel", user_code=True):
+                session.panels.panel = given_panel(
+                    self._panel, session.options.panel_size, model=self.loop.model, ranks=self.loop.ranks
+                )
+            if session.panels.panel is None:
+                session.options.perturbation_every = 0
+        session.load_state_dict(self._state)
+        self._running = True
+        atexit.register(self._close_at_exit)
+        with session.guard("start"):
+            session.start(self.loop)
+        return self
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Measure the last update, let go of the optimizer and close the outputs.
+
+        Args:
+            error: what ended the run, if it did not end by itself. Then nothing more is measured.
+        """
+        self._signals.close()
+        if not self._running:
+            return
+        self._running = False
+        atexit.unregister(self._close_at_exit)
+        if error is None:
+            with self.session.guard("record"):
+                self.session.record(final=True)
+        self.session.close(error)
+
+    def _close_at_exit(self) -> None:
+        """Close what nobody has closed, with the exception that ends the process if there is one."""
+        error = getattr(sys, "last_value", None)
+        self._running = False
+        self.session.close(error if isinstance(error, BaseException) else None)
+
+    def __enter__(self) -> Watch:
+        self._signals.enter_context(sigterm_raises())
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def _hand_over_batches(self) -> None:
+        """Give the session the loss and the tokens of the update."""
+        losses, tokens = self._losses, self._tokens
+        self._losses, self._tokens = [], 0
+        loss = torch.stack([one.to(losses[-1].device) for one in losses]).mean() if losses else None
+        self.session.add_batch(loss=loss, tokens=tokens * self._data_ranks)
+
+    def _notice_update(self) -> None:
+        """Note an update in which no hook saw a step: it was compiled, or a GradScaler left it out."""
+        probe = self.session.probe
+        assert probe is not None
+        self.session.notice_update(weight=0.0 if self.loop.scales_loss else 1.0)
+        if self.loop.scales_loss and not probe.stepped:
+            probe.skip("overflow")
+
+
+@with_options
+def watch(
+    model: Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    panel: GivenPanel | None = None,
+    log: Log | None = None,
+    schedulers: Any = (),
+    last_step: int | None = None,
+    first_step: int = 0,
+    state: dict[str, Any] | None = None,
+    autocast: AutocastFactory | None = None,
+    scaler: Any = None,
+    save_checkpoint: Callable[[str], Any] | None = None,
+    seed: int | None = None,
+    data_ranks: int | None = None,
+    process_group: ProcessGroup | None = None,
+    **options: Any,
+) -> Watch:
+    """Watch the LM head of a model in a training loop of one's own: what `HilbertMonitor` does in Lightning.
+
+    Example:
+        ::
+
+            with hilbert_monitor.watch(model, optimizer, panel=validation_batches, prometheus_port=9464) as run:
+                for batch in batches:
+                    ...
+                    optimizer.step()
+                    run.step(loss=loss)
+
+    Within the block a SIGTERM raises SystemExit(143), unless it has a handler: the run's log then says that it was
+    stopped. What leaves the block is in the log too.
+
+    Args:
+        model: a language model, also inside DistributedDataParallel, sharded by FSDP2, or prepared by Accelerate.
+        optimizer: the one that moves the head, or several of which one does.
+        panel: validation text for the Hilbert perturbation: an iterable of batches (tensors, tuples, dicts), a
+            DataLoader, or token ids. None measures the diameter alone.
+        log: takes the numbers of each step, under the names that they have in Lightning's loggers: ``wandb.log``,
+            ``trackio.log``, ``writer.add_scalar`` of TensorBoard's, or any function of a dict and a step.
+        schedulers: of the learning rate. Records then say whether one of them set the rate of a step.
+        last_step: the number of updates at the end of training: that update is measured like one that is due.
+        first_step: updates that were made before, in a run that goes on without a `state`.
+        state: what `state_dict()` returned, for a run that goes on.
+        autocast: makes the context in which the model runs its forward pass, if it is one:
+            ``lambda: torch.autocast("cuda", torch.bfloat16)``, or ``accelerator.autocast``.
+        scaler: the GradScaler, if there is one: a step that it leaves out is recorded as skipped.
+        save_checkpoint: saves a checkpoint at a path, on every rank, for ``on_blowup="checkpoint"``.
+        seed: of the run. Runs that differ by it alone are averaged on the dashboard.
+        data_ranks: ranks that read data of their own, if they are not all, for the number of tokens.
+        process_group: the ranks that have the head, if they are not all: in a pipeline.
+        **options: those of `HilbertMonitor`, besides `progress_bar`.
+    """
+    chosen = chosen_options("watch()", options)
+    check_loop_arguments(
+        model, optimizer, panel=panel, log=log, autocast=autocast, first_step=first_step, last_step=last_step
+    )
+    if "checkpoint" in resolved(chosen.on_blowup) and save_checkpoint is None:
+        raise ValueError('on_blowup="checkpoint" needs save_checkpoint=..., a function that saves one at a path')
+    if panel is None:
+        chosen.perturbation_every = 0
+    loop = PlainLoop(
+        model,
+        optimizer,
+        schedulers=schedulers,
+        autocast=autocast,
+        scaler=scaler,
+        first_step=first_step,
+        last_step=last_step,
+        log=log,
+        save_checkpoint=save_checkpoint,
+        seed=seed,
+        folder=chosen.run_dir or ".",
+        process_group=process_group,
+    )
+    run = Watch(loop, chosen, panel=panel, data_ranks=data_ranks)
+    if state is not None:
+        run.load_state_dict(state)
+    return run

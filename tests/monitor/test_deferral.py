@@ -1,0 +1,275 @@
+"""Steps that the host reads later: the same records in the same order, alerts of the right step, nothing lost.
+
+The CPU stands for an accelerator here. What a device really counts is in `tests/emulated`.
+"""
+
+from contextlib import contextmanager
+from importlib import import_module
+
+import msgspec
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from hilbert_monitor import HilbertMonitor, Muon, Probe, RowNorm
+from hilbert_monitor.monitor.increment import IncrementSource
+from hilbert_monitor.monitor.panel import Panel
+from hilbert_monitor.runs.alerts import Judge
+from tests.support.decoders import Plain, seeded
+from tests.support.later import pretend, read_later_fixture  # noqa: F401
+from tests.support.ranks import in_ranks
+from tests.support.sinks import Recorder
+from tests.support.training import UPDATES, Module, fit
+
+V = 61
+TEXT = torch.randint(V, (4, 17), generator=torch.Generator().manual_seed(1))
+COST = ("time", "seconds", "share")
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: AdamW(p, lr=1e-2),
+    "adamw with a rate on the device": lambda p: AdamW(p, lr=torch.tensor(1e-2), capturable=False, foreach=False),
+    "fused adamw": lambda p: AdamW(p, lr=1e-2, fused=True),
+    "adam with amsgrad": lambda p: Adam(p, lr=1e-2, amsgrad=True),
+    "sgd": lambda p: SGD(p, lr=1e-1),
+    "sgd with momentum": lambda p: SGD(p, lr=1e-1, momentum=0.9),
+    "rownorm": lambda p: RowNorm([x for x in p if x.ndim == 2], lr=1e-2),
+    "muon": lambda p: Muon([x for x in p if x.ndim == 2], lr=1e-2),
+}
+
+
+def train(make, *, steps=14, immediate=False, closure=False, dtype=None, bias=False, fault=None, panel=None, **options):
+    """Train a small decoder; return its weights, and the records with their alerts in the order in which they came."""
+    model = seeded(Plain, V=V, d=16, bias=bias).to(dtype)
+    optimizer = make(list(model.parameters()))
+    scheduler = LambdaLR(optimizer, lambda step: 10.0 if step + 1 == fault else 1.0)
+    judged = []
+    options = {"diameter_every": 5, "perturbation_every": 0, "judge": Judge(), "strict": True} | options
+    with Probe(model, optimizer, immediate=immediate, schedulers=scheduler, panel=panel, **options) as probe:
+        for step in range(1, steps + 1):
+
+            def backward():
+                optimizer.zero_grad()
+                loss = cross_entropy(model(TEXT[:, :-1]).float().flatten(0, 1), TEXT[:, 1:].flatten())
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(backward) if closure else backward()
+            if not closure:
+                optimizer.step()
+            scheduler.step()
+            probe.begin_batch(step, [step])
+            record = probe.record(train_loss=loss.detach(), tokens=step)
+            judged += [*probe.earlier(), *([(record, probe.alerts)] if record is not None else [])]
+        record = probe.record(final=True)
+        judged += [*probe.earlier(), *([(record, probe.alerts)] if record is not None else [])]
+    return [p.detach() for p in model.parameters()], judged
+
+
+def without_cost(record):
+    return msgspec.structs.replace(record, **dict.fromkeys(COST))
+
+
+def assert_same(later, now):
+    (weights, judged), (weights_now, judged_now) = later, now
+    assert all(map(torch.equal, weights, weights_now))
+    assert [without_cost(record) for record, _ in judged] == [without_cost(record) for record, _ in judged_now]
+    assert [alerts for _, alerts in judged] == [alerts for _, alerts in judged_now]
+
+
+@pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_what_is_read_later_is_what_would_have_been_read_at_once(read_later, make, closure):
+    now = train(make, immediate=True, closure=closure)
+    assert not read_later
+    later = train(make, closure=closure)
+    assert len(read_later) == 8  # all but two exact steps, and the first five, which are compared with the weights
+    assert_same(later, now)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_rounded_weights_and_a_bias_are_read_later_too(read_later, dtype, bias):
+    now = train(OPTIMIZERS["adamw"], immediate=True, dtype=dtype, bias=bias)
+    assert_same(train(OPTIMIZERS["adamw"], dtype=dtype, bias=bias), now)
+    assert len(read_later) >= 8
+
+
+def test_records_keep_their_order_and_come_with_the_next_step(read_later):
+    model, came = seeded(Plain, V=V, d=16), []
+    optimizer = AdamW(model.parameters())
+    with Probe(model, optimizer, immediate=False, diameter_every=0, perturbation_every=0, strict=True) as probe:
+        for _ in range(9):
+            cross_entropy(model(TEXT[:, :-1]).flatten(0, 1), TEXT[:, 1:].flatten()).backward()
+            optimizer.step()
+            record = probe.record()
+            came.append([r.step for r, _ in probe.earlier()] + ([record.step] if record else []))
+        probe.settle()
+        came.append([r.step for r, _ in probe.earlier()])
+    assert came == [[1], [2], [3], [4], [5], [], [6], [7], [8], [9]]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "rownorm"])
+def test_a_blow_up_is_searched_before_the_next_step_moves_anything(read_later, name):
+    """The exact diameter and the panel are those of the step, whose gradient is gone."""
+    options = {"steps": 34, "fault": 33, "panel": Panel.of_tokens(TEXT, 40), "perturbation_every": 100}
+    (_, now), (_, later) = (train(OPTIMIZERS[name], immediate=now, **options) for now in (True, False))
+    (at_once, alerts_at_once), (settled, alerts) = now[32], later[32]
+    assert settled.step == 33
+    assert [(a.step, a.kind) for a in alerts] == [(a.step, a.kind) for a in alerts_at_once] != []
+    assert (settled.diameter, settled.pair, settled.samples) == (at_once.diameter, at_once.pair, (33,))
+    assert settled.perturbation_rms == pytest.approx(at_once.perturbation_rms, rel=1e-6)
+    assert settled.gradient_row_norm is None
+
+
+def test_a_fused_step_that_a_grad_scaler_skipped_is_known_later(read_later):
+    def judged(immediate):
+        model = seeded(Plain, V=V, d=16)
+        optimizer, records = AdamW(model.parameters(), fused=True), []
+        with Probe(model, optimizer, immediate=immediate, diameter_every=0, perturbation_every=0, strict=True) as probe:
+            for step in range(1, 10):
+                optimizer.found_inf = torch.tensor(float(step == 7))  # a GradScaler leaves it to a fused optimizer
+                cross_entropy(model(TEXT[:, :-1]).flatten(0, 1), TEXT[:, 1:].flatten()).backward()
+                optimizer.step()
+                records += [probe.record(), *(r for r, _ in probe.earlier())]
+            probe.settle()
+            records += [r for r, _ in probe.earlier()]
+        return {r.step: without_cost(r) for r in records if r is not None}
+
+    later, now = judged(False), judged(True)
+    assert later == now
+    assert (later[7].skipped, later[7].diameter_upper) == ("overflow", None)
+
+
+@pytest.mark.parametrize("make", ["torch", "rownorm"])
+def test_a_lightning_run_is_the_same_with_what_is_read_later(read_later, make):
+    """Saving, validating and ending the run hand on what is still on its way."""
+    runs = []
+    for immediate in (True, False):
+        kept = Recorder()
+        module = Module(make)
+        options = {"diameter_every": 4, "perturbation_every": 6, "panel_size": 50, "strict": True}
+        fit(module, HilbertMonitor(immediate=immediate, sinks=[kept], **options))
+        last = {record.step: record for record in kept.records}  # a validation amends one
+        assert list(last) == list(range(1, UPDATES + 1))
+        runs.append(([p.detach() for p in module.parameters()], [(r, []) for r in last.values()]))
+    assert read_later
+    assert_same(*reversed(runs))
+
+
+def test_a_checkpoint_has_the_record_of_its_step_in_the_log(read_later):
+    kept = Recorder()
+    monitor = HilbertMonitor(diameter_every=100, perturbation_every=0, sinks=[kept], strict=True)
+    states = []
+
+    class Save(Module):
+        def on_train_batch_end(self, *_):
+            if self.trainer.global_step == 8 and not states:
+                states.append(monitor.session.state_dict())
+                monitor.session.outputs.close(None, [])
+                states.append([record.step for record in kept.records])
+
+    fit(Save("torch"), monitor)
+    assert states[0]["step"] == states[1][-1] == 8
+
+
+@pytest.mark.parametrize("action", ["stop", "checkpoint", print, "builtins.print"])
+def test_whatever_acts_on_a_blow_up_does_it_in_its_step(read_later, action):
+    fit(
+        Module("torch"), HilbertMonitor(diameter_every=0, perturbation_every=0, on_blowup=["warn", action], strict=True)
+    )
+    assert not read_later
+
+
+def rank(rank, world):
+    with pytest.MonkeyPatch.context() as patch:
+        copies = pretend(patch)
+        collectives = []
+        reduce = torch.distributed.all_reduce
+        patch.setattr(torch.distributed, "all_reduce", lambda *a, **k: collectives.append(1) or reduce(*a, **k))
+        weights, judged = train(OPTIMIZERS["adamw"], steps=9, diameter_every=0)
+        between = len(collectives)
+        train(OPTIMIZERS["adamw"], steps=6, diameter_every=0)
+        return weights, [(without_cost(r), a) for r, a in judged], copies, between - (len(collectives) - between)
+
+
+def test_of_ranks_that_all_have_the_head_rank_zero_reads_it_and_nothing_is_sent(tmp_path):
+    (weights, judged, copies, more), (others, _, none, more_there) = in_ranks(rank, tmp_path)
+    assert all(map(torch.equal, weights, others))
+    assert copies == [copies[0]] * (4 + 1)
+    assert none == []
+    assert more == more_there == 0  # three more ordinary steps made no more collectives
+    _, now = train(OPTIMIZERS["adamw"], steps=9, diameter_every=0, immediate=True)
+    for (later, _), (at_once, _) in zip(judged, now, strict=True):
+        assert later.step == at_once.step
+        assert later.diameter_lower == pytest.approx(at_once.diameter_lower, rel=0.3)
+        assert later.diameter_upper >= at_once.diameter_lower
+
+
+def test_an_unknown_optimizer_is_measured_as_before(read_later):
+    class Unknown(AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    now = train(lambda p: Unknown(p, lr=1e-2), immediate=True)
+    assert_same(train(lambda p: Unknown(p, lr=1e-2)), now)
+
+
+class Streams:
+    """A device module whose streams note what is queued on which, and what waits for what."""
+
+    def __init__(self):
+        self.notes, self.current = [], "main"
+
+    def Stream(self, device):
+        return self.View(self, "side")
+
+    def current_stream(self, device):
+        return self.View(self, self.current)
+
+    @contextmanager
+    def stream(self, view):
+        self.current, before = view.name, self.current
+        yield
+        self.current = before
+
+    def note_calls(self, monkeypatch, owner, name, note):
+        original = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            self.notes.append(f"{note} on {self.current}")
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    class View:
+        def __init__(self, streams, name):
+            self.streams, self.name = streams, name
+
+        def wait_stream(self, other):
+            self.streams.notes.append(f"{self.name} waits for {other.name}")
+
+
+def test_what_runs_beside_training_is_ordered_after_its_step_and_before_the_next(read_later, monkeypatch):
+    streams = Streams()
+    module = torch.get_device_module
+    monkeypatch.setattr(torch, "get_device_module", lambda d: streams if d == torch.device("cpu") else module(d))
+    places = [(IncrementSource, "form_believed", "increment"), (import_module("torch.optim.adam"), "adam", "update")]
+    for owner, name, note in places:
+        streams.note_calls(monkeypatch, owner, name, note)
+    now, later = (
+        train(OPTIMIZERS["adam with amsgrad"], immediate=now, side_stream=True, steps=8, diameter_every=0)
+        for now in (True, False)
+    )
+    assert_same(later, now)
+    ordinary = [
+        "side waits for main",
+        "increment on side",
+        "side waits for main",
+        "main waits for side",
+        "update on main",
+    ]
+    first = streams.notes.index("side waits for main")
+    assert streams.notes[first : first + 10] == ordinary * 2

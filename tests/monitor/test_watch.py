@@ -1,0 +1,403 @@
+"""`watch` in loops of one's own: what goes into it, what comes out, and how a run ends."""
+
+import atexit
+import io
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, IterableDataset
+
+import hilbert_monitor
+from hilbert_monitor.monitor.given_panel import given_panel
+from hilbert_monitor.monitor.panel import Panel
+from hilbert_monitor.monitor.ranks import Ranks
+from hilbert_monitor.runs.log import RunReader
+from tests.support.decoders import Plain, batch, loss_of, seeded
+from tests.support.ranks import in_ranks
+from tests.support.sinks import Recorder
+from tests.support.warm import Program
+
+V = 23
+IDS = torch.arange(60).view(6, 10) % V
+ALONE = Ranks.of(torch.device("cpu"), 1)
+
+
+def steps(run, model, optimizer, numbers, **loss):
+    for number in numbers:
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(**loss)
+
+
+def watched(model=None, **options):
+    model = model or seeded(Plain)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = {"run_dir": None, "strict": True, "diameter_every": 1} | options
+    return hilbert_monitor.watch(model, optimizer, **options), model, optimizer
+
+
+def only_run(folder):
+    (run,) = folder.iterdir()
+    return RunReader(run)
+
+
+# What goes in
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(IDS)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        IDS,
+        IDS.tolist(),
+        list(IDS),
+        [IDS[:3], IDS[3:]],
+        ({"input_ids": rows} for rows in IDS.split(2)),
+        [(IDS, torch.ones_like(IDS))],
+        {"input_ids": IDS},
+        DataLoader(IDS, batch_size=2, shuffle=True),
+        DataLoader(Stream(), batch_size=4),
+        Panel.of_tokens(IDS, 40),
+    ],
+    ids=["ids", "lists", "texts", "batches", "dicts", "tuples", "a dict", "loader", "stream", "panel"],
+)
+def test_the_panel_is_made_of_whatever_text_the_user_has(given):
+    model, before = Plain(), torch.get_rng_state()
+    assert given_panel(given, 40, model=model, ranks=ALONE).hash == Panel.of_tokens(IDS, 40).hash
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def panels_of_ranks(rank, world):
+    ranks = Ranks.of(torch.device("cpu"))
+    same = given_panel([IDS], 40, model=Plain(), ranks=ranks)
+    own = given_panel([IDS[3 * rank :][:3]], 40, model=Plain(), ranks=ranks)
+    failed = None
+    try:
+        failed = given_panel([IDS] if rank else [torch.ones(2)], 40, model=Plain(), ranks=ranks)
+    except ValueError:
+        failed = "failed"
+    return same.hash, own.hash, failed
+
+
+def test_ranks_with_text_of_their_own_make_a_part_of_the_panel_each(tmp_path):
+    first, second = in_ranks(panels_of_ranks, tmp_path)
+    parts = Panel.joined([Panel.of_tokens(IDS[:3], 20), Panel.of_tokens(IDS[3:], 20)])
+    assert first[:2] == second[:2] == (Panel.of_tokens(IDS, 40).hash, parts.hash)
+    assert (first[2], second[2]) == ("failed", None)  # and nobody waits for the one that failed
+
+
+def test_without_a_panel_the_diameter_is_measured_alone():
+    run, model, optimizer = watched(sinks=[kept := Recorder()])
+    with run:
+        steps(run, model, optimizer, range(3))
+    assert all(record.diameter > 0 and record.perturbation_rms is None for record in kept.records)
+
+
+def test_a_name_that_is_no_option_is_refused_with_the_one_that_is_meant():
+    with pytest.raises(TypeError, match=r"watch\(\) got an unexpected keyword argument 'diametre_every': did you mean"):
+        watched(diametre_every=3)
+    with pytest.raises(ValueError, match="needs save_checkpoint="):
+        watched(on_blowup=["warn", "checkpoint"])
+
+
+def test_the_loss_is_the_mean_of_the_micro_batches_and_tokens_are_counted():
+    run, model, optimizer = watched(sinks=[kept := Recorder()])
+    with run:
+        for number in range(2):
+            run.begin_batch(batch(0)[0], 2 * number)
+            run.accumulate(torch.tensor(1.0))
+            run.accumulate(3.0, tokens=10)
+            steps(run, model, optimizer, [number], loss=torch.tensor(5.0), tokens=2)
+    assert [(record.train_loss, record.tokens, record.batch) for record in kept.records] == [(3.0, 40, 0), (3.0, 80, 2)]
+
+
+def test_a_call_between_two_updates_of_an_optimizer_that_accumulates_is_a_micro_batch():
+    run, model, optimizer = watched(sinks=[kept := Recorder()])
+    optimizer.gradient_state = SimpleNamespace(sync_gradients=False)  # as Accelerate's has
+    with run:
+        for loss in (1.0, 2.0):
+            run.step(loss)
+        assert run.loop.updates == 0
+        optimizer.gradient_state.sync_gradients = True
+        steps(run, model, optimizer, [0], loss=6.0)
+    assert [(record.step, record.train_loss) for record in kept.records] == [(1, 3.0)]
+    assert run.loop.updates == 1
+
+
+def test_a_step_that_a_scaler_leaves_out_is_recorded_as_skipped():
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    run, model, optimizer = watched(sinks=[kept := Recorder()], scaler=scaler)
+    with run:
+        for number in range(3):
+            scaler.scale(loss_of(model, number)).backward()
+            if number == 1:
+                model.lm_head.weight.grad[0, 0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            run.step()
+    assert [record.skipped for record in kept.records] == ["", "overflow", ""]
+
+
+def test_schedulers_are_asked_who_set_the_rate_of_a_step():
+    model = seeded(Plain)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    kept = Recorder()
+    with hilbert_monitor.watch(model, optimizer, schedulers=scheduler, run_dir=None, sinks=[kept]) as run:
+        for number in range(4):
+            if number == 3:
+                optimizer.param_groups[0]["lr"] = 1e-3
+            steps(run, model, optimizer, [number])
+            scheduler.step()
+    assert [record.scheduled for record in kept.records] == [True, True, True, False]
+
+
+# What comes out
+
+
+class Writer:
+    def __init__(self):
+        self.seen = []
+
+    def add_scalar(self, tag, scalar_value, global_step=None, walltime=None):
+        self.seen.append((global_step, tag))
+
+
+@pytest.mark.parametrize("kind", ["wandb", "tensorboard", "positional", "dict alone"])
+def test_loggers_get_the_names_of_lightning_by_the_function_that_they_have(kind):
+    seen, writer = [], Writer()
+    log = {
+        "wandb": lambda data, step=None, commit=None: seen.extend((step, name) for name in data),
+        "tensorboard": writer.add_scalar,
+        "positional": lambda numbers, number: seen.extend((number, name) for name in numbers),
+        "dict alone": lambda numbers: seen.extend((None, name) for name in numbers),
+    }[kind]
+    run, model, optimizer = watched(log=log)
+    with run:
+        steps(run, model, optimizer, range(2), loss=torch.tensor(1.0))
+    seen = seen or writer.seen
+    number = None if kind == "dict alone" else 2
+    assert {(number, "hilbert/step_diameter"), (number, "hilbert/train_loss")} <= set(seen)
+
+
+def test_a_blow_up_can_stop_the_loop_and_save_a_checkpoint_beside_the_log(tmp_path):
+    run, model, optimizer = watched(
+        run_dir=str(tmp_path), on_blowup=["checkpoint", "stop"], save_checkpoint=lambda path: torch.save({}, path)
+    )
+    with run:
+        steps(run, model, optimizer, range(2))
+        assert not run.should_stop
+        loss_of(model, 3).backward()
+        model.lm_head.weight.grad[0, 0] = torch.nan
+        optimizer.step()
+        run.step()
+        assert run.should_stop
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "blow-up-step-3.ckpt").exists()
+    assert [alert.step for alert in RunReader(folder).alerts()] == [3]
+
+
+# How a run goes on, and how it ends
+
+
+def test_a_state_comes_before_the_run_or_is_refused():
+    run, model, optimizer = watched()
+    with run:
+        steps(run, model, optimizer, range(2))
+        state = run.state_dict()
+        with pytest.raises(RuntimeError, match=r"call it before the with block, or give watch\(..., state=...\)"):
+            run.load_state_dict(state)
+    again, model, optimizer = watched(sinks=[kept := Recorder()], state=torch.load(_saved(state), weights_only=True))
+    with again:
+        steps(again, model, optimizer, range(2))
+    assert [record.step for record in kept.records] == [3, 4]
+
+
+def _saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_what_leaves_the_block_is_in_the_log_of_the_run(tmp_path):
+    run, model, optimizer = watched(run_dir=str(tmp_path))
+    optimizer.register_step_post_hook(lambda *_: 1 / (2 - run.session.probe.step))
+    with pytest.raises(ZeroDivisionError), run:
+        steps(run, model, optimizer, range(4))
+    log = only_run(tmp_path)
+    assert (log.state().status, log.state().error) == ("failed", "ZeroDivisionError")
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+TERMINATED = """
+import os, signal, sys
+from tests.monitor.test_watch import watched, steps
+run, model, optimizer = watched(run_dir=sys.argv[1])
+with run:
+    steps(run, model, optimizer, range(2))
+    os.kill(os.getpid(), signal.SIGTERM)
+    steps(run, model, optimizer, range(100))
+"""
+
+
+def test_a_run_that_is_terminated_says_so(tmp_path):
+    program = Program("-c", TERMINATED, tmp_path)
+    assert program.wait() == 143
+    log = only_run(tmp_path)
+    assert (log.state().status, log.end.stopped) == ("stopped", "SIGTERM")
+
+
+def test_a_run_that_nobody_closes_ends_with_the_process_and_what_ended_that(tmp_path, monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    run, model, optimizer = watched(run_dir=str(tmp_path))
+    steps(run.start(), model, optimizer, range(2))
+    monkeypatch.setattr(sys, "last_value", OverflowError("in a loop without a block"), raising=False)
+    for function in at_exit:
+        function()
+    log = only_run(tmp_path)
+    assert (log.state().status, log.state().error) == ("failed", "OverflowError")
+
+
+def test_a_handler_of_the_users_own_stays():
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        run, model, optimizer = watched()
+        with run:
+            os.kill(os.getpid(), signal.SIGTERM)
+            steps(run, model, optimizer, range(2))
+        assert run.session.probe.step == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class DeepSpeedEngine(Plain):
+    pass
+
+
+class FullyShardedDataParallel(Plain):
+    pass
+
+
+@pytest.mark.parametrize(("kind", "what"), [(DeepSpeedEngine, "DeepSpeed"), (FullyShardedDataParallel, "FSDP1")])
+def test_what_flattens_the_head_is_refused_in_a_sentence_and_trains_on(kind, what):
+    run, model, optimizer = watched(seeded(kind))
+    with pytest.warns(UserWarning, match=f"nothing is measured under {what}, .*: use "), run:
+        steps(run, model, optimizer, range(2))
+    assert run.session.probe is None
+
+
+# Sharded
+
+
+def sharded_records(rank, world, how):
+    """The records of a sharded model in a loop of one's own."""
+    model = seeded(Plain)
+    mesh = init_device_mesh("cpu", (world,))
+    if how == "fsdp":
+        for part in (model.lm_head, model):
+            fully_shard(part, mesh=mesh)
+    else:
+        parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    kept = Recorder()
+    with hilbert_monitor.watch(
+        model, optimizer, panel=IDS, panel_size=40, diameter_every=1, perturbation_every=2, run_dir=None, sinks=[kept]
+    ) as run:
+        steps(run, model, optimizer, range(4))
+    return [(record.diameter, record.perturbation_rms) for record in kept.records], dict(run.session.guard.failures)
+
+
+def test_sharded_models_have_the_records_of_one_process(tmp_path):
+    run, model, optimizer = watched(panel=IDS, panel_size=40, perturbation_every=2, sinks=[kept := Recorder()])
+    with run:
+        steps(run, model, optimizer, range(4))
+    for how in ("fsdp", "tensor parallel"):
+        (records, failures), (others, _) = in_ranks(sharded_records, tmp_path / how, how)
+        assert (failures, others) == ({}, [])
+        for (diameter, rms), record in zip(records, kept.records, strict=True):
+            assert diameter == pytest.approx(record.diameter, rel=1e-4)
+            assert (rms or 0) == pytest.approx(record.perturbation_rms or 0, rel=1e-4)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"panel": "wikitext"}, TypeError, "tokenized first"),
+        ({"panel": 5}, TypeError, "panel takes token ids"),
+        ({"log": 5}, TypeError, "log takes a function"),
+        ({"autocast": torch.autocast("cpu", torch.bfloat16)}, TypeError, "write lambda"),
+        ({"first_step": -1}, ValueError, "zero or more"),
+        ({"last_step": "8"}, TypeError, "last_step is a number"),
+        ({"state": "runs/x"}, TypeError, "what run.state_dict"),
+        ({"state": {"model": 1, "monitor": {}}}, ValueError, "'model', 'monitor'"),
+        ({"sinks": Recorder()}, TypeError, r"write sinks=\[...\]"),
+        ({"sinks": [print]}, TypeError, "has no write"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_wrong_argument_is_an_error_before_the_loop(options, error, message):
+    with pytest.raises(error, match=message):
+        watched(**options)
+
+
+def test_what_is_no_model_or_no_optimizer_is_called_so():
+    model = seeded(Plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"has to be a torch.nn.Module, got SGD"):
+        hilbert_monitor.watch(optimizer, model)
+    for wrong in (None, model.parameters(), {"a": optimizer}, [], [optimizer, None]):
+        with pytest.raises(TypeError, match="the one that moves the head"):
+            hilbert_monitor.watch(model, wrong)
+
+
+def test_a_run_that_nobody_started_says_so_once():
+    run, model, optimizer = watched()
+    with pytest.warns(UserWarning, match=r"call run.start\(\)") as told:
+        steps(run, model, optimizer, range(2))
+    assert len(told) == 1
+
+
+def test_a_run_that_is_started_twice_is_one_run(tmp_path):
+    kept = Recorder()
+    run, model, optimizer = watched(run_dir=str(tmp_path), sinks=[kept])
+    run.start()
+    with run:
+        steps(run, model, optimizer, range(2))
+    assert [record.step for record in kept.records] == [1, 2]
+    assert only_run(tmp_path).state().status == "finished"
+
+
+class Picky(Plain):
+    def forward(self, tokens, *, scale=None):
+        if scale is None:
+            raise ValueError("scale is needed")
+        return super().forward(tokens)
+
+
+def test_a_forward_pass_that_takes_no_batch_of_the_panel_is_told_of_with_what_to_do():
+    run, model, optimizer = watched(seeded(Picky), panel=IDS, panel_size=20, perturbation_every=1, strict=False)
+    with run:
+        model.lm_head(model.hidden(IDS)).square().mean().backward()
+        optimizer.step()
+        with pytest.warns(UserWarning, match=r"ValueError: scale is needed; .*hidden= says how else to"):
+            run.step()
