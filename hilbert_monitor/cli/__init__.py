@@ -11,7 +11,7 @@ import typer
 
 from hilbert_monitor import __version__
 
-from . import bench, demo, doctor, pretrain, report, serve, tokenize
+from . import bench, demo, doctor, inspect, pretrain, report, serve, tokenize
 from .options import help_text
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -32,6 +32,10 @@ def main(
     """Measure how far each optimizer step moves the head of a language model, and watch it live."""
 
 
-for command in (demo.demo, pretrain.pretrain, tokenize.tokenize, serve.serve, report.report, doctor.doctor):
+COMMANDS = (
+    *(demo.demo, pretrain.pretrain, tokenize.tokenize),
+    *(serve.serve, report.report, inspect.inspect, doctor.doctor),
+)
+for command in COMMANDS:
     app.command(help=help_text(command))(command)
 app.add_typer(bench.app, name="bench")
