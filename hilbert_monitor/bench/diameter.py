@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hilbert_monitor.emulation.synthetic import hard_rows
 from hilbert_monitor.geometry import row_diameter, row_diameter_bracket
 
-from .increments import SampleIncrement
-from .measure import BenchResult, seconds
+from .increments import SampleIncrement, make_increment
+from .measure import BenchResult, paired_seconds, seconds
 from .opponents import all_pairs_cdist, all_pairs_matmul, one_pass
 
 
@@ -46,6 +47,34 @@ def worst_case(V: int, d: int) -> Iterator[BenchResult]:
     opponent, slow, _ = _all_pairs(S)
     ours = seconds(lambda: row_diameter(S), repeat=1)
     yield BenchResult("diameter", f"sphere ({V:,} x {d})", "row_diameter", ours, opponent, slow, "nothing to prune")
+
+
+def hard_cases(V: int, d: int) -> Iterator[BenchResult]:
+    """Time the search beside all pairs on ties, repeated rows and the like, and on Adam's first step."""
+    cases = hard_rows(V, d)
+    for batch in (128, 2048):
+        cases[f"Adam's first step, batch {batch:,}"] = make_increment("adamw", V, d, steps=1, batch=batch, panel=1).S
+    for name, S in cases.items():
+        ours, theirs = paired_seconds(lambda S=S: row_diameter(S), lambda S=S: all_pairs_matmul(S), repeat=5)  # type: ignore[misc]
+        exact = row_diameter(S)
+        share = exact.pairs_computed / (V * (V - 1) / 2)
+        yield BenchResult(
+            "hard cases",
+            f"{name} ({V:,} x {S.shape[1]})",
+            "row_diameter",
+            ours,
+            "tiled matmul",
+            theirs,
+            f"{share:.2%} computed",
+        )
+
+
+def long_run(V: int, d: int, steps: int) -> Iterator[BenchResult]:
+    """Time the search beside all pairs on RowNorm's increment late in a run with a small vocabulary."""
+    S = make_increment("rownorm", V, d, steps=steps, panel=1).S
+    ours, theirs = paired_seconds(lambda: row_diameter(S), lambda: all_pairs_matmul(S), repeat=5)
+    case = f"RowNorm after {steps:,} steps ({V:,} x {d})"
+    yield BenchResult("hard cases", case, "row_diameter", ours, "tiled matmul", theirs)
 
 
 def growth_in_tokens(increment: SampleIncrement, sizes: Sequence[int]) -> Iterator[BenchResult]:

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hilbert_monitor.emulation.synthetic import NextTokens, softmax_residual
 from hilbert_monitor.geometry import row_norm
 from hilbert_monitor.optim.pretraining import HEAD_LR
 from hilbert_monitor.pretrain.recipes import Head
-
-from .synthetic import NextTokens, softmax_residual
 
 _BLOCK = 4096
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn import Parameter
 
 from hilbert_monitor.optim import Muon, RowNorm
+from hilbert_monitor.optim._chunks import ChunkTrials
 
 from .measure import BenchResult, paired_seconds, peak_bytes, seconds
 from .opponents import muon_loop
@@ -19,6 +20,9 @@ def rownorm(V: int, d: int) -> Iterator[BenchResult]:
     ours = RowNorm([_with_gradient(V, d)], lr=1e-3)
     opponent, theirs = "AdamW(fused=True)", torch.optim.AdamW([_with_gradient(V, d)], lr=1e-3, fused=True)
     memory = peak_bytes(ours.step), peak_bytes(theirs.step)
+    for _ in range(ChunkTrials.CALLS):  # until RowNorm has found its chunks
+        ours.step()
+        theirs.step()
     times = paired_seconds(ours.step, theirs.step, repeat=31)
     yield BenchResult("optimizer step", case, "RowNorm.step", times[0], opponent, times[1])
     note = "the most held at once in the first step, with its state"

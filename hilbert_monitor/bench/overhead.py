@@ -8,6 +8,7 @@ from statistics import median
 
 import torch
 
+from hilbert_monitor.emulation.synthetic import synthetic_text
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.optim import pretraining_optimizer
@@ -16,7 +17,6 @@ from hilbert_monitor.pretrain.recipes import Head
 from hilbert_monitor.runs.alerts import Judge
 
 from .measure import BenchResult
-from .synthetic import synthetic_text
 
 DIAMETER_EVERY, PERTURBATION_EVERY = 10, 500
 """Updates from one measurement to the next, as in the paper."""
@@ -92,7 +92,7 @@ class _Training:
             for text in texts:
                 self.model.loss(text[:, :-1], text[:, 1:]).backward()  # type: ignore[no-untyped-call]
 
-        return _seconds(passes, self.device)
+        return device_seconds(passes, self.device)
 
     def take_gradient(self, other: _Training) -> None:
         """Copy the gradient of a training run that is equal to this one."""
@@ -101,18 +101,14 @@ class _Training:
 
     def update(self, then: Callable[[], object] = lambda: None) -> float:
         """Make the optimizer's step, in which a monitor measures, and call `then`; return the seconds."""
-        return _seconds(lambda: (self.optimizer.step(), then()), self.device)
+        return device_seconds(lambda: (self.optimizer.step(), then()), self.device)
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    _finish(device)
+def device_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds from an idle device to an idle device."""
+    module = torch.get_device_module(device)
+    module.synchronize()
     start = time.perf_counter()
     call()
-    _finish(device)
+    module.synchronize()
     return time.perf_counter() - start
-
-
-def _finish(device: torch.device) -> None:
-    """Wait until the device is idle."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -48,6 +48,8 @@ def geometry_jobs(paths: Sequence[Path], *, quick: bool) -> Iterator[Job]:
         yield "AdamW head", lambda: _measure(make_increment("adamw", V, d, panel=N))
         yield "RowNorm head", lambda: _measure(make_increment("rownorm", V, d, panel=N))
     yield "points on a sphere", lambda: diameter.worst_case(V, d)
+    yield "hard cases", lambda: diameter.hard_cases(1024 if quick else 20_000, 64)
+    yield "a long run", lambda: diameter.long_run(*((1024, 64, 40) if quick else (8192, 64, 2000)))
     yield (
         "growth with tokens",
         lambda: diameter.growth_in_tokens(make_increment("rownorm", sizes[-1], d, panel=1), sizes),
@@ -179,7 +181,8 @@ def run_oracle(paths: Sequence[Path], console: Console, *, quick: bool) -> list[
     V, d, budgets = (2048, 32, (0.0, 0.5)) if quick else (50_257, 256, (0.0, 1.0, 5.0, 20.0))
     saved = [(path.stem, load_increment(path).S) for path in paths]
     results: list[oracle.Gap] = []
-    for name, G in saved or [("gradient", oracle.head_gradient(V, d))]:
+    synthetic = [("gradient", oracle.head_gradient(V, d)), ("scattered gradient", oracle.scattered_gradient(V, d))]
+    for name, G in saved or synthetic:
         sizes = [size for size in (1024, 8192) if 2 * size <= len(G)] + [len(G)]
         with console.status(f"tension of the {name}"):
             results += oracle.gaps(name, G, sizes, budgets)

@@ -32,7 +32,7 @@ def test_geometry_prints_every_subject_with_its_opponent_and_writes_json(tmp_pat
     document = json.loads((tmp_path / "out.json").read_text())
     assert set(document["machine"]) >= {"processor", "threads", "torch", "python"}
     subjects = {r["subject"] for r in document["results"]}
-    assert subjects == {"diameter", "bracket", "perturbation", "growth"}
+    assert subjects == {"diameter", "bracket", "perturbation", "hard cases", "growth"}
     for r in document["results"]:
         assert r["opponent"] in text
         assert r["ratio"] == pytest.approx(r["opponent_amount"] / r["amount"])
@@ -48,7 +48,7 @@ def test_plain_bench_has_the_jobs_of_the_geometry_and_of_the_monitor(monkeypatch
         assert result.exit_code == 0, text
     plain, geometry, monitor = jobs
     assert plain == geometry + monitor
-    assert len(set(plain)) == 7
+    assert len(set(plain)) == 9
 
 
 def test_the_monitor_is_measured_under_both_heads(tmp_path):
@@ -153,7 +153,10 @@ def test_the_oracle_is_measured_beside_simpler_bounds(tmp_path):
     assert {r["rows"] for r in gaps} == {1024, 2048}
     for r in gaps:
         assert 0 < r["lower"] <= r["upper"]
-        assert 1 <= r["gap"] < r["jung_gap"]
+        assert (
+            1 <= r["gap"] <= r["jung_gap"] * (1 + 1e-6)
+        )  # equal at once, where no two rows have a direction in common
+        assert r["violation"] < 1e-9
     result, text = run("bench", "oracle", "--increment", tmp_path / "none.pt")
     assert result.exit_code == 2
     assert "there is no increment file" in text
