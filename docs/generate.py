@@ -2,15 +2,18 @@
 
     python docs/generate.py            # write them
     python docs/generate.py --check    # exit with 1 if a document is not up to date
+    python docs/generate.py --count    # also count again what an emulated device counts: a minute or two
 
-A document says where: `<!-- table: NAME -->` or `<!-- file: PATH -->` begins a part, and `<!-- end -->` ends it. What
-stands between the two is replaced.
+A document says where: `<!-- table: NAME -->`, `<!-- file: PATH -->` or `<!-- counted: NAME -->` begins a part, and
+`<!-- end -->` ends it. What stands between the two is replaced. Counts differ a little between machines, as searches
+take other turns, so they are written only when they are asked for.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -26,17 +29,18 @@ from hilbert_monitor.runs.metrics import CATALOGUE
 
 ROOT = Path(__file__).parents[1]
 RULES, RUNBOOKS = ROOT / "dashboards" / "prometheus" / "rules", ROOT / "dashboards" / "runbooks"
-PART = re.compile(r"(<!-- (table|file): (\S+) -->\n).*?(<!-- end -->)", re.S)
+PART = re.compile(r"(<!-- (table|file|counted): (\S+) -->\n).*?(<!-- end -->)", re.S)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml"}
 
 ORDER = (
-    *("diameter", "radius", "perturbation", "simplex", "rows"),
-    *("efficiency", "spectral", "oracle", "tension", "backward"),
+    *("bracket", "diameter", "radius", "perturbation", "simplex", "rows"),
+    *("efficiency", "spectral", "oracle", "tension", "certificates", "backward"),
 )
 """Modules whose functions are in the geometry's table, in its order."""
 COSTS = {
     "row_diameter": "on optimizers' increments about 20 reads of S; at worst all pairs",
     "row_diameter_bracket": "two passes over S",
+    "pending_bracket": "two passes over S, and no wait",
     "hilbert_perturbation": "on a CPU less than the product S H'; at worst a little more",
     "hilbert_distance": "one pass",
     "variation_seminorm": "one pass",
@@ -51,6 +55,8 @@ COSTS = {
     "centred_decrease": "three passes",
     "jung_ratio": "none",
     "diameter_oracle": "seconds at 400 rows; grows faster than V^2 d",
+    "check_flow": "five passes, V d^2 multiplications and the square of the number of groups times d, all in fp64",
+    "check_potential": "that of row_diameter; all pairs for the points of a constant-width body",
     "tension_bracket": "as long as you give it; half a second for a first answer",
     "fixed_cotangent_bound": "one pass",
     "backward_bound": "O(N)",
@@ -156,6 +162,24 @@ def sizes() -> Iterator[tuple[str, ...]]:
         yield size, *numbers, f"{preset.micro_batch} x {preset.accumulation}", *rates
 
 
+def tried() -> Iterator[tuple[str, ...]]:
+    """What the tests have run, optimizers and then models with all else alike in one row.
+
+    Tests write the file, see tests/support/tried.py.
+    """
+    yield "models", "optimizers of the head", "trainer", "precision", "strategy", "versions"
+    optimizers: dict[tuple[str, ...], list[str]] = {}
+    for entry in json.loads((ROOT / "docs" / "tried.json").read_text()):
+        versions = ", ".join(f"{name} {number}" for name, number in entry["versions"].items())
+        key = tuple(entry[name] for name in ("model", "trainer", "precision", "strategy"))
+        optimizers.setdefault((*key, versions), []).append(entry["optimizer"])
+    models: dict[tuple[str, ...], list[str]] = {}
+    for (model, *rest), names in optimizers.items():
+        models.setdefault((", ".join(sorted(set(names))), *rest), []).append(model)
+    for key, names in sorted(models.items(), key=lambda row: (*row[0][1:], row[0][0])):
+        yield ", ".join(sorted(names)), *key
+
+
 TABLES: dict[str, Table] = {
     "metrics": metrics,
     "fields": fields,
@@ -163,12 +187,20 @@ TABLES: dict[str, Table] = {
     "arguments": arguments,
     "functions": functions,
     "sizes": sizes,
+    "tried": tried,
 }
 
 
-def table(name: str) -> str:
+def counted(name: str) -> Table:
+    """A table that is counted."""
+    from hilbert_monitor.bench import projection
+
+    return {"measurements": projection.measurement_rows, "projection": projection.size_rows}[name]
+
+
+def table(make: Table) -> str:
     """A table in Markdown."""
-    head, *rows = TABLES[name]()
+    head, *rows = make()
     lines = [head, ("---",) * len(head), *(tuple(map(cell, row)) for row in rows)]
     return "\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---") + "\n\n"
 
@@ -183,12 +215,14 @@ def included(path: str) -> str:
     return f"```{LANGUAGES[Path(path).suffix]}\n{(ROOT / path).read_text()}```\n"
 
 
-def documented(text: str) -> str:
-    """A document with all its parts as they should be."""
+def documented(text: str, *, count: bool = False) -> str:
+    """A document with all its parts as they should be; what is counted stays unless it is asked for."""
 
     def part(match: re.Match[str]) -> str:
         begin, kind, name, end = match.groups()
-        return begin + (table(name) if kind == "table" else included(name)) + end
+        if kind == "counted":
+            return begin + table(counted(name)) + end if count else match.group()
+        return begin + (table(TABLES[name]) if kind == "table" else included(name)) + end
 
     return PART.sub(part, text)
 
@@ -202,11 +236,13 @@ def main() -> int:
     """Write the documents, or with --check only say which are not up to date."""
     parser = argparse.ArgumentParser(description="Writes the parts of documents that come from the code.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if one is not up to date")
-    check = parser.parse_args().check
+    parser.add_argument("--count", action="store_true", help="also count again what an emulated device counts")
+    options = parser.parse_args()
+    check = options.check
     stale = []
     for path in documents():
         text = path.read_text()
-        new = documented(text)
+        new = documented(text, count=options.count)
         if new != text:
             stale.append(path.relative_to(ROOT).as_posix())
             if not check:

@@ -23,7 +23,11 @@ def output_of(example, *arguments):
 def test_there_is_a_test_for_every_example():
     programs = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")}
     assert programs == {
+        "accelerate_loop.py",
+        "bare_loop.py",
+        "fabric_loop.py",
         "hugging_face.py",
+        "hugging_face_trainer.py",
         "lightning_callback.py",
         "lightning_cli/main.py",
         "own_loop.py",
@@ -45,6 +49,29 @@ def test_a_loop_of_ones_own_has_a_record_for_every_step():
     output = output_of("own_loop.py")
     assert output.count("D(S) = ") == 10
     assert output.count("of its worst case") == 2
+
+
+def test_a_bare_loop_has_a_run_folder_and_tells_its_logger():
+    output = output_of("bare_loop.py")
+    assert re.findall(r"step (\d+): D\(S\) = ", output) == ["10", "20", "30"]
+    run = RunReader(Path("runs/bare-loop"))
+    records = list(run.steps())
+    assert [record.step for record in records] == list(range(1, 31))
+    assert records[-1].tokens == 30 * 8 * 33
+    assert records[-1].validation_loss > 0
+    assert records[-1].perturbation_rms > 0
+
+
+@pytest.mark.parametrize(
+    ("example", "needs"),
+    [("hugging_face_trainer.py", "accelerate"), ("accelerate_loop.py", "accelerate"), ("fabric_loop.py", "lightning")],
+)
+def test_other_trainers_need_one_line_or_two(example, needs):
+    pytest.importorskip(needs)
+    assert set(re.findall(r"step (\d+): D\(S\) = ", output_of(example))) == {"10", "20"}
+    (run,) = Path("runs").iterdir()
+    assert [record.step for record in RunReader(run).steps()] == list(range(1, 21))
+    assert RunReader(run).state().status == "finished"
 
 
 def test_a_hugging_face_model_needs_nothing_beyond_the_one_line():
