@@ -297,6 +297,28 @@ def test_where_all_runs_are_archived_the_pages_say_so_and_show_them(open_page):
     wait_for_runs(page, "c", "b", "a")
 
 
+def test_a_late_answer_does_not_undo_what_an_event_told_since(open_page):
+    page = open_page("/")
+    late = []
+
+    def answer_late(route):
+        if route.request.method != "GET" or late:
+            return route.continue_()
+        late.append((route, route.fetch()))
+        return None
+
+    page.context.route("**/api/remarks", answer_late)
+    page.evaluate("dispatchEvent(new PageTransitionEvent('pageshow', {persisted: true}))")  # asks for all anew
+    while not late:
+        page.wait_for_timeout(50)
+    archive(page, *LRS)
+    wait_for_text(page, "All runs are archived")
+    route, answer = late[0]
+    route.fulfill(response=answer)
+    page.wait_for_timeout(500)
+    assert "All runs are archived" in page.evaluate("document.body.innerText")
+
+
 def test_an_archived_run_is_on_no_banner(root, open_page):
     with training(root, name="hot") as run:
         run.write(1)

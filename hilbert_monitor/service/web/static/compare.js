@@ -122,6 +122,7 @@ export class Compare {
   /** The list of runs changed. */
   known() {
     if (this.answer) {
+      say(this.line, this.lede(this.answer));
       this.selection.show(this.answer);
       this.offer();
     }

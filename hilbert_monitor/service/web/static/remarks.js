@@ -45,19 +45,23 @@ export const acknowledge = async (run, alerts, { by = "", undo = false } = {}) =
   ),
 );
 
+/** Remarks that came since all were asked for: they may be newer than the answer. */
+const updated = new Map();
+
 function learn({ runs }) {
-  for (const [id, remarks] of Object.entries(runs)) known.set(id, remarks);
+  for (const [id, remarks] of Object.entries(runs)) known.set(id, remarks), updated.set(id, remarks);
   tell();
 }
 
 const tell = () => listeners.forEach((listener) => listener());
 
 async function load() {
+  updated.clear();
   try {
     const { runs, offered, problem } = await get("/api/remarks");
     known.clear();
     Object.assign(offer, { offered, problem });
-    learn({ runs });
+    learn({ runs: { ...runs, ...Object.fromEntries(updated) } });
   } catch (error) {
     if (error.status !== 401) setTimeout(reload.ask, 2500);
   }
