@@ -36,7 +36,7 @@ def inspect(
     alone. It prints the head's row diameter with its two tokens, the norms of its rows, and its spectral norm. Where a
     checkpoint has its optimizer's moments, it prints the step that they would make next if the next gradient were zero:
     its diameter, how much of the optimizer's ceiling that is, and how much descent it makes. Several checkpoints become
-    a table, and with --figure a figure.
+    a table, and with --figure a figure. One that cannot be read is named at the end, and the exit code is then 2.
 
     Example: hilbert-monitor inspect runs/checkpoint-500 runs/checkpoint-1000 --figure heads.html
     """
@@ -49,12 +49,16 @@ def inspect(
     if figure is not None and figure.suffix.lower() not in (".svg", ".html"):
         raise typer.BadParameter(f"--figure takes a file that ends in .svg or .html, got {figure}")
     settings = {"head": head, "vocab_size": vocab_size, "tokenizer": tokenizer, "efficiency": efficiency}
-    try:
-        looks = [look(path, trust=trust, **settings) for path in checkpoints]  # type: ignore[arg-type]
-    except CheckpointError as error:
-        raise typer.BadParameter(str(error)) from None
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read: {error}") from None
+    looks, bad = [], []
+    for path in checkpoints:
+        try:
+            looks.append(look(path, trust=trust, **settings))  # type: ignore[arg-type]
+        except CheckpointError as error:
+            bad.append(f"{path}: {error}" if str(path) not in str(error) else str(error))
+        except OSError as error:
+            bad.append(f"cannot read: {error}")
+    if not looks:
+        raise typer.BadParameter("\n".join(bad))
     console = Console(highlight=False)
     display.show(looks, console)
     try:
@@ -68,3 +72,5 @@ def inspect(
         raise typer.BadParameter(f"cannot write: {error}") from None
     if written := [str(path) for path in (json, figure) if path is not None]:
         console.print(f"written to {', '.join(written)}", soft_wrap=True, markup=False)
+    if bad:
+        raise typer.BadParameter("\n".join([*bad, f"the other {len(looks)} of {len(checkpoints)} are shown above"]))

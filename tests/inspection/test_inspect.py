@@ -355,6 +355,24 @@ def test_one_checkpoint_is_shown_in_full_and_errors_are_one_sentence(tmp_path):
     assert "ends in .svg or .html" in run(tmp_path / "model.pt", "--figure", tmp_path / "f.png")[1]
 
 
+def test_a_checkpoint_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path):
+    for updates in (2, 4):
+        model, _ = trained(updates=updates)
+        torch.save({"model": model.state_dict(), "step": updates}, tmp_path / f"step{updates}.pt")
+    (tmp_path / "torn.pt").write_bytes((tmp_path / "step2.pt").read_bytes()[:1000])
+    names = ("step2.pt", "torn.pt", "absent.pt", "step4.pt")
+    code, shown = run(*(tmp_path / name for name in names), "--json", tmp_path / "f.json")
+    assert code == 2
+    table, complaint = shown.split("written to", 1)
+    assert "step2.pt" in table
+    assert "step4.pt" in table
+    assert "torn.pt" in complaint
+    assert "absent.pt does not exist" in complaint
+    assert "the other 2 of 4 are shown above" in complaint
+    assert "Traceback" not in shown
+    assert [row["step"] for row in json.loads((tmp_path / "f.json").read_text())] == [2, 4]
+
+
 def test_a_stacked_figure_has_room_for_each_of_its_parts(tmp_path):
     model, optimizer = trained(updates=2)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}, tmp_path / "m.pt")
