@@ -17,7 +17,9 @@ import lightning
 from lightning.fabric import Fabric
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from hilbert_monitor.monitor.given_panel import GivenPanel
 from hilbert_monitor.monitor.loop_arguments import check_loop_arguments
@@ -70,11 +72,40 @@ class FabricLoop(PlainLoop):
         self._fabric.save(self.ranks.gathered(path)[0], checkpoint)
 
 
+class Gradients:
+    """The gradients of an optimizer's parameters, as they are before a backward pass.
+
+    Args:
+        parameters: of the optimizer.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._parameters = parameters
+        self._before = [(p.grad, _version(p.grad)) for p in parameters]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Gradients:
+        """Those of an optimizer."""
+        return cls([p for group in optimizer.param_groups for p in group["params"]])
+
+    def changed(self) -> bool:
+        """Whether one of them has changed since, or may have: FSDP2 keeps what it accumulates elsewhere."""
+        return any(
+            isinstance(p, DTensor) or p.grad is not grad or _version(p.grad) != version
+            for p, (grad, version) in zip(self._parameters, self._before, strict=True)
+        )
+
+
+def _version(gradient: Tensor | None) -> int:
+    """A number that grows when a tensor is written to."""
+    return 0 if gradient is None else gradient._version
+
+
 class FabricWatch(Watch):
     """A run of Fabric's that is watched: its loss is read in `fabric.backward`, its steps after the optimizer's.
 
-    The loss of a record is the sum of what `fabric.backward` was given since the step before. If another model is
-    trained by the same Fabric, its losses are in it.
+    The loss of a record is the sum of what `fabric.backward` was given since the step before, of passes that brought
+    gradients to the optimizer's parameters: another model that the same Fabric trains has losses of its own.
     """
 
     def __init__(
@@ -100,11 +131,14 @@ class FabricWatch(Watch):
             self._backward = backward = self._fabric.backward
 
             def noted_backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+                guard, before = self.session.guard, None
+                with guard("batch"):
+                    if self._running:  # not closed before another run that was begun later
+                        before = Gradients.of(self._wrapper.optimizer)
                 backward(tensor, *args, **kwargs)
-                if not self._running:  # closed before another run that was begun later
-                    return
-                with self.session.guard("batch"):  # gradients add up, and so do the parts of an update's loss
-                    self.session.add_batch(loss=tensor.detach() if tensor.numel() == 1 else None, tokens=0)
+                with guard("batch"):  # gradients add up, and so do the parts of an update's loss
+                    if before is not None and tensor.numel() == 1 and before.changed():
+                        self.session.add_batch(loss=tensor.detach(), tokens=0)
 
             self._fabric.backward = self._noted = noted_backward  # type: ignore[method-assign]
             wrapper: Any = self._wrapper

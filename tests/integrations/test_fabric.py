@@ -38,6 +38,27 @@ def test_steps_of_another_optimizer_of_the_same_fabric_are_none_of_the_run():
     assert run.loop.updates == 1
 
 
+def test_losses_of_two_models_of_one_fabric_are_told_apart_also_where_gradients_are_accumulated():
+    fabric, model, optimizer = fabric_of()
+    other, other_optimizer = set_up(fabric)
+    first, second, expected = Recorder(), Recorder(), []
+    with (
+        hilbert.watch(fabric, model, optimizer, sinks=[first], **OPTIONS),
+        hilbert.watch(fabric, other, other_optimizer, sinks=[second], **OPTIONS),
+    ):
+        for number in range(0, 6, 2):
+            losses = [loss_of(model, number), loss_of(other, 50 + number)]
+            losses += [loss_of(model, number + 1), loss_of(other, 51 + number)]
+            for loss in losses:
+                fabric.backward(loss)
+            for one in (optimizer, other_optimizer):
+                one.step()
+                one.zero_grad(set_to_none=number == 0)
+            expected.append([loss.item() for loss in losses])
+    assert [record.train_loss for record in first.records] == pytest.approx([a + c for a, _, c, _ in expected])
+    assert [record.train_loss for record in second.records] == pytest.approx([b + d for _, b, _, d in expected])
+
+
 def test_a_run_that_ends_before_a_later_one_leaves_it_its_losses():
     fabric, model, optimizer = fabric_of()
     kept = Recorder()
