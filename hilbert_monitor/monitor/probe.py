@@ -154,7 +154,7 @@ class Probe:
         self._samples: list[SampleIndices] = []  # of the batches since the last record
         self._rates = self._schedule.rates()  # at the end of the last update
         self._checked = 0  # steps that were compared with what the weights did
-        self._silence = Silence()
+        self._silence = Silence(self.ranks.rank)
         self._decide()
 
     def _decide(self) -> None:
@@ -218,7 +218,12 @@ class Probe:
         return self.attach()
 
     def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """End it for good: if nothing was measured, say why."""
         self.detach()
+        self._silence.tell()
 
     @property
     def stepped(self) -> bool:
@@ -260,7 +265,7 @@ class Probe:
                 return
             moved = self.head.moved_unseen()
         if self.ranks.unanimous(not moved):
-            self._silence.add(lambda: why_head_rests(self.head, ""), weight)
+            self._silence.add(partial(why_head_rests, self.head, ""), weight)
             return
         with self.guard("increment"):
             self._on_step(self.head.unseen(), seen=False)
@@ -326,7 +331,7 @@ class Probe:
         with self._meter.timed("learning_rate"):
             self._note_rate(self._current, step, seen=seen)
         if step.skipped:
-            self._silence.add(lambda: why_head_rests(self.head, step.skipped))
+            self._silence.add(partial(why_head_rests, self.head, step.skipped))
         else:
             self._silence.end()
         if self._waits:

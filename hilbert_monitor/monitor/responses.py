@@ -62,7 +62,8 @@ class Responses:
         self.webhooks: list[QueuedSink[Alert]] = []
         self._together = {action for action in choices if isinstance(action, str)} & TOGETHER
         self._alone = [self._response(action) for action in choices if action not in TOGETHER]
-        self._saved, self._slow = 0, False
+        self._warns = "warn" in choices
+        self._saved, self._slow, self._stopped = 0, False, False
 
     def tell(self, alerts: Sequence[Alert]) -> None:
         """Do what rank zero does by itself."""
@@ -88,6 +89,14 @@ class Responses:
             self._save(controls, ranks, os.path.join(folder, f"blow-up-step-{step}.ckpt"))
         if "stop" in self._together:
             controls.stop()
+            if ranks.rank == 0 and not self._stopped:
+                self._tell_of_stop(alerts[0])
+
+    def _tell_of_stop(self, alert: Alert) -> None:
+        """Say once why training ends, with all that is known of the step unless a warning has just said it."""
+        self._stopped = True
+        why = "" if self._warns else f": {self.texts.complete(alert, patience=SOON).message}"
+        tell(f'step {alert.step}: training is to end here, as on_blowup="stop" asks{why}', stacklevel=7)
 
     def _save(self, controls: Controls, ranks: Ranks, path: str) -> None:
         """Save a checkpoint, if every rank could make its part: one that fails must not leave the others waiting."""

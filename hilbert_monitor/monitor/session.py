@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -99,9 +99,9 @@ class Waiting:
 
     loop: TrainingLoop
     why: str
-    silence: Silence = field(default_factory=Silence)
+    silence: Silence
 
-    def reason(self) -> str:
+    def reason(self, _updates: str) -> str:
         """Why nothing is measured, in a sentence."""
         return f"nothing is measured so far, and the head is watched as soon as an optimizer has it: {self.why}"
 
@@ -172,7 +172,7 @@ class MonitorSession:
             waits = loop.ranks.unanimous(bool(why))
             self.close()
             self.probe = None
-            self._waiting = Waiting(loop, why) if waits else None
+            self._waiting = Waiting(loop, why, Silence(loop.ranks.rank)) if waits else None
             return
         assert self.probe is not None
         if not loop.ranks.unanimous(math.isfinite(self.probe.last)):
@@ -261,13 +261,13 @@ class MonitorSession:
         """
         stopped = stopped or requested_stop(error)
         if self._waiting is not None:
-            self._waiting.silence.end(self._waiting.reason)
+            self._waiting.silence.tell()
         self._waiting = None
         if self.probe is not None:
             with self.guard("record"):
                 self.flush()
             self._resumed = self.state_dict()
-            self.probe.detach()
+            self.probe.finish()
         webhooks = self._responses.webhooks if self._responses is not None else []
         (self.outputs or Outputs(self.guard)).close(error, webhooks, stopped=stopped)
         texts = self._texts

@@ -12,42 +12,56 @@ QUIET = 20
 
 
 class Silence:
-    """Updates in which nothing was measured, so far."""
+    """Updates in which nothing was measured, so far.
 
-    def __init__(self) -> None:
+    Args:
+        rank: of this process; only rank zero says anything.
+    """
+
+    def __init__(self, rank: int) -> None:
         self._updates = 0.0
-        self._is_over = False
+        self._reason: Callable[[str], str] | None = None
+        self._is_over = rank != 0
 
-    def add(self, reason: Callable[[], str], weight: float = 1.0) -> None:
+    def add(self, reason: Callable[[str], str], weight: float = 1.0) -> None:
         """Count an update, and say the reason if it is time to.
 
         Args:
-            reason: a sentence.
+            reason: makes a sentence, given how many updates there were, in words.
             weight: how much of an update it is, where the training loop cannot tell.
         """
         self._updates += weight
+        self._reason = reason
         if self._updates >= QUIET:
-            self.end(reason)
+            self.tell()
 
-    def end(self, reason: Callable[[], str] | None = None) -> None:
-        """Count no more: something is measured, or the run is over and the reason has not been said yet."""
-        if reason is not None and self._updates and not self._is_over:
-            tell(reason(), stacklevel=4)
+    def tell(self) -> None:
+        """Say the reason, unless it has been said or something was measured: it is time to, or the run is over."""
+        if self._updates and self._reason is not None and not self._is_over:
+            number = max(1, round(self._updates))
+            tell(self._reason("1 update" if number == 1 else f"{number} updates"), stacklevel=4)
+        self.end()
+
+    def end(self) -> None:
+        """Count no more: something is measured."""
         self._is_over = True
 
 
-def why_head_rests(head: WatchedHead, skipped: str) -> str:
+def why_head_rests(head: WatchedHead, skipped: str, updates: str) -> str:
     """Say why a head does not move though an optimizer has it.
 
     Args:
         head: that is watched.
         skipped: what the optimizer's steps lack, or nothing if it makes none.
+        updates: in how many.
     """
     if not head.weight.requires_grad:
         reason = "it is frozen, and is measured once it is not"
+    elif skipped == "overflow":
+        reason = "all were left out because gradients overflowed: look at the loss and its scale"
     elif skipped:
         reason = f"{skipped} reaches it: if the model trains another head, pass that as head=..."
     else:
         kind = type(head.source.optimizer).__name__
         reason = f"{kind}, which has it, makes no step: if another head is trained, pass that as head=..."
-    return f"the head '{head.name}' has not moved in {QUIET} updates; {reason}"
+    return f"the head '{head.name}' has not moved in {updates}; {reason}"

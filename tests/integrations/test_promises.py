@@ -1,6 +1,7 @@
 """What the monitor promises, under every trainer that has an adapter."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -101,6 +102,32 @@ def test_an_increment_that_is_not_finite_is_an_alert_in_its_step_and_can_stop_th
     assert [alert.step for alert in told] == [4]
     assert [alert.step for alert in log_of(tmp_path).alerts()] == [4]
     assert run.steps == 4
+
+
+def said(caught):
+    return [str(warning.message) for warning in caught if "hilbert_monitor" in str(warning.message)]
+
+
+@each_adapter
+def test_a_run_that_stops_says_why_in_a_sentence(adapter, tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(adapter, Run(tmp_path, {"on_blowup": "stop"}, broken=4))
+    (sentence,) = said(caught)
+    assert 'step 4: training is to end here, as on_blowup="stop" asks: ' in sentence
+    assert "rows of the increment are not finite, that of token" in sentence
+    assert "look at the batch" in sentence
+
+
+@each_adapter
+def test_a_short_run_whose_head_rests_says_so_at_its_end(adapter, tmp_path):
+    run = Run(tmp_path, {})
+    run.head.requires_grad_(False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(adapter, run)
+    (sentence,) = said(caught)
+    assert f"lm_head' has not moved in {UPDATES} updates; it is frozen" in sentence
 
 
 class Failing:

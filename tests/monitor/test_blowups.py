@@ -126,6 +126,17 @@ def test_stop_ends_training_with_the_step_that_blew_up_and_checkpoint_saves_it()
     assert saved["global_step"] == JUMP
 
 
+@pytest.mark.parametrize(("actions", "number"), [("stop", 1), (["warn", "stop"], 2)])
+def test_a_run_that_stops_says_once_what_the_step_was(actions, number):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Jumps(), monitor(on_blowup=actions, run_dir=None))
+    told = [str(warning.message) for warning in caught if f"step {JUMP}: " in str(warning.message)]
+    assert len(told) == number
+    assert f'step {JUMP}: training is to end here, as on_blowup="stop" asks' in told[-1]
+    assert [text.count("times the usual") for text in told] == ([1] if number == 1 else [1, 0])
+
+
 @pytest.mark.usefixtures("warm_ranks")
 def test_stop_and_checkpoint_take_both_of_two_ranks(tmp_path):
     """Rank zero measures; the other learns of it in the same step, or one of them would wait for ever."""

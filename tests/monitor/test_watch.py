@@ -5,6 +5,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,30 @@ def watched(model=None, **options):
 def only_run(folder):
     (run,) = folder.iterdir()
     return RunReader(run)
+
+
+def test_a_short_run_whose_optimizer_does_not_have_the_head_says_so_at_its_end():
+    model = seeded(Plain)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p is not model.lm_head.weight])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with hilbert_monitor.watch(model, optimizer, run_dir=None, strict=True) as run:
+            steps(run, model, optimizer, range(3))
+    (warning,) = caught
+    assert "nothing is measured so far" in str(warning.message)
+    assert "'lm_head'" in str(warning.message)
+
+
+def test_steps_that_all_overflow_are_said_to():
+    model = seeded(Plain)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer.found_inf = torch.ones(())  # as a GradScaler says it to a fused optimizer
+    optimizer.grad_scale = None
+    with (
+        pytest.warns(UserWarning, match="has not moved in 1 update; all were left out because gradients overflowed"),
+        hilbert_monitor.watch(model, optimizer, run_dir=None, strict=True) as run,
+    ):
+        steps(run, model, optimizer, range(1))
 
 
 # What goes in
