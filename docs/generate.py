@@ -33,7 +33,7 @@ PART = re.compile(r"(<!-- (table|file|counted): (\S+) -->\n).*?(<!-- end -->)", 
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml"}
 
 ORDER = (
-    *("bracket", "diameter", "radius", "perturbation", "simplex", "rows"),
+    *("bracket", "diameter", "radius", "perturbation", "log_partition", "simplex", "rows"),
     *("efficiency", "spectral", "oracle", "tension", "certificates", "backward"),
 )
 """Modules whose functions are in the geometry's table, in its order."""

@@ -149,7 +149,7 @@ MORE: dict[str, Json] = {
     "nonfinite": {"min": 0},
 }
 """Thresholds and other looks of panels, by their names."""
-ENDS = {"_lower": "at least", "_upper": "at most"}
+ENDS = {"_lower": "at least", "_upper": "at most", "_min": "at least", "_max": "at most"}
 
 
 def legend(metric: Metric, metrics: list[Metric]) -> str:
@@ -171,7 +171,7 @@ def looks(metric: Metric, legends: dict[str, str]) -> list[Json]:
         return [override(name, custom__lineWidth=2)]
     if metric.line == "band":
         area = {"color": fixed(GREY), "custom__lineWidth": 0, "custom__fillOpacity": 20}
-        lower = legends.get(metric.name.replace("_upper", "_lower"), name)
+        lower = legends.get(metric.name.replace("_upper", "_lower").replace("_max", "_min"), name)
         return [override(name, **area, **({} if lower == name else {"custom__fillBelowTo": lower}))]
     return []
 

@@ -10,6 +10,7 @@ from .bracket import DiameterBracket, PendingBracket, pending_bracket, row_diame
 from .certificates import CheckedFlow, CheckedPotential, check_flow, check_potential
 from .diameter import RowDiameter, row_diameter
 from .efficiency import Interval, gauge_waste, step_efficiency
+from .log_partition import LogPartition, MeanRow, log_partition, mean_row
 from .oracle import OracleSolution, centred_decrease, diameter_oracle, first_order_decrease, jung_ratio
 from .perturbation import HilbertPerturbation, hilbert_perturbation
 from .radius import RadiusBracket, covering_radius
@@ -26,6 +27,8 @@ __all__ = [
     "DiameterBracket",
     "HilbertPerturbation",
     "Interval",
+    "LogPartition",
+    "MeanRow",
     "OracleSolution",
     "PendingBracket",
     "RadiusBracket",
@@ -50,6 +53,8 @@ __all__ = [
     "hilbert_distance",
     "hilbert_perturbation",
     "jung_ratio",
+    "log_partition",
+    "mean_row",
     "pending_bracket",
     "projected_row_norm",
     "row_diameter",

@@ -66,6 +66,18 @@ def positions_of(batch: Batch) -> Tensor:
     return counts.flatten().nonzero().squeeze(1).cpu()
 
 
+def next_tokens(batch: Batch) -> Tensor:
+    """Return the token that each position of a batch predicts, (B, T) on the CPU; IGNORED where no loss looks at it.
+
+    Without labels it is the next token of the row.
+    """
+    for targets in _targets(batch):
+        return targets.long().cpu()
+    ids, there = text_ids(batch).long().cpu(), attended(batch).cpu()
+    following = ids.masked_fill(~there, IGNORED)[:, 1:]
+    return torch.nn.functional.pad(following, (0, 1), value=IGNORED)
+
+
 def with_decoder_inputs(model: Module, batch: Batch) -> Batch:
     """Return a batch for an encoder-decoder with the decoder's ids in it, as the model makes them from its labels.
 

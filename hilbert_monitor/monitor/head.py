@@ -289,6 +289,11 @@ class WatchedHead:
         U = self._by_tokens(weight).to(dtype) * self.logit_scale
         return self.rows.matrix(U, self.vocab_size)
 
+    def weight_rows(self) -> Matrix:
+        """The rows of the weight as it is now, (V, d), in its own dtype and without the logits' scale: no copy."""
+        weight = self.weight.detach() if self.effective is None else self.effective.whole()
+        return self.rows.matrix(self._by_tokens(weight), self.vocab_size)
+
     def gradient(self) -> Matrix | None:
         """The gradient of the head's weight, (V, d) with padding."""
         G = self._dense_gradient()

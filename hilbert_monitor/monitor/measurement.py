@@ -23,6 +23,7 @@ from hilbert_monitor.geometry import (
 from hilbert_monitor.runs.record import Pair, StepRecord
 
 from .head_rows import Matrix
+from .logit_shape import HeadShape, LogitShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +187,8 @@ class Measurement:
     gradient: GradientRows | None = None
     quality: StepQuality | None = None
     panel: PanelPerturbation | None = None
+    head_shape: HeadShape | None = None
+    logits: LogitShape | None = None
     backward_bound: float | None = None
     train_loss: float | None = None
     validation_loss: float | None = None
@@ -232,5 +235,7 @@ PARTS = {
     "gradient": GradientRows,
     "quality": StepQuality,
     "panel": PanelPerturbation,
+    "head_shape": HeadShape,
+    "logits": LogitShape,
 }
 """Fields of a Measurement that hold several fields of a record."""

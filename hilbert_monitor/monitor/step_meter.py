@@ -22,6 +22,7 @@ from .guard import Guard
 from .head import WatchedHead
 from .head_rows import Matrix
 from .hidden import AutocastFactory, HiddenStates, hidden_states
+from .logit_shape import HeadShape, LogitShape, logit_dtype, logit_rows, panel_targets
 from .measurement import (
     DiameterBounds,
     ExactDiameter,
@@ -71,6 +72,7 @@ class StepMeter:
         self._rounding = 0.0
         self._head_diameter: float | None = None
         self._compared = False  # whether the logits of a batch were compared with the head's output
+        self._output_dtype: torch.dtype | None = None  # of the head's output, once one was seen
 
     def forget(self) -> None:
         """Forget the step."""
@@ -107,6 +109,7 @@ class StepMeter:
         if exact:
             self._search(head, step, S)
             self._measure_gradient(head, step)
+            self._measure_head_rows(head, step)
 
     def _agree(self, head: WatchedHead, step: Measurement, *, ready: bool = True) -> bool:
         """Whether every rank has formed its rows, and is ready for what comes next."""
@@ -246,11 +249,35 @@ class StepMeter:
         assert S is not None
         with self.timed("panel"):
             step.panel = PanelPerturbation.of(S, H)
+        self._measure_logits(head, step, panel, H)
         if step.panel is not None and step.bounds is not None and self._head_diameter is not None:
             with self.timed("quality"):
                 step.backward_bound = backward_bound(
                     step.bounds.diameter_upper, self._head_diameter, step.panel.hidden_norm
                 )
+
+    def _measure_logits(self, head: WatchedHead, step: Measurement, panel: Panel, H: Tensor) -> None:
+        """Measure where the logits of the panel are, and what they lose in the run's precision."""
+        U: Matrix | None = None
+        with self.timed("logits"):
+            U = logit_rows(head)
+        if not head.unanimous(U is not None):
+            return
+        assert U is not None
+        with self.timed("logits"):
+            through, targets = logit_dtype(head, self._output_dtype), panel_targets(panel).to(H.device)
+            if U.shape[1] > H.shape[1]:  # a bias that is frozen
+                H = torch.cat([H, H.new_ones(len(H), 1)], dim=1)
+            step.logits = LogitShape.of(U, H, targets, through=through, softcap=head.logits.softcap)
+
+    def _measure_head_rows(self, head: WatchedHead, step: Measurement) -> None:
+        U: Matrix | None = None
+        with self.timed("logits"):
+            U = head.weight_rows()
+        if head.measures and head.unanimous(U is not None):
+            assert U is not None
+            with self.timed("logits"):
+                step.head_shape = HeadShape.of(U, head.logit_scale)
 
     def _have_one_panel(self, panel: Panel | None) -> bool:
         """Whether the panel has been collected on every rank, and is the same: a sharded model runs on all at once."""
@@ -278,6 +305,7 @@ class StepMeter:
         return H if head.bias is None else torch.cat([H, H.new_ones(len(H), 1)], dim=1)
 
     def _compare_logits(self, head: WatchedHead, output: Tensor, logits: Tensor) -> None:
+        self._output_dtype = output.dtype
         if text := head.explain(output, logits):
             self.remark(text)
 

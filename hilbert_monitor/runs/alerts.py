@@ -1,10 +1,11 @@
 """The rules for blow-ups: records in, alerts out, nothing else. Replaying a log gives the alerts of the run again.
 
 Two rules compare with theory: an increment must hold no nan and no infinity, and D(S) must not exceed what its
-optimizer can make. The others compare with the run's own history, of D(S) and of the perturbation of the panel (the
-fixed set of validation positions), each over the learning rate. `noise` learns what is usual and how rare a value is;
-`rates` says which learning rates could be foreseen. One that could not is not divided out. The one dial is how many
-false alarms there may be in 10,000 steps, of all series and rules together.
+optimizer can make. The others compare with the run's own history: D(S) and the perturbation of the panel (the fixed set
+of validation positions), each over the learning rate, and what the logits of the panel lose in the run's precision.
+`noise` learns what is usual and how rare a value is; `rates` says which learning rates could be foreseen. One that
+could not is not divided out. The one dial is how many false alarms there may be in 10,000 steps, of all series and
+rules together.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from .noise import LAG, MOST, Event, Noise
 from .rates import Rates
 from .record import Alert, StepRecord
 
-Kind = Literal["nonfinite", "ceiling", "diameter", "perturbation"]
+Kind = Literal["nonfinite", "ceiling", "diameter", "perturbation", "precision"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""The rules, by what they look at: rows that are not finite, D(S) against its ceiling, D(S) and the perturbation of the
-panel against their history."""
+"""The rules, by what they look at: rows that are not finite, D(S) against its ceiling, D(S), the perturbation of the
+panel and the precision loss of its logits against their history."""
 
 CEILING_FACTOR = 1.01
 """D(S) may exceed its ceiling by this factor, for rounding."""
@@ -71,9 +72,9 @@ class BlowUp:
 
 @dataclass
 class Series:
-    """A quantity that grows with the learning rate: what is known of its history."""
+    """A quantity that is compared with its history: what is known of that."""
 
-    kind: Literal["diameter", "perturbation"]
+    kind: Literal["diameter", "perturbation", "precision"]
     name: str
     noise: Noise
     share: float
@@ -100,6 +101,7 @@ class Judge:
         self.rates = Rates()
         self.diameter = Series("diameter", "D(S)", Noise(quiet=20, floor=math.log(1.4)), 0.6)
         self.perturbation = Series("perturbation", "The panel's Hilbert RMS", Noise(quiet=8, floor=math.log(2)), 0.1)
+        self.precision = Series("precision", "The panel's precision loss", Noise(quiet=8, floor=math.log(2)), 0.05)
         self._gap = 0.0  # usual logarithm of the upper bound of D(S) over the lower
         self._lasting: dict[str, BlowUp] = {}
 
@@ -145,7 +147,9 @@ class Judge:
             return
         fresh = Judge(self.rules)
         for series in fresh._series:
-            saved = state["series"][series.kind]
+            saved = state["series"].get(series.kind)
+            if saved is None:  # of a version that did not know it
+                continue
             series.noise.restore(saved["noise"])
             series.steps.extend(int(step) for step in saved["steps"])
         fresh.rates.restore(state["rates"])
@@ -161,7 +165,7 @@ class Judge:
         """Return the alerts of a record, and add it to the history."""
         if record.skipped:
             return []
-        alerts = list(self._nonfinite(record))
+        alerts = [*self._nonfinite(record), *self._precision(record)]
         lr = record.learning_rate
         if lr is None:
             return alerts
@@ -180,8 +184,8 @@ class Judge:
         return alerts
 
     @property
-    def _series(self) -> tuple[Series, Series]:
-        return self.diameter, self.perturbation
+    def _series(self) -> tuple[Series, ...]:
+        return self.diameter, self.perturbation, self.precision
 
     def _probability(self, series: Series) -> float:
         """How likely a false alarm about one value of a series may be."""
@@ -216,6 +220,30 @@ class Judge:
                 f" rate, between {_tokens(record.pair, record.pair_text)}: look for other code that writes to the head,"
                 " its gradients in place or the optimizer's state",
             )
+
+    def _precision(self, record: StepRecord) -> Iterator[Alert]:
+        """Compare what the logits lose in the run's precision with its history: it knows no learning rate."""
+        value, series = record.precision_loss_rms, self.precision
+        if value is None or not 0 < value < math.inf:
+            return
+        if not series.steps or record.step > series.steps[-1]:
+            series.steps.append(record.step)
+        event = series.noise.event(math.log(value), self._probability(series))
+        if self._begins("precision", value, event is not None):
+            assert event is not None
+            usual, rarity = _exp(event.usual), min(series.gap / max(event.chance, 1e-12), 1e12)
+            yield _alert(
+                record,
+                "precision",
+                value,
+                usual,
+                f"{series.name} = {value:.3g}, {value / usual:.3g} times the usual {usual:.3g}, {_once_in(rarity)}:"
+                " the logits have outgrown their precision, look at log Z and the mean logit, and consider logits in"
+                " fp32, a z-loss or a soft cap",
+                pattern=event.pattern,
+                rarity=rarity,
+            )
+        series.noise.add(math.log(value), pattern="" if event is None else event.pattern)
 
     def _against_history(
         self, series: Series, record: StepRecord, value: float, foreseen: float, exact: bool

@@ -101,6 +101,24 @@ PANELS = (
         beside=("step_diameter",),
     ),
     RunPanel(
+        name="logits",
+        title="Where the logits are",
+        section="Geometry",
+        axis_title="Logits of the panel",
+        help="log Z = mean logit + A at the panel's positions. Softmax sees A and not the mean logit; in bf16 the size"
+        " of both costs precision.",
+        if_empty=WITH_THE_PANEL,
+    ),
+    RunPanel(
+        name="precision",
+        title="Precision loss",
+        section="Geometry",
+        axis_title="Cross entropy, run's precision less fp32",
+        help="How far the cross entropy of a position is from that of fp32 logits, because the run forms its logits in"
+        " less: root mean square over the panel.",
+        if_empty="Not measured: it is for runs whose logits have less than fp32, together with the validation panel.",
+    ),
+    RunPanel(
         name="learning_rate",
         title="Learning rate",
         section="Training",
@@ -120,6 +138,14 @@ PANELS = (
         section="Geometry",
         axis_title="Norm of a row",
         help="The largest norm of a row of the step, and of the gradient.",
+        on_page=False,
+    ),
+    RunPanel(
+        name="head_rows",
+        title="Mean row of the head",
+        section="Geometry",
+        axis_title="Norm of a row",
+        help="The mean row of the LM head, which softmax does not see, beside the mean norm of its rows.",
         on_page=False,
     ),
     RunPanel(

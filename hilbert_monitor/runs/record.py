@@ -130,6 +130,29 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Largest norm of a hidden state of the panel."""
     hidden_norm_rms: float | None = None
 
+    mean_logit_rms: float | None = None
+    mean_logit_min: float | None = None
+    mean_logit_max: float | None = None
+    """The mean logit z of a position over the panel: the mean row of the head times the hidden state."""
+    centred_log_z_rms: float | None = None
+    centred_log_z_min: float | None = None
+    centred_log_z_max: float | None = None
+    """A = log Z - z, the log-sum-exp of the logits less their mean."""
+    log_z_rms: float | None = None
+    log_z_min: float | None = None
+    log_z_max: float | None = None
+    """log Z, the log-sum-exp of the logits."""
+    logit_max: float | None = None
+    """The largest |logit| of the panel."""
+    precision_loss: float | None = None
+    """Cross entropy through logits in the run's own precision, less that in fp32: the mean over the panel."""
+    precision_loss_rms: float | None = None
+    """The same, root mean square over the positions, where errors do not cancel."""
+    head_mean_row: float | None = None
+    """Norm of the mean row of the head, which softmax does not see."""
+    head_row_norm: float | None = None
+    """Mean of the norms of the head's rows."""
+
     spectral_norm: float | None = None
     """The largest singular value of S."""
     gauge_waste: float | None = None

@@ -239,7 +239,9 @@ STEPS, FAULT = 60, 40
 JOBS = ("hilbert-runs", "hilbert-service")
 """Both scrape the same runs, as a service does that another Prometheus's targets are known to."""
 UNCAST = {"hilbert_seen_diameter": "its forward pass casts no weight"}
-FP32 = dict.fromkeys(("hilbert_stored_diameter", "hilbert_moved_share"), "its head is in fp32") | UNCAST
+FP32 = UNCAST | dict.fromkeys(
+    ("hilbert_stored_diameter", "hilbert_moved_share", "hilbert_precision_loss_rms"), "its head is in fp32"
+)
 LACKS = {
     "AdamW": {"hilbert_step_diameter_rounding": "its increments are formed from its state", **FP32},
     "RowNorm": {"hilbert_step_diameter_rounding": "it says itself what its increments are", **FP32},

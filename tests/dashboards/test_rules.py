@@ -22,6 +22,7 @@ ALERTS = {
     "StepDiameterBlowUp",
     "StepDiameterAboveCeiling",
     "HilbertPerturbationBlowUp",
+    "LogitPrecisionLoss",
     "IncrementNotFinite",
     "RunStalled",
     "RunKilled",

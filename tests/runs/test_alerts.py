@@ -419,3 +419,46 @@ def test_a_burst_of_long_ago_excuses_no_other():
     ratios[100] *= 4
     ratios[29_000] *= 3
     assert [step for step, _ in kinds(record(t + 1, ratio=r) for t, r in enumerate(ratios))] == [101, 29_001]
+
+
+# Precision of the logits
+
+
+def through(values, **more):
+    """Records of a run whose panel is measured every 500 steps, with these precision losses."""
+    return [record(500 * (t + 1), precision_loss_rms=value, **more) for t, value in enumerate(values)]
+
+
+def calm_losses(number, seed=0):
+    draw = random.Random(seed)
+    return [0.009 * math.exp(draw.gauss(0, 0.1)) for _ in range(number)]
+
+
+def test_logits_that_outgrow_their_precision_are_told_of_once_with_what_helps():
+    values = [*calm_losses(20), *[0.05] * 4]
+    (alert,) = alerts_of(through(values))
+    assert (alert.step, alert.kind, alert.pattern) == (10_500, "precision", "step")
+    assert alert.value == 0.05
+    assert alert.expected == pytest.approx(0.009, rel=0.2)
+    assert "z-loss" in alert.message
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_calm_precision_loss_is_silent_whatever_the_learning_rate_does(seed):
+    values = calm_losses(200, seed)
+    records = [record(500 * (t + 1), 1e-3 * 0.97**t, precision_loss_rms=value) for t, value in enumerate(values)]
+    assert kinds(records) == []
+
+
+def test_a_run_whose_checkpoint_knows_no_precision_loss_goes_on():
+    judge = Judge()
+    for each in through(calm_losses(10)):
+        judge.judge(each)
+    state = json.loads(json.dumps(judge.state()))
+    whole = Judge()
+    whole.restore(state)
+    assert whole.precision.noise.number == judge.precision.noise.number == 10
+    del state["series"]["precision"]
+    older = Judge()
+    older.restore(state)
+    assert (older.precision.noise.number, older.diameter.noise.number) == (0, 10)

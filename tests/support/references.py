@@ -67,3 +67,17 @@ def blocked_diameter(S, block=1024):
             a, b = divmod(int(gap2.argmax()), gap2.shape[1])
             best = max(best, float((S[i + a].double() - S[j + b].double()).norm()))
     return best
+
+
+def logit_numbers(U, H, softcap=None):
+    """Mean logit, log-sum-exp and largest |logit| at each state, from the whole product in fp64."""
+    logits = H.double() @ U.double().T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    highest = logits.max(1, keepdim=True).values
+    return logits.mean(1), (highest[:, 0] + (logits - highest).exp().sum(1).log()), logits.abs().max(1).values
+
+
+def bf16_losses(U, H, targets):
+    """Cross entropies of bf16 logits: operands and product rounded, softmax in fp64."""
+    logits = (H.bfloat16().double() @ U.bfloat16().double().T).float().bfloat16().double()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="none")
