@@ -37,7 +37,7 @@ def test_the_demo_trains_a_pair_beside_its_dashboard_and_serves_on_until_it_is_t
     process = begin("--out", tmp_path / "demo", "--steps", 8, "--json", out, "--port", 0)
     try:
         [address] = re.findall(r"live dashboard: (http://127\.0\.0\.1:\d+/)", process.stdout.readline())
-        with urllib.request.urlopen(f"{address}healthz", timeout=10) as answer:
+        with urllib.request.urlopen(f"{address}healthz", timeout=60) as answer:
             assert json.load(answer)["status"] == "ok"
         lines = []
         for line in process.stdout:
@@ -46,14 +46,14 @@ def test_the_demo_trains_a_pair_beside_its_dashboard_and_serves_on_until_it_is_t
                 break
         assert address in lines[-1]
         assert "AdamW / RowNorm" in "".join(lines)
-        with urllib.request.urlopen(f"{address}api/runs", timeout=10) as answer:
+        with urllib.request.urlopen(f"{address}api/runs", timeout=60) as answer:
             runs = json.load(answer)["runs"]
         assert sorted((run["optimizer"], run["status"], run["step"]) for run in runs) == [
             ("AdamW", "finished", 8),
             ("RowNorm", "finished", 8),
         ]
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
         assert "Traceback" not in process.stdout.read()
     finally:
         process.kill()
@@ -73,14 +73,14 @@ def test_the_demo_trains_a_pair_beside_its_dashboard_and_serves_on_until_it_is_t
 
 def test_a_demo_that_is_interrupted_ends_cleanly_with_what_there_is(tmp_path):
     process = begin("--out", tmp_path / "demo", "--steps", 5000, "--json", tmp_path / "out.json", "--no-serve")
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         runs = list(find_runs(tmp_path / "demo" / "runs"))
         if len(runs) == 2 and all(sum(1 for _ in run.steps()) > 25 for run in runs):
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert "ended early" in said
     assert "Traceback" not in said

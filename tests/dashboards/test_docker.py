@@ -68,7 +68,7 @@ def ask(url, token=None, data=None):
     """Status and text of an answer."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=10) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -76,7 +76,7 @@ def ask(url, token=None, data=None):
         return 0, ""
 
 
-def wait_for(found, what, seconds=30):
+def wait_for(found, what, seconds=120):
     """Ask again and again until there is an answer."""
     deadline = time.monotonic() + seconds
     while not (value := found()):

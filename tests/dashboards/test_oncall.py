@@ -34,14 +34,14 @@ on_both = pytest.mark.parametrize("system", SYSTEMS)
 
 
 def get(url):
-    with urllib.request.urlopen(url, timeout=5) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return json.load(answer)
 
 
 def read(url):
     """The text of a page of the service, or of a run."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
-    with urllib.request.urlopen(request, timeout=5) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return answer.read().decode()
 
 
@@ -50,7 +50,11 @@ def free_port():
         return taken.getsockname()[1]
 
 
-def until(condition, patience, what):
+PATIENCE = 240
+"""Seconds to wait for anything, on a machine that is busy."""
+
+
+def until(condition, what, patience=PATIENCE):
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -112,7 +116,7 @@ class Cluster:
             f"-storageDataPath={folder / 'victoria'}",
             f"-httpListenAddr=127.0.0.1:{victoria}",
         )
-        until(lambda: self.query("victoriametrics", "1"), 30, "VictoriaMetrics")
+        until(lambda: self.query("victoriametrics", "1"), "VictoriaMetrics")
         self.run(
             "vmalert",
             needs("vmalert"),
@@ -133,7 +137,7 @@ class Cluster:
             f"--web.listen-address=127.0.0.1:{self.alertmanager}",
             "--cluster.listen-address=",
         )
-        until(lambda: self.query("prometheus", "1"), 30, "Prometheus")
+        until(lambda: self.query("prometheus", "1"), "Prometheus")
 
     def _settings(self):
         """Our settings with other addresses and shorter waits: the file of the rules, and that of Prometheus."""
@@ -163,7 +167,7 @@ class Cluster:
         code += "; from hilbert_monitor.cli import app; app()"
         arguments = ["serve", self.runs, f"--port={self.service}", f"--token={TOKEN}"]
         self.serving = self.run("service", sys.executable, "-c", code, *arguments)
-        until(lambda: get(f"{self.address}/healthz"), 30, "the service")
+        until(lambda: get(f"{self.address}/healthz"), "the service")
 
     def run(self, name, *command, **options):
         """Start a program; it is ended with the cluster."""
@@ -200,15 +204,15 @@ class Cluster:
         """Where a run serves its metrics."""
         return self.query("prometheus", f'hilbert_step{{run="{run}",job="hilbert-runs"}}')[0]["metric"]["instance"]
 
-    def wait_told(self, alert, run, patience=60):
+    def wait_told(self, alert, run):
         """Wait until both systems have told of an alert."""
         for system in SYSTEMS:
-            until(lambda system=system: (alert, run) in self.page.told(system), patience, f"{system}: {alert} {run}")
+            until(lambda system=system: (alert, run) in self.page.told(system), f"{system}: {alert} {run}")
 
-    def wait_for(self, expression, what, patience=60):
+    def wait_for(self, expression, what):
         """Wait until an expression has a value on both systems."""
         for system in SYSTEMS:
-            until(lambda system=system: self.query(system, expression), patience, f"{what} on {system}")
+            until(lambda system=system: self.query(system, expression), f"{what} on {system}")
 
 
 def end(process):

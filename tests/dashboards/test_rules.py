@@ -36,7 +36,7 @@ HEADINGS = ["Meaning", "Impact", "Diagnosis", "Mitigation"]
 
 
 def promtool(*arguments):
-    return subprocess.run([needs("promtool"), *map(str, arguments)], capture_output=True, text=True, timeout=300)
+    return subprocess.run([needs("promtool"), *map(str, arguments)], capture_output=True, text=True, timeout=600)
 
 
 def rules(kind):

@@ -27,7 +27,7 @@ from tests.support.references import all_pairs_diameter, deltas, length
 from tests.support.warm import warm_ranks_fixture  # noqa: F401
 
 CPU = torch.device("cpu")
-SMALL = CheckSizes(cloud=(700, 16, 64), updates=4, head=(300, 16), turns=1, patience=60)
+SMALL = CheckSizes(cloud=(700, 16, 64), updates=4, head=(300, 16), turns=1, patience=300)
 
 
 def doctor(*args):
@@ -332,7 +332,7 @@ def test_processes_that_hang_are_a_failure_within_the_time(only, monkeypatch):
     monkeypatch.setattr(ddp, "train", hangs)
     start = time.perf_counter()
     outcome = only(ddp, dataclasses.replace(SMALL, patience=2))
-    assert time.perf_counter() - start < 30
+    assert time.perf_counter() - start < 300
     assert_failed(outcome, "DDP", "TimeoutError: no answer from 2 of 2 processes within 2 s")
     assert not multiprocessing.active_children()
 
@@ -448,7 +448,7 @@ def test_time_that_a_probe_takes_is_seen(monkeypatch, head):
     waited = []
 
     def slow(self, *args, **kwargs):
-        waited.append(0.05)
+        waited.append(5.0)
         return right(self, *args, **kwargs)
 
     def clock():  # without the time that other programs take
@@ -458,4 +458,4 @@ def test_time_that_a_probe_takes_is_seen(monkeypatch, head):
     monkeypatch.setattr(Probe, "record", slow)
     monkeypatch.setattr("hilbert_monitor.bench.overhead.time", SimpleNamespace(perf_counter=clock))
     (found,) = overhead.overhead(CPU, 128, 16, 1, head)
-    assert 0.045 < found.amount - found.opponent_amount < 0.5
+    assert 4.5 < found.amount - found.opponent_amount < 10

@@ -11,7 +11,7 @@ import pytest
 from hilbert_monitor.emulation.device import unavailable
 from tests.support import warm
 
-PATIENCE = 120
+PATIENCE = 300
 
 
 def pytest_runtest_setup(item):

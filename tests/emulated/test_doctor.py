@@ -8,7 +8,7 @@ from hilbert_monitor.doctor.device import CheckSizes
 from hilbert_monitor.doctor.finding import examine
 from hilbert_monitor.emulation.device import EmulatedDevice
 
-SMALL = CheckSizes(cloud=(700, 16, 64), updates=2, head=(2048, 32), turns=1, patience=60)
+SMALL = CheckSizes(cloud=(700, 16, 64), updates=2, head=(2048, 32), turns=1, patience=300)
 ROOMS = {"exactness": exactness, "increment": increment, "prediction": prediction}
 
 

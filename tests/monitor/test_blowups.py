@@ -217,10 +217,10 @@ def test_a_webhook_is_sent_what_slack_takes(hook):
 
 
 def test_a_webhook_that_does_not_answer_costs_no_step(hook):
-    hook.delay = 60.0
+    hook.delay = 300.0
     start = time.monotonic()
     fit(Jumps(), monitor(on_blowup=f"http://127.0.0.1:{hook.server_port}/x", run_dir=None))
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 150
     assert len(hook.posts) == 1
 
 
@@ -271,7 +271,7 @@ fit(Module("rownorm"), HilbertMonitor(panel_size=50, perturbation_every=7), save
 
 
 def test_a_killed_run_that_is_resumed_goes_on_in_the_same_log():
-    program, deadline = Program("-c", SCRIPT), time.monotonic() + 120
+    program, deadline = Program("-c", SCRIPT), time.monotonic() + 300
     while "23" not in program.output.split() and time.monotonic() < deadline:
         time.sleep(0.005)
     program.kill()

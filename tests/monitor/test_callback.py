@@ -126,7 +126,7 @@ class Blocks:
         self.free = threading.Event()
 
     def write(self, record):
-        self.free.wait(60)
+        self.free.wait(300)
 
 
 def decode(token):
@@ -159,7 +159,7 @@ def test_a_sink_that_raises_and_one_that_blocks_cost_records_and_no_time():
     module, plain = Module("rownorm"), Module("rownorm")
     start = time.monotonic()
     run = everything(module, fit(module, monitor))
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 150
     blocks.free.set()
     assert same(run, everything(plain, fit(plain)))
     assert len(kept.records) >= UPDATES

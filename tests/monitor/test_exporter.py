@@ -26,7 +26,7 @@ from tests.support.sinks import Recorder
 from tests.support.training import UPDATES, Module, fit
 
 
-def get(port, *, accept="", scheme="http", context=None, timeout=5):
+def get(port, *, accept="", scheme="http", context=None, timeout=60):
     request = urllib.request.Request(f"{scheme}://localhost:{port}/metrics", headers={"Accept": accept})
     with urllib.request.urlopen(request, timeout=timeout, context=context) as answer:
         return answer.read().decode()
@@ -87,14 +87,15 @@ def test_a_run_serves_its_metrics_while_it_trains(tmp_path):
 
 
 def test_the_metrics_are_gone_when_the_run_has_ended_and_nobody_scraped(tmp_path):
-    monitor, kept = HilbertMonitor(panel_size=50, prometheus_port=0, strict=True), Recorder()
+    patient = Prometheus(port=0, linger=300.0)
+    monitor, kept = HilbertMonitor(panel_size=50, prometheus=patient, strict=True), Recorder()
     monitor.options.sinks = (kept,)
     began = time.monotonic()
     fit(Module("adamw"), monitor)
     [run] = find_runs("runs")
     with pytest.raises(OSError, match="refused"):
         get(run.info.port)
-    assert time.monotonic() - began < 25  # the linger of 30 s was not waited for
+    assert time.monotonic() - began < 150  # the linger was not waited for
 
 
 def test_training_is_the_same_with_and_without_metrics():
@@ -149,7 +150,7 @@ def test_a_registry_of_ones_own_can_be_given(samples):
     assert b"hilbert_step_diameter" in generate_latest(registry)
     exporter.end("finished")
     assert b'status="finished"} 1.0' in generate_latest(registry)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while b"hilbert_step_diameter" in generate_latest(registry) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert b"hilbert_step_diameter" not in generate_latest(registry)
@@ -161,21 +162,21 @@ def test_importing_registers_nothing():
 
 
 def test_after_the_end_it_waits_for_one_more_scrape_and_goes(samples):
-    exporter = Exporter(samples, Prometheus(port=0, linger=20.0))
+    exporter = Exporter(samples, Prometheus(port=0, linger=120.0))
     port = exporter.port
     get(port)
     began = time.monotonic()
     exporter.end("finished")
-    assert time.monotonic() - began < 1  # whoever ends it does not wait
+    assert time.monotonic() - began < 30  # whoever ends it does not wait
     assert 'status="finished"} 1.0' in get(port)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
-            get(port, timeout=1)
+            get(port)
             time.sleep(0.05)
         except OSError:
             break
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_a_process_that_was_scraped_stays_for_its_last_scrape():
@@ -183,7 +184,7 @@ def test_a_process_that_was_scraped_stays_for_its_last_scrape():
         "from hilbert_monitor.monitor.exporter import Exporter, Prometheus\n"
         "from hilbert_monitor.runs.exposition import RunSamples\n"
         "from hilbert_monitor.runs.record import RunInfo\n"
-        "e = Exporter(RunSamples(lambda: RunInfo(id='run')), Prometheus(port=0, linger=30))\n"
+        "e = Exporter(RunSamples(lambda: RunInfo(id='run')), Prometheus(port=0, linger=300))\n"
         "print(e.port, flush=True); input(); e.end('failed')"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -195,7 +196,7 @@ def test_a_process_that_was_scraped_stays_for_its_last_scrape():
         time.sleep(0.5)
         assert process.poll() is None
         assert 'status="failed"} 1.0' in get(port)
-        assert process.wait(10) == 0
+        assert process.wait(100) == 0
 
 
 def test_a_killed_process_frees_its_port_though_its_forked_workers_live():
@@ -206,8 +207,8 @@ def test_a_killed_process_frees_its_port_though_its_forked_workers_live():
         "from hilbert_monitor.runs.record import RunInfo\n"
         "e = Exporter(RunSamples(lambda: RunInfo(id='run')), Prometheus(port=0))\n"
         "child = os.fork()\n"
-        "if not child: time.sleep(60); os._exit(0)\n"
-        "print(e.port, child, flush=True); time.sleep(60)"
+        "if not child: time.sleep(600); os._exit(0)\n"
+        "print(e.port, child, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         port, child = map(int, process.stdout.readline().split())
@@ -287,12 +288,12 @@ def test_a_client_that_connects_and_stops_delays_neither_scrapes_nor_the_end_of_
     before = {thread for thread in threading.enumerate() if not thread.daemon}
     run = threading.Thread(target=fit, args=(Module("torch"), monitor, annoys), daemon=True)
     run.start()
-    run.join(30)
+    run.join(300)
     assert not run.is_alive()
     assert len(annoys.texts) >= UPDATES
     assert "hilbert_step{" in annoys.texts[-1]
     for thread in [t for t in threading.enumerate() if not t.daemon and t not in before]:
-        thread.join(5)  # the linger; then nothing keeps the process
+        thread.join(60)  # the linger; then nothing keeps the process
         assert not thread.is_alive()
     annoys.client.close()
     [found] = find_runs(tmp_path)
@@ -305,9 +306,9 @@ def test_clients_that_stay_silent_are_let_go_and_too_many_are_turned_away(sample
     exporter = Exporter(samples, Prometheus(port=0))
     silent = [socket.create_connection(("127.0.0.1", exporter.port)) for _ in range(5)]
     for client in silent:
-        client.settimeout(10)
+        client.settimeout(60)
         assert client.recv(1) == b""  # the server has closed it
-    text, deadline = "", time.monotonic() + 10
+    text, deadline = "", time.monotonic() + 60
     while not text and time.monotonic() < deadline:
         with contextlib.suppress(OSError):  # a place is free a moment after its connection was closed
             text = get(exporter.port)

@@ -185,10 +185,10 @@ def test_what_cannot_be_seen_is_named(make):
 def test_data_are_neither_copied_nor_walked_through():
     x = Inner(seen=[{"ids": [i]} for i in range(300_000)])
     x.text, x.large = torch.zeros(30_000_000, dtype=torch.uint8), np.zeros(30_000_000, dtype=np.uint8)
-    start = time.perf_counter()
+    start = time.thread_time()
     with kept(x):
         pass
-    assert time.perf_counter() - start < 0.1
+    assert time.thread_time() - start < 0.1
 
 
 def test_a_tensor_too_large_to_copy_is_named_if_it_was_written_to():

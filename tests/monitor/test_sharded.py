@@ -380,7 +380,7 @@ def test_a_rank_that_fails_costs_a_measurement_and_never_the_run(where, tmp_path
 def dying_rank(rank, folder):
     """Rank one is killed while the ranks measure; rank zero notes the error that ends its own run, and when."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=100)
     )
     torch.manual_seed(0)
     model = Plain(V=V, d=D)
@@ -419,10 +419,10 @@ def test_a_rank_that_is_killed_while_measuring_ends_the_run_as_without_the_monit
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(100)
+        process.join(300)
     assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
     step, error, seconds, failures = torch.load(tmp_path / "0.pt", weights_only=False)
     assert step == 4  # the step after: its own gradients' exchange fails
     assert error
-    assert seconds < 60
+    assert seconds < 100
     assert failures  # the measurement of step 3, of which it only warns

@@ -198,7 +198,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_
     whole = Program(*command(data, tmp_path / "whole", *more))
     killed = Program(*command(data, tmp_path / "killed", *more))
     log = RunReader(tmp_path / "killed" / "runs" / "run")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while sum(1 for _ in log.steps()) < 60 and time.monotonic() < deadline:
         time.sleep(0.02)
     killed.kill()

@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 
 from tests.support.programs import needs
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds to wait for anything on a page. It is long because test machines are busy."""
 COMPARE_PANELS = ("loss", "diameter", "perturbation", "ratio")
 RUN_PANELS = ("diameter", "saturation", "perturbation", "loss", "learning_rate", "cost")

@@ -153,8 +153,9 @@ def test_arrow_keys_move_through_the_values_of_a_plot(zoo, visit):
     until(page, "document.querySelector('[data-panel=diameter] .spoken').textContent.includes('at 1 updates')")
     names = {name}
     for _ in range(3):
+        said = spoken.text_content()
         page.keyboard.press("ArrowDown")
-        page.wait_for_timeout(50)
+        until(page, "(said) => document.querySelector('[data-panel=diameter] .spoken').textContent !== said", said)
         names.add(spoken.text_content().partition(":")[0])
     assert {"AdamW", "RowNorm"} <= names
     page.keyboard.press("Escape")
