@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hilbert_monitor.geometry import compute_dtype
+
 TOP = 8
 """How many of the rows that were held back most are named."""
 CHUNK_BYTES = {"cpu": 2**20}
@@ -81,25 +83,54 @@ class HeldRows:
         self.number, self.width = len(parts[0].after), sum(part.after.shape[1] for part in parts)
         self.device = parts[0].after.device
         self.meeting = meeting or self.device
+        self.on_cpu = self.device.type == "cpu"
+        """Whether a look at a number is no wait."""
         self.wide = torch.float32 if self.device.type == "mps" else torch.float64  # which has no fp64
 
     # Look
 
     def mean(self) -> Tensor:
-        """The mean row of S over all ranks. (d,). Rows that are not finite count as zero."""
+        """The mean row of S over all ranks, to rounding. (d,). Rows that are not finite count as zero."""
         total = torch.zeros(self.width + 1, dtype=self.wide, device=self.device)
-        for at in self._chunks():
-            total[:-1] += self._finite(self._step(at, self._decayed(at))).sum(0)
+        if self.on_cpu:
+            for at in self._chunks():
+                total[:-1] += self._roughly(at).sum(0)
+        if not self.on_cpu or not torch.isfinite(total).all():
+            total.zero_()
+            for at in self._chunks():
+                rows = self._step(at, self._decayed(at))
+                total[:-1] += torch.where(torch.isfinite(rows.sum(1, keepdim=True)), rows, 0.0).sum(0)
         total[-1] = self.number
         total = self._reduced(total, dist.ReduceOp.SUM)
         return torch.nan_to_num(total[:-1] / total[-1], 0.0, 0.0, 0.0)
 
-    def distances(self, mean: Tensor) -> Tensor:
-        """How far each row of S is from the mean row. (n,); infinity for a row that is not finite."""
+    def distances(self, mean: Tensor, radius: Tensor) -> Tensor:
+        """How far each row of S is from the mean row, infinity for a row that is not finite. (n,).
+
+        On a CPU it is computed in the weights' precision first, and again in fp64 for rows that may be out of the ball
+        or among the farthest. In fp32, with u = 2^-24, the factor c, its product, two differences and the mean row are
+        rounded by u |U_i| + u |U_i| + u |s_i| + u |s_i - m| + u |m| together, and the norm by (d + 2) u of itself.
+        """
         distances = torch.empty(self.number, dtype=self.wide, device=self.device)
+        if not self.on_cpu:
+            for at in self._chunks():
+                distances[at] = self._exact_distances(at, mean)
+            return torch.nan_to_num(distances, torch.inf, torch.inf)
+        length, unsure = float(torch.linalg.vector_norm(mean)), torch.empty(self.number, dtype=torch.bool)
         for at in self._chunks():
-            distances[at] = torch.linalg.vector_norm(self._step(at, self._decayed(at)) - mean, dim=1)
+            rough = self._roughly(at)
+            unit = torch.finfo(rough.dtype).eps / 2
+            far = torch.linalg.vector_norm(rough.sub_(mean.to(rough.dtype)), dim=1)
+            entry = max(float(x.abs()) for part in self.parts for x in torch.aminmax(part.before[at]))
+            error = unit * (2 * self.width**0.5 * entry + 2 * length + (self.width + 4) * far)
+            distances[at], unsure[at] = far, ~(far + error <= radius)
+        unsure[distances.topk(min(2 * TOP, self.number)).indices] = True
+        for at, _ in self._places(unsure):
+            distances[at] = self._exact_distances(at, mean)
         return torch.nan_to_num(distances, torch.inf, torch.inf)
+
+    def _exact_distances(self, at: slice | Tensor, mean: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(self._step(at, self._decayed(at)).sub_(mean), dim=1)
 
     def centred(self, mean: Tensor) -> Tensor:
         """S less its mean row in fp32, for a search of its diameter. (n, d)."""
@@ -180,15 +211,15 @@ class HeldRows:
         back = torch.zeros_like(rows)
         for at, mine in self._places(rows):
             decayed, far = self._decayed(at), distances[at]
-            step = torch.nan_to_num(self._step(at, decayed) - mean, 0.0, 0.0, 0.0)
-            target = decayed + shift + factors(decayed, far)[:, None] * step
-            blocks = self._blocks(target)
-            stored = torch.cat([x.to(part.after.dtype).to(self.wide) for part, x in blocks], 1)
-            gap = torch.linalg.vector_norm(stored - decayed - shift, dim=1)
+            target = self._step(at, decayed).sub_(mean).nan_to_num_(0.0, 0.0, 0.0)
+            target.mul_(factors(decayed, far)[:, None]).add_(decayed.add_(shift))
+            blocks = [(part, x.to(part.after.dtype)) for part, x in self._blocks(target)]
+            gap = torch.linalg.vector_norm(self._joined([x for _, x in blocks]).sub_(decayed), dim=1)
             back[at] = lost = mine & ~((gap <= reach) & torch.isfinite(far))
             for part, x in blocks:
-                held = torch.where(lost[:, None], part.before[at], x.to(part.after.dtype))
-                part.after[at] = torch.where(mine[:, None], held, part.after[at])
+                if not self.on_cpu or lost.any():
+                    x = torch.where(lost[:, None], part.before[at], x)
+                part.after[at] = x if self.on_cpu else torch.where(mine[:, None], x, part.after[at])
         return back
 
     # Rows
@@ -199,24 +230,38 @@ class HeldRows:
 
     def _places(self, rows: Tensor) -> Iterator[tuple[slice | Tensor, Tensor]]:
         """Where the rows are that some are chosen of, and which: on a CPU those alone, elsewhere without a wait."""
-        if self.device.type != "cpu":
+        if not self.on_cpu:
             yield from ((at, rows[at]) for at in self._chunks())
             return
         chosen = rows.nonzero().squeeze(1)
+        if len(chosen) == self.number:
+            yield from ((at, rows[at]) for at in self._chunks())
+            return
         for at in self._chunks():
             if len(places := chosen[at]):
                 yield places, torch.ones_like(places, dtype=torch.bool)
 
+    def _roughly(self, at: slice) -> Tensor:
+        """Rows of S in the weights' precision, or fp32 where that is less. (n, d)."""
+        blocks = []
+        for part in self.parts:
+            dtype = compute_dtype(part.after)
+            blocks.append(torch.sub(part.after[at].to(dtype), part.before[at].to(dtype), alpha=float(part.keep)))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+
     def _decayed(self, at: slice | Tensor) -> Tensor:
         """Rows of c U. (n, d)."""
-        return torch.cat([part.before[at].to(self.wide) * part.keep for part in self.parts], 1)
+        blocks = [part.before[at].to(self.wide, copy=True).mul_(part.keep) for part in self.parts]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
 
     def _step(self, at: slice | Tensor, decayed: Tensor) -> Tensor:
         """Rows of S = U' - c U. (n, d)."""
-        return torch.cat([part.after[at].to(self.wide) for part in self.parts], 1) - decayed
+        return self._joined([part.after[at] for part in self.parts]).sub_(decayed)
 
-    def _finite(self, rows: Tensor) -> Tensor:
-        return torch.where(torch.isfinite(rows.sum(1, keepdim=True)), rows, 0.0)
+    def _joined(self, blocks: list[Tensor]) -> Tensor:
+        """Rows of all parameters side by side, in fp64, in memory of their own. (n, d)."""
+        wide = [x.to(self.wide, copy=True) for x in blocks]
+        return wide[0] if len(wide) == 1 else torch.cat(wide, 1)
 
     def _blocks(self, rows: Tensor) -> list[tuple[MovedRows, Tensor]]:
         """What of some rows belongs to each parameter."""

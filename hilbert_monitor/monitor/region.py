@@ -239,7 +239,7 @@ class Region:
         scale = abs(head.logit_scale)
         allowed = torch.full((), limit / scale, dtype=rows.wide, device=rows.device)
         mean = rows.mean()
-        distances = rows.distances(mean)
+        distances = rows.distances(mean, allowed / 2)
         survey = rows.survey(distances, allowed / 2)
         diameter: float | None = None
         if self.how == "rows":
