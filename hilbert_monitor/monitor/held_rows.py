@@ -23,14 +23,16 @@ as |m'| <= r. So the limit holds in every dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hilbert_monitor.geometry import compute_dtype
+from hilbert_monitor.geometry import RowShards, compute_dtype
+
+from .head_rows import Matrix
 
 TOP = 8
 """How many of the rows that were held back most are named."""
@@ -66,23 +68,15 @@ class HeldRows:
 
     Args:
         parts: weight and bias, with as many rows each.
-        groups: process groups over which the rows of a sharded head are spread.
-        ids: (n,) tokens of this rank's rows, if it has not all of them.
-        meeting: the device from which the groups send; by default that of the rows.
+        among: the matrix that they are rows of, if it is spread over several ranks.
     """
 
-    def __init__(
-        self,
-        parts: list[MovedRows],
-        *,
-        groups: Sequence[dist.ProcessGroup] = (),
-        ids: Tensor | None = None,
-        meeting: torch.device | None = None,
-    ) -> None:
-        self.parts, self.groups, self._ids = parts, groups, ids
+    def __init__(self, parts: list[MovedRows], *, among: Matrix | None = None) -> None:
+        self.parts, self._shards = parts, among if isinstance(among, RowShards) else None
+        self.total = self._shards.number if self._shards is not None else len(parts[0].after)
+        """Rows of all ranks."""
         self.number, self.width = len(parts[0].after), sum(part.after.shape[1] for part in parts)
         self.device = parts[0].after.device
-        self.meeting = meeting or self.device
         self.on_cpu = self.device.type == "cpu"
         """Whether a look at a number is no wait."""
         self.wide = torch.float32 if self.device.type == "mps" else torch.float64  # which has no fp64
@@ -132,27 +126,22 @@ class HeldRows:
     def _exact_distances(self, at: slice | Tensor, mean: Tensor) -> Tensor:
         return torch.linalg.vector_norm(self._step(at, self._decayed(at)).sub_(mean), dim=1)
 
-    def centred(self, mean: Tensor) -> Tensor:
-        """S less its mean row in fp32, for a search of its diameter. (n, d)."""
+    def centred(self, mean: Tensor) -> Matrix:
+        """S less its mean row, in fp32, for a search of its diameter. (V, d)."""
         S = torch.empty(self.number, self.width, device=self.device)
         for at in self._chunks():
-            S[at] = (self._step(at, self._decayed(at)) - mean).float()
-        return S
+            S[at] = self._step(at, self._decayed(at)).sub_(mean).float()
+        return S if self._shards is None else replace(self._shards, rows=S.to(self._shards.rows.device))
 
     def survey(self, distances: Tensor, radius: Tensor) -> Tensor:
         """How many rows are out of the ball, and the largest distances and their tokens, of all ranks. (1 + 2 TOP,)."""
         top = distances.topk(min(TOP, self.number))  # a rank may have no row
-        ids = top.indices if self._ids is None else self._ids[top.indices]
+        ids = top.indices if self._shards is None else self._shards.ids.to(self.device)[top.indices]
         table = torch.full((1, 2 * TOP + 1), -1.0, dtype=self.wide, device=self.device)
         table[0, 0] = (distances > radius).sum()
         table[0, 1 : 1 + len(ids)] = top.values
         table[0, 1 + TOP : 1 + TOP + len(ids)] = ids.to(self.wide)
-        table = table.to(self.meeting)
-        for group in self.groups:
-            tables = [torch.empty_like(table) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(tables, table, group=group)
-            table = torch.cat(tables)
-        table = table.to(self.device)
+        table = self._gathered(table)
         values, order = table[:, 1 : 1 + TOP].reshape(-1).sort(descending=True, stable=True)
         tokens = table[:, 1 + TOP :].reshape(-1)[order]
         return torch.cat([table[:, 0].sum()[None], values[:TOP], tokens[:TOP]])
@@ -279,9 +268,24 @@ class HeldRows:
             longest = torch.maximum(longest, torch.linalg.vector_norm(self._decayed(at), dim=1).amax())
         return self._reduced(longest, dist.ReduceOp.MAX)
 
+    # Ranks
+
     def _reduced(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduce a tensor over all ranks; nothing is waited for."""
-        sent = x.to(self.meeting)
-        for group in self.groups:
+        if self._shards is None:
+            return x
+        sent = x.to(self._shards.rows.device)
+        for group in self._shards.ranks.groups:
             dist.all_reduce(sent, operation, group=group)
         return sent.to(self.device)
+
+    def _gathered(self, table: Tensor) -> Tensor:
+        """The tables (1, n) of all ranks, one below the other; nothing is waited for."""
+        if self._shards is None:
+            return table
+        table = table.to(self._shards.rows.device)
+        for group in self._shards.ranks.groups:
+            tables = [torch.empty_like(table) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(tables, table, group=group)
+            table = torch.cat(tables)
+        return table.to(self.device)

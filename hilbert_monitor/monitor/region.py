@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from hilbert_monitor.geometry import RowShards, row_diameter
 from hilbert_monitor.optim import options_of
 
 from .decay import Decay
@@ -21,7 +18,8 @@ from .finite_gradients import FiniteGradients
 from .formulas import state_of
 from .head import WatchedHead
 from .head_step import HeadStep, learning_rate
-from .held_rows import TOP, HeldRows, MovedRows
+from .held_rows import HeldRows, MovedRows
+from .held_step import How, RegionStep, hold
 from .increment import IncrementSource
 from .owners import hooked_optimizer, inner_optimizers, owning_optimizer
 from .ranks import Ranks, compute_device
@@ -29,37 +27,6 @@ from .step_hooks import hook_steps
 
 Limit = float | Callable[[int], float]
 """A limit of D(S), or a function that makes it of the number of the step."""
-How = Literal["rows", "scale"]
-"""How a step is held: its centred rows are projected onto a ball, or all of it is scaled."""
-
-
-@dataclass(frozen=True, slots=True)
-class RegionStep:
-    """What a `TrustRegion` made of one step."""
-
-    step: int
-    """Number of the step, from 1."""
-    limit: float
-    """Of D(S) in this step."""
-    left_out: bool = False
-    """Whether the step was left out whole, because a gradient was not finite. Then nothing else is known of it."""
-    asked_lower: float = 0.0
-    """At least D(S) of the step that the optimizer made."""
-    asked_upper: float = 0.0
-    """At most D(S) of the step that the optimizer made; with ``how="scale"`` the exact value, or next to it."""
-    made_upper: float = 0.0
-    """At most D(S) of the step that was stored: never more than the limit."""
-    held: int = 0
-    """Rows that were held back."""
-    rows: int = 0
-    """Rows of the head."""
-    tokens: tuple[int, ...] = ()
-    """Of the rows that were held back most, the farthest first."""
-
-    @property
-    def acted(self) -> bool:
-        """Whether the step that was stored is another than the one that the optimizer made."""
-        return self.held > 0 or self.left_out
 
 
 class Region:
@@ -172,6 +139,7 @@ class Region:
         """What was made of the last step; None before the first. On an accelerator, it waits for it."""
         if self._pending is not None:
             self._last, self._pending = self._pending(), None
+            self.clipped += self._last.held > 0
         return self._last
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,77 +177,26 @@ class Region:
         assert head is not None
         assert gradients is not None
         self.step += 1
+        limit = _checked(self.limit(self.step) if callable(self.limit) else self.limit)
         if self._is_left_out:
             self.left_out += 1
             gradients.restore()
-            self._last = RegionStep(self.step, math.nan, left_out=True)
+            self._last = RegionStep(self.step, limit, left_out=True)
             gradients.tell(self.step)
             return
-        limit = _checked(self.limit(self.step) if callable(self.limit) else self.limit)
-        parts = [
-            MovedRows(before, _rows(head, source), 1 - _decay_share(source, before, _rows(head, source)))
-            for source, before in zip(_sources(head), self._copies, strict=True)
-        ]
-        shards = head.rows.matrix(parts[0].after)
-        spread = isinstance(shards, RowShards)
-        rows = HeldRows(
-            parts,
-            groups=shards.ranks.groups if isinstance(shards, RowShards) else (),
-            ids=shards.ids if isinstance(shards, RowShards) else None,
-            meeting=head.rows.device,
-        )
-        self._pending = self._hold(rows, limit, shards if spread else None)
+        held = hold(self._moved_rows(head), limit / abs(head.logit_scale), how=self.how)
+        self._pending = lambda: held.read(self.step, limit, abs(head.logit_scale))
         if head.rows.sharded:
             torch.autograd.graph.increment_version([source.param for source in _sources(head)])
 
-    def _hold(self, rows: HeldRows, limit: float, shards: Any) -> Callable[[], RegionStep]:
-        """Hold the rows of a step; return what reads of it what the host wants to know."""
-        head, step = self._head, self.step
-        assert head is not None
-        scale = abs(head.logit_scale)
-        allowed = torch.full((), limit / scale, dtype=rows.wide, device=rows.device)
-        mean = rows.mean()
-        distances = rows.distances(mean, allowed / 2)
-        survey = rows.survey(distances, allowed / 2)
-        diameter: float | None = None
-        if self.how == "rows":
-            if rows.device.type != "cpu" or survey[0] > 0:
-                rows.project(mean, distances, allowed / 2, survey[0])
-        else:
-            S = rows.centred(mean)
-            diameter = _upper(row_diameter(S if shards is None else _replaced(shards, S)).upper)
-            if not diameter <= limit / scale:
-                rows.scale(mean, distances, allowed, torch.full_like(allowed, diameter))
-        number = head.rows.number
-
-        def read() -> RegionStep:
-            held, *top = survey.tolist()
-            far, tokens = top[:TOP], top[TOP:]
-            upper = far[0] + max(far[1], 0.0) if diameter is None else diameter
-            acts = held > 0 if diameter is None else not diameter <= limit / scale
-            count = int(held) if diameter is None else number
-            self.clipped += acts
-            return RegionStep(
-                step,
-                limit,
-                asked_lower=far[0] * scale if diameter is None else diameter * scale,
-                asked_upper=upper * scale,
-                made_upper=min(limit, upper * scale) if not acts else limit,
-                held=count if acts else 0,
-                rows=number,
-                tokens=tuple(int(t) for t, x in zip(tokens, far, strict=True) if acts and x > limit / scale / 2),
-            )
-
-        return read
-
-
-def _upper(diameter: float) -> float:
-    """An upper bound for rows that were rounded to fp32: each by 2^-24 of its length, which is D at most."""
-    return diameter * (1 + 2.0**-22)
-
-
-def _replaced(shards: RowShards, S: Tensor) -> RowShards:
-    return RowShards(S.to(shards.rows.device), shards.ids, shards.number, shards.ranks)
+    def _moved_rows(self, head: WatchedHead) -> HeldRows:
+        """This rank's rows of the head around the step."""
+        parts = [
+            MovedRows(before, after, 1 - _decay_share(source, before, after))
+            for source, before in zip(_sources(head), self._copies, strict=True)
+            for after in [_rows(head, source)]
+        ]
+        return HeldRows(parts, among=head.rows.matrix(parts[0].after))
 
 
 def _sources(head: WatchedHead) -> list[IncrementSource]:
