@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .head_step import HeadStep, learning_rate
 from .held_rows import HeldRows, MovedRows
 from .held_step import How, RegionStep, hold
 from .increment import IncrementSource
+from .observers import Observer, observers_of
 from .owners import hooked_optimizer, inner_optimizers, owning_optimizer
 from .ranks import Ranks, compute_device
 from .step_hooks import hook_steps
@@ -126,6 +128,8 @@ class Region:
         _ = self.last
         if self._gradients is not None:
             self._gradients.restore()
+        if self._head is not None:
+            self._let_observers(self._head, lambda observer: observer.held(None))
         self._head, self._gradients, self._copies = None, None, []
 
     def __enter__(self) -> Region:
@@ -179,15 +183,29 @@ class Region:
         self.step += 1
         limit = _checked(self.limit(self.step) if callable(self.limit) else self.limit)
         if self._is_left_out:
-            self.left_out += 1
-            gradients.restore()
-            self._last = RegionStep(self.step, limit, left_out=True)
-            gradients.tell(self.step)
+            self._leave_out(head, gradients, RegionStep(self.step, limit, left_out=True))
             return
-        held = hold(self._moved_rows(head), limit / abs(head.logit_scale), how=self.how)
-        self._pending = lambda: held.read(self.step, limit, abs(head.logit_scale))
+        self._let_observers(head, lambda observer: observer.before_hold())
+        step, scale = self.step, abs(head.logit_scale)
+        held = hold(self._moved_rows(head), limit / scale, how=self.how)
+        self._pending = outcome = cache(lambda: held.read(step, limit, scale))
+        self._let_observers(head, lambda observer: observer.held(outcome))
         if head.rows.sharded:
             torch.autograd.graph.increment_version([source.param for source in _sources(head)])
+
+    def _leave_out(self, head: WatchedHead, gradients: FiniteGradients, step: RegionStep) -> None:
+        """Note a step that was not made, and say so."""
+        self.left_out += 1
+        self._let_observers(head, lambda observer: observer.before_hold())
+        gradients.restore()
+        self._last = step
+        self._let_observers(head, lambda observer: observer.held(lambda: step))
+        gradients.tell(step.step)
+
+    def _let_observers(self, head: WatchedHead, do: Callable[[Observer], None]) -> None:
+        for source in reversed(_sources(head)):  # the bias first, as a monitor has it
+            for observer in observers_of(source.param):
+                do(observer)
 
     def _moved_rows(self, head: WatchedHead) -> HeldRows:
         """This rank's rows of the head around the step."""
