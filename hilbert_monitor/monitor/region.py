@@ -1,0 +1,263 @@
+"""The core of `TrustRegion`, which knows no framework: holds each step of an LM head to a limit of its diameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from hilbert_monitor.optim import options_of
+
+from .decay import Decay
+from .finite_gradients import FiniteGradients
+from .formulas import state_of
+from .head import WatchedHead
+from .head_step import HeadStep, learning_rate
+from .held_rows import HeldRows, MovedRows
+from .held_step import How, RegionStep, hold
+from .increment import IncrementSource
+from .observers import Observer, observers_of
+from .owners import hooked_optimizer, inner_optimizers, owning_optimizer
+from .ranks import Ranks, compute_device
+from .step_hooks import hook_steps
+
+Limit = float | Callable[[int], float]
+"""A limit of D(S), or a function that makes it of the number of the step."""
+
+
+class Region:
+    """Holds each step of an LM head to a limit of its diameter D(S), and leaves out steps that are not finite.
+
+    A context manager: ``with region.watch(model, optimizer): ...``, or `attach` and `detach`.
+
+    Args:
+        limit: largest D(S) that a step may have, or a function of the step's number, from 1. Infinity holds nothing.
+        how: "rows" projects the centred rows of S onto the ball of radius limit / 2; "scale" scales all of S by
+            limit / D(S), which takes a search for D(S) in every step.
+        head: the LM head, its name or that of its weight; by default it is looked for.
+        decay: how an optimizer that is not known uses weight_decay.
+        logit_scale: factor between the head's output and the logits; by default that of the model's config, or 1.
+        stop_after: steps in a row with gradients that are not finite, after which NonFiniteGradients is raised.
+    """
+
+    def __init__(
+        self,
+        limit: Limit | None = None,
+        *,
+        how: How = "rows",
+        head: str | Module | Parameter | None = None,
+        decay: Decay | None = None,
+        logit_scale: float | None = None,
+        stop_after: int = 10,
+    ) -> None:
+        if limit is None:
+            raise TypeError("TrustRegion needs a limit, got none: pass limit=0.02, or a function of the step")
+        if not callable(limit):
+            _checked(limit)
+        if how not in ("rows", "scale"):
+            raise ValueError(f'how must be "rows" or "scale", got {how!r}')
+        if stop_after < 1:
+            raise ValueError(f"stop_after must be at least 1, got {stop_after}")
+        self.limit, self.how, self.stop_after = limit, how, stop_after
+        self._options: dict[str, Any] = {"head": head, "decay": decay, "logit_scale": logit_scale}
+        self.step = 0
+        """Steps so far."""
+        self.clipped = 0
+        """Steps in which something was held back, as far as they have been read."""
+        self.left_out = 0
+        """Steps that were left out whole."""
+        self._head: WatchedHead | None = None
+        self._gradients: FiniteGradients | None = None
+        self._remove: Callable[[], None] = lambda: None
+        self._copies: list[Tensor] = []
+        self._pending: Callable[[], RegionStep] | None = None
+        self._last: RegionStep | None = None
+        self._is_left_out = False
+
+    # From start to end
+
+    def watch(
+        self,
+        model: Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        process_group: ProcessGroup | None = None,
+    ) -> Region:
+        """Begin to hold steps; the same as `attach`, for a ``with`` block at whose end it is detached."""
+        self.attach(model, optimizer, process_group=process_group)
+        return self
+
+    def attach(
+        self,
+        model: Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        """Begin to hold the steps of the optimizer that moves the head, on every rank.
+
+        Args:
+            model: a language model.
+            optimizer: the one that moves the head, a ChainedOptimizer, or several of which one does.
+            process_group: the ranks that train together, if they are not all.
+        """
+        self.detach()
+        head = WatchedHead(model, optimizer, **self._options)
+        _check_head(head)
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        owner = owning_optimizer(optimizers, head.weight)
+        assert owner is not None
+        outer = hooked_optimizer(owner, head.weight)
+        ranks = Ranks.of(compute_device(head.weight), group=process_group)
+        self._head, self._gradients = head, FiniteGradients(outer, ranks, stop_after=self.stop_after)
+        for source in _sources(head):
+            source.decay.warn_of_guess(source.group)
+        steps = (outer, *inner_optimizers(outer, head.weight))
+        self._remove = hook_steps(steps, self._begin, self._end, after_closure=lambda: True)
+
+    def detach(self) -> None:
+        """Hold nothing any more; the optimizer is left without a trace."""
+        self._remove()
+        self._remove = lambda: None
+        _ = self.last
+        if self._gradients is not None:
+            self._gradients.restore()
+        if self._head is not None:
+            self._let_observers(self._head, lambda observer: observer.held(None))
+        self._head, self._gradients, self._copies = None, None, []
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    @property
+    def last(self) -> RegionStep | None:
+        """What was made of the last step; None before the first. On an accelerator, it waits for it."""
+        if self._pending is not None:
+            self._last, self._pending = self._pending(), None
+            self.clipped += self._last.held > 0
+        return self._last
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint should have, of plain types. Steps themselves need nothing of it."""
+        _ = self.last
+        return {"step": self.step, "clipped": self.clipped, "left_out": self.left_out}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting where a run was saved: a limit that is a function of the step goes on there."""
+        self.step, self.clipped, self.left_out = (int(state_dict[name]) for name in ("step", "clipped", "left_out"))
+
+    # Steps
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Look at the gradients, and keep the weights from before the step."""
+        head, gradients = self._head, self._gradients
+        assert head is not None
+        assert gradients is not None
+        _ = self.last
+        gradients.restore()  # of a step that raised
+        self._is_left_out = gradients.check()
+        if self._is_left_out:
+            return
+        weights = [_rows(head, source) for source in _sources(head)]
+        if [x.shape for x in weights] != [x.shape for x in self._copies]:
+            self._copies = [torch.empty_like(x) for x in weights]
+        for copy, x in zip(self._copies, weights, strict=True):
+            copy.copy_(x)
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """Hold the step that was made."""
+        head, gradients = self._head, self._gradients
+        assert head is not None
+        assert gradients is not None
+        self.step += 1
+        limit = _checked(self.limit(self.step) if callable(self.limit) else self.limit)
+        if self._is_left_out:
+            self._leave_out(head, gradients, RegionStep(self.step, limit, left_out=True))
+            return
+        self._let_observers(head, lambda observer: observer.before_hold())
+        step, scale = self.step, abs(head.logit_scale)
+        held = hold(self._moved_rows(head), limit / scale, how=self.how)
+        self._pending = outcome = cache(lambda: held.read(step, limit, scale))
+        self._let_observers(head, lambda observer: observer.held(outcome))
+        if head.rows.sharded:
+            torch.autograd.graph.increment_version([source.param for source in _sources(head)])
+
+    def _leave_out(self, head: WatchedHead, gradients: FiniteGradients, step: RegionStep) -> None:
+        """Note a step that was not made, and say so."""
+        self.left_out += 1
+        self._let_observers(head, lambda observer: observer.before_hold())
+        gradients.restore()
+        self._last = step
+        self._let_observers(head, lambda observer: observer.held(lambda: step))
+        gradients.tell(step.step)
+
+    def _let_observers(self, head: WatchedHead, do: Callable[[Observer], None]) -> None:
+        for source in reversed(_sources(head)):  # the bias first, as a monitor has it
+            for observer in observers_of(source.param):
+                do(observer)
+
+    def _moved_rows(self, head: WatchedHead) -> HeldRows:
+        """This rank's rows of the head around the step."""
+        parts = [
+            MovedRows(before, after, 1 - _decay_share(source, before, after))
+            for source, before in zip(_sources(head), self._copies, strict=True)
+            for after in [_rows(head, source)]
+        ]
+        return HeldRows(parts, among=head.rows.matrix(parts[0].after))
+
+
+def _sources(head: WatchedHead) -> list[IncrementSource]:
+    return [head.source] if head.bias is None else [head.source, head.bias]
+
+
+def _rows(head: WatchedHead, source: IncrementSource) -> Tensor:
+    """This rank's rows of a parameter, one for each token, as they are stored: writing to them writes the weights."""
+    mine = source.rows.of(source.param.detach())
+    if mine.ndim == 1:
+        return mine[:, None]
+    return mine.t() if head.transposed else mine
+
+
+def _decay_share(source: IncrementSource, before: Tensor, after: Tensor) -> float | Tensor:
+    """The share of the weights that decoupled decay took away in the step just made; zero if it was no step."""
+    if source.param.grad is None and not bool((before != after).any()):
+        return 0.0
+    options = options_of(source.group)
+    options["lr"] = learning_rate(source.optimizer, options, state_of(source.optimizer, source.param))
+    share = source.decay.share(HeadStep("", options))
+    overflow = getattr(source.optimizer, "found_inf", None)  # a GradScaler leaves it to a fused optimizer
+    if overflow is not None:
+        share = share * (1 - overflow.double()) if isinstance(overflow, Tensor) else share * (1 - bool(overflow))
+    return share.double() if isinstance(share, Tensor) and share.device.type != "mps" else share
+
+
+def _check_head(head: WatchedHead) -> None:
+    """Refuse heads whose log-odds a limit of D(S) does not hold."""
+    if head.effective is not None:
+        raise ValueError(
+            f"TrustRegion writes the head's weight, and that of '{head.name}' is computed from other parameters"
+            f" ({head.effective.kind}): hold nothing here, or train a head with a weight of its own"
+        )
+    if head.logits.softcap is not None:
+        raise ValueError(
+            f"TrustRegion holds log-odds by D(S), and the logits of this model are soft-capped at"
+            f" {head.logits.softcap:g}: a shift of all rows moves their log-odds, which D(S) does not see"
+        )
+
+
+def _checked(limit: float) -> float:
+    """A limit as a number, zero or more."""
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
+        raise ValueError(f"the limit of D(S) must be zero or a positive number, got {limit!r}")
+    return float(limit)
