@@ -55,7 +55,7 @@ class TrustRegion(Region, Callback):
                 " ModelParallelStrategy, with fully_shard in configure_model"
             )
         self.attach(pl_module, trainer.optimizers)
-        self._silence, self._updates, self._seen = Silence(), trainer.global_step, self.step
+        self._silence, self._updates, self._seen = Silence(trainer.global_rank), trainer.global_step, self.step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Say so if updates pass that no hook has seen."""
