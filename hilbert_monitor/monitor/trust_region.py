@@ -63,7 +63,9 @@ class TrustRegion(Region, Callback):
             if self.step > self._seen:
                 self._silence.end()
             else:
-                self._silence.add(lambda: "TrustRegion has seen no step of the head's optimizer: is it compiled?")
+                self._silence.add(
+                    lambda updates: f"TrustRegion saw no step of the head's optimizer in {updates}: is it compiled?"
+                )
         self._updates, self._seen = trainer.global_step, self.step
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
