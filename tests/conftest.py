@@ -28,6 +28,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 os.environ.setdefault("HILBERT_MONITOR_CACHE", tempfile.mkdtemp(prefix="hilbert-monitor-tests-"))
 os.environ.setdefault("HILBERT_MONITOR_DATA", tempfile.mkdtemp(prefix="hilbert-monitor-tests-"))
 
+# Tests of packages install some from an index, which may be slow.
+os.environ.setdefault("PIP_TIMEOUT", "60")
+os.environ.setdefault("PIP_RETRIES", "10")
+
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
