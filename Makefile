@@ -12,7 +12,8 @@ PACKAGES := chromium prometheus prometheus-alertmanager victoria-metrics
 PROGRAMS := chromium prometheus promtool prometheus-alertmanager amtool victoria-metrics vmalert
 
 SETUP = PYTHON="$(PYTHON)" TORCH="$(TORCH)" .ci/setup
-PYTEST := -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Three processes on two cores: much of the time one of them waits for a program.
+PYTEST := -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # The lower bound of every direct dependency, as a constraint.
 LOWEST := sed -n '/^dependencies/,/^\[project.scripts\]/ s/^ *"\([a-z-]*\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml

@@ -17,6 +17,9 @@ from hilbert_monitor.doctor.bf16 import VARIABLE, WITHOUT_AMX, leave_out_broken_
 assert "torch" not in sys.modules
 BF16_KILLS = "PYTEST_XDIST_WORKER" not in os.environ and VARIABLE not in os.environ and leave_out_broken_amx()
 
+# Fresh interpreters load what an earlier one has compiled. Installed packages are compiled anyway, ours is not.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A shell's background job ignores Ctrl-C and so do its children, among them the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -25,17 +28,26 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 os.environ.setdefault("HILBERT_MONITOR_CACHE", tempfile.mkdtemp(prefix="hilbert-monitor-tests-"))
 os.environ.setdefault("HILBERT_MONITOR_DATA", tempfile.mkdtemp(prefix="hilbert-monitor-tests-"))
 
+# Tests of packages install some from an index, which may be slow.
+os.environ.setdefault("PIP_TIMEOUT", "60")
+os.environ.setdefault("PIP_RETRIES", "10")
+
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
-LONGEST = ("test_oncall.py", "test_page_live.py", "test_rules.py", "test_page.py", "test_demo.py")
-"""Files that take about a minute. They come first: one process would wait for the other at the end."""
+LONGEST = (
+    *("test_oncall.py", "test_page.py", "test_demo.py", "test_page_live.py", "test_docker.py", "test_page_access.py"),
+    *("test_doctor.py", "test_examples.py", "test_page_compare.py", "test_grafana.py", "test_page_runs.py"),
+    *("test_bench_service.py", "test_shards.py", "test_page_shell.py", "test_rules.py", "test_bench.py"),
+)
+"""Files that take long come first: at the end one process would wait for the others. Some compute, others wait."""
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
 
 
 def pytest_report_header():

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlencode
@@ -27,6 +27,7 @@ from hilbert_monitor.runs.states import STATUSES
 from hilbert_monitor.service.figures.style import COLOURS
 from tests.support.grafana_rules import RULES, panels, query_variables, targets
 from tests.support.programs import needs
+from tests.support.warm import Program
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "dashboards" / "grafana"
@@ -400,8 +401,10 @@ def prometheus(tmp_path_factory):
     found = Prometheus(f"http://127.0.0.1:{own}", time.time())
     with (
         running([*served, "--web.listen-address", f"127.0.0.1:{own}"], folder / "prometheus.log"),
-        running([sys.executable, "-c", code], folder / "train.log", cwd=ROOT) as trained,
+        ExitStack() as stack,
     ):
+        trained = Program("-c", code)
+        stack.callback(trained.kill)
         done = f"count(hilbert_step == {STEPS})"
 
         def all_there():
@@ -411,13 +414,13 @@ def prometheus(tmp_path_factory):
 
         for _ in range(1500):
             time.sleep(0.2)
-            assert trained.poll() is None, (folder / "train.log").read_text()
+            assert trained.process.is_alive(), trained.output
             if all_there():
                 time.sleep(1)
                 if all_there():  # also then: on a busy machine a scrape may come too late
                     break
         else:
-            pytest.fail((folder / "train.log").read_text() + (folder / "prometheus.log").read_text())
+            pytest.fail(trained.output + (folder / "prometheus.log").read_text())
         yield found
 
 

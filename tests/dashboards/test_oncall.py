@@ -328,12 +328,12 @@ def test_a_run_that_is_killed_is_told_once_and_soon(story, system):
     assert story.workers  # it had loader workers, which can hold what they inherited
     assert story.ended["killed"] == "-9"
     assert told_of(story, system, "killed") == {"RunKilled"}
-    assert story.killed_after < 30
+    assert story.killed_after < 80  # and not by its silence, of which it may have 90 s
 
 
 @on_both
 def test_a_run_that_is_killed_before_it_was_scraped_is_told_until_it_goes_on(story, system):
-    assert story.early_after < 30
+    assert story.early_after < 80
     assert {one["metric"]["alertname"] for one in story.firing[system]} == {"RunUnreachable"}
 
 

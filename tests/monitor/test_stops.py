@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -18,6 +16,7 @@ from hilbert_monitor.runs.exposition import RunSamples
 from hilbert_monitor.runs.log import RunReader, RunWriter
 from hilbert_monitor.runs.record import RunInfo
 from tests.support.training import Module, Text
+from tests.support.warm import Program
 
 SLURM = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
 SLURM |= {"SLURM_LOCALID": "0", "SLURM_NODELIST": "localhost"}
@@ -72,34 +71,34 @@ def test_a_stop_that_is_asked_for_is_a_state_of_its_own_and_quick(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     environment["PATH"] = f"{scontrol.parent}:{environment['PATH']}"
     code = f"from tests.monitor.test_stops import train_several; train_several({str(tmp_path)!r})"
-    pids = {}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            for _ in SIGNALS:
-                name, pid, port = process.stdout.readline().split()
-                pids[name] = int(pid)
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-                    assert b'status="running"} 1.0' in answer.read()
-            for name, signals in SIGNALS.items():
-                for one in signals:
-                    os.kill(pids[name], one)
-                    deadline = time.monotonic() + 300
-                    while one == signal.SIGUSR1 and not (tmp_path / "requeued").exists():
-                        assert time.monotonic() < deadline
-                        time.sleep(0.05)
-                assert process.stdout.readline() == f"ended {pids[name]}\n"
-                reader = RunReader(tmp_path / "runs" / name)
-                state, end = reader.state(), reader.end
-                assert time.time() - end.time < 100, name  # of the linger two seconds; more on a machine that is busy
-                assert (name, state.status, end.stopped) == (name, "stopped", signals[-1].name)
-                assert (state.error, state.message) == (
-                    ("RuntimeError", "a worker was killed by the same signal") if name == "peer" else ("", "")
-                )
-                del pids[name]
-        finally:
-            for pid in pids.values():
-                os.kill(pid, signal.SIGKILL)
-            process.kill()
+    pids, program = {}, Program("-c", code, env=environment)
+    said = (line.split() for line in program.lines() if line.startswith((*SIGNALS, "ended")))
+    try:
+        for _ in SIGNALS:
+            name, pid, port = next(said)
+            pids[name] = int(pid)
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+                assert b'status="running"} 1.0' in answer.read()
+        for name, signals in SIGNALS.items():
+            for one in signals:
+                os.kill(pids[name], one)
+                deadline = time.monotonic() + 300
+                while one == signal.SIGUSR1 and not (tmp_path / "requeued").exists():
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+            assert next(said) == ["ended", str(pids[name])]
+            reader = RunReader(tmp_path / "runs" / name)
+            state, end = reader.state(), reader.end
+            assert time.time() - end.time < 100, name  # of the linger two seconds; more on a machine that is busy
+            assert (name, state.status, end.stopped) == (name, "stopped", signals[-1].name)
+            assert (state.error, state.message) == (
+                ("RuntimeError", "a worker was killed by the same signal") if name == "peer" else ("", "")
+            )
+            del pids[name]
+    finally:
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+        program.kill()
     # A run that is started again goes on in its folder, as a further attempt.
     again = RunWriter.open(tmp_path / "runs", RunInfo(name="keyboard"))
     assert (again.id, again.info.attempt) == ("keyboard", 2)

@@ -33,6 +33,7 @@ def build(stage, folder):
     image_root = re.compile(r"(?<![\w.])/(?=(?:build|opt)\b)")  # paths of the image
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    env["PIP_COMPILE"] = "0"  # a program compiles what it loads, which is little of what is installed
     workdir = folder
     for keyword, rest in stage:
         argument = image_root.sub(f"{folder}/", rest)

@@ -5,12 +5,14 @@ the first program on. A program sees nothing of the tests: neither their modules
 own, but torch has read what it reads at its import.
 """
 
+import contextlib
 import multiprocessing
 import os
 import runpy
 import signal
 import sys
 import tempfile
+import time
 
 import pytest
 import torch
@@ -75,9 +77,20 @@ class Program:
             raise TimeoutError(f"it did not end within {timeout} s: {self.output}")
         return self.process.exitcode
 
+    def lines(self):
+        """Yield the lines that it prints as they come, until it ends."""
+        with open(self._path) as file:
+            rest, alive = "", True
+            while alive:
+                time.sleep(0.02)
+                alive = self.process.is_alive()
+                *lines, rest = (rest + file.read()).split("\n")
+                yield from lines
+
     def kill(self):
         """End it at once, and wait for that."""
-        os.kill(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
 
 
