@@ -196,7 +196,15 @@ def watch(
             " seen through it"
         )
     chosen = chosen_options("watch()", options)
-    check_loop_arguments(model, optimizer, panel=panel, first_step=first_step, last_step=last_step)
+    check_loop_arguments(
+        model,
+        optimizer,
+        panel=panel,
+        first_step=first_step,
+        last_step=last_step,
+        seed=seed,
+        data_ranks=data_ranks,
+    )
     if panel is None:
         chosen.perturbation_every = 0
     if checkpoint is None:

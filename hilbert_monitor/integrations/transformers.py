@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hilbert_monitor.monitor.batches import token_ids
+from hilbert_monitor.monitor.batches import token_count
 from hilbert_monitor.monitor.given_panel import GivenPanel
 from hilbert_monitor.monitor.hidden import AutocastFactory
 from hilbert_monitor.monitor.options import MonitorOptions, chosen_options, with_options
@@ -276,8 +276,7 @@ class HilbertCallback(TrainerCallback):
 
         @wraps(training_step)
         def noted_training_step(model: Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            ids = token_ids(inputs)
-            tokens = 0 if ids is None else ids.numel()
+            tokens = token_count(inputs)
             loss: Tensor = training_step(model, inputs, *args, **kwargs)
             self._add_part(loss, tokens)
             return loss
@@ -295,8 +294,7 @@ class HilbertCallback(TrainerCallback):
                     run.session.panels.offer(_batch_of(kwargs), readers=self._loop.ranks.world)
             elif self._trainer is None:
                 loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-                ids = token_ids(kwargs)
-                tokens = 0 if ids is None else ids.numel()
+                tokens = token_count(kwargs)
                 if kwargs.get("num_items_in_batch") is not None:  # divided by what all micro-batches have
                     self._add_part(loss, tokens)
                 else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,18 @@ def token_ids(batch: Batch) -> Tensor | None:
     else:
         candidates = list(batch) if isinstance(batch, list | tuple) else [batch]
     return next((x for x in candidates if isinstance(x, Tensor) and x.ndim == 2 and is_integer(x)), None)
+
+
+def token_count(batch: Batch) -> int:
+    """Return how many tokens a batch has, also a dataclass or a list of samples; 0 if it does not tell."""
+    if is_dataclass(batch) and not isinstance(batch, Mapping | type):
+        batch = {field.name: getattr(batch, field.name, None) for field in fields(batch)}
+    ids = token_ids(batch)
+    if ids is not None:
+        return ids.numel()
+    samples = batch if isinstance(batch, list | tuple) else ()
+    texts = [sample.get("input_ids") for sample in samples if isinstance(sample, Mapping)]
+    return sum(len(text) for text in texts if isinstance(text, list) or (isinstance(text, Tensor) and text.ndim == 1))
 
 
 def input_ids(batch: Batch) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from hilbert_monitor.runs.alerts import Rules
 from hilbert_monitor.runs.record import Alert
 
-from .batches import Batch, token_ids
+from .batches import Batch, token_count
 from .decay import Decay
 from .exporter import Prometheus
 from .guard import tell
@@ -307,9 +307,7 @@ class HilbertMonitor(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         # Lightning has divided the loss by the number of micro-batches.
         loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
-        ids = token_ids(batch)
-        tokens = 0 if ids is None else ids.numel() * _reader(trainer)[1]
-        self.session.add_batch(loss=loss, tokens=tokens)
+        self.session.add_batch(loss=loss, tokens=token_count(batch) * _reader(trainer)[1])
 
     def _notice_update(self, trainer: Trainer, pl_module: LightningModule, weight: float) -> None:
         """Note an update in which no hook saw a step."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.nn import Module
 
@@ -71,7 +72,7 @@ def _own_panel(given: GivenPanel, size: int, model: Module) -> Panel:
 
 def _are_ids(given: Any) -> bool:
     """Whether it is the ids of a text, or of several: no batch has one dimension only."""
-    if isinstance(given, Tensor):
+    if isinstance(given, Tensor | np.ndarray):
         return True
     first = given[0] if isinstance(given, list | tuple) and given else None
     if isinstance(first, Tensor):

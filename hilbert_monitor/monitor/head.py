@@ -20,7 +20,7 @@ from .decay import Decay
 from .device_numbers import reads_later
 from .effective import EffectiveSource
 from .formulas import state_of
-from .head_place import find_head_place, is_transposed, why_nobody_moves
+from .head_place import check_vocabulary, find_head_place, is_transposed, why_nobody_moves
 from .head_rows import HeadRows, Matrix
 from .head_step import HeadStep
 from .increment import Increment, IncrementSource
@@ -74,6 +74,7 @@ class WatchedHead:
         self.logits = logit_transform(model, self.module)
         self.vocab_size, self.logit_scale = vocab_size, self.logits.scale if logit_scale is None else logit_scale
         self.transposed = is_transposed(model, place, vocab_size)
+        check_vocabulary(place, vocab_size, dim=int(self.transposed))
         owners = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
         owner = owning_optimizer(owners, self.weight)
         if owner is None:

@@ -101,15 +101,31 @@ def is_transposed(model: Module, place: HeadPlace, vocab_size: int | None) -> bo
         return False
     rows, columns = place.like.shape
     embeddings = [m for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)]
-    tokens = {vocab_size} if vocab_size is not None else {m.num_embeddings for m in embeddings}
-    if rows in tokens or columns in tokens:
-        return rows not in tokens
+    for tokens in ({vocab_size}, {m.num_embeddings for m in embeddings}):  # the second, of a padded head
+        if rows in tokens or columns in tokens:
+            return rows not in tokens
+    if vocab_size is not None and (rows < vocab_size) != (columns < vocab_size):
+        return rows < vocab_size
     if place.module is not None:
         return False
+    asked = "pass vocab_size=..." if vocab_size is None else f"and vocab_size={vocab_size} does not tell: look at it"
     raise ValueError(
         f"cannot tell whether the head '{place.name}' of shape ({rows}, {columns}) is stored as (V, d) or (d, V): no"
-        " embedding has as many tokens; pass vocab_size=..."
+        f" embedding has as many tokens; {asked}"
     )
+
+
+def check_vocabulary(place: HeadPlace, vocab_size: int | None, *, dim: int) -> None:
+    """Refuse more tokens than the head has rows.
+
+    Args:
+        place: of the head.
+        vocab_size: as the user gave it.
+        dim: of its weight that counts tokens.
+    """
+    rows = place.like.shape[dim]
+    if vocab_size is not None and vocab_size > rows:
+        raise ValueError(f"vocab_size is at most the {rows:,} rows of the head '{place.name}', got {vocab_size:,}")
 
 
 def why_nobody_moves(place: HeadPlace) -> str:

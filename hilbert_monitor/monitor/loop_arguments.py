@@ -21,12 +21,15 @@ def check_loop_arguments(
     autocast: Any = None,
     first_step: Any = 0,
     last_step: Any = None,
+    seed: Any = None,
+    data_ranks: Any = None,
+    save_checkpoint: Any = None,
 ) -> None:
     """Refuse what cannot be an argument of `watch`, whose arguments these are.
 
     Raises:
         TypeError: for a value of the wrong kind; the message says which and what to give.
-        ValueError: for a negative number of updates.
+        ValueError: for a negative number.
     """
     if not isinstance(model, Module):
         raise TypeError(f"the model has to be a torch.nn.Module, got {_kind(model)}: watch(model, optimizer, ...)")
@@ -49,11 +52,22 @@ def check_loop_arguments(
             f"autocast takes a function that makes a context, got {_kind(autocast)}: write lambda:"
             ' torch.autocast("cuda", torch.bfloat16)'
         )
-    for name, value in (("first_step", first_step), ("last_step", 0 if last_step is None else last_step)):
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise TypeError(f"{name} is a number of updates, got {value!r}")
-        if value < 0:
-            raise ValueError(f"{name} is a number of updates, zero or more, got {value!r}")
+    if save_checkpoint is not None and not callable(save_checkpoint):
+        raise TypeError(f"save_checkpoint takes a function of a path, got {_kind(save_checkpoint)}")
+    _check_number("first_step", first_step, "a number of updates", least=0)
+    _check_number("last_step", last_step, "a number of updates", least=0)
+    _check_number("data_ranks", data_ranks, "a number of processes", least=1)
+    _check_number("seed", seed, "a whole number")
+
+
+def _check_number(name: str, value: Any, what: str, *, least: int | None = None) -> None:
+    """Refuse what is no whole number, or too small; None is no number, and is left alone."""
+    if value is None:
+        return
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} is {what}, got {value!r}")
+    if least is not None and int(value) < least:
+        raise ValueError(f"{name} is {what}, {'zero' if least == 0 else 'one'} or more, got {value!r}")
 
 
 def check_state(state: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from numbers import Integral
-from typing import Any, TypeVar
+from numbers import Integral, Real
+from typing import Any, TypeVar, get_args
 
 from torch.nn import Module, Parameter
 
@@ -23,6 +25,18 @@ from .responses import Action, resolved
 F = TypeVar("F", bound=Callable[..., Any])
 PANELS = ("loader", "paper")
 """The panels that have a name."""
+KINDS: dict[str, tuple[Any, str]] = {
+    "hidden": (Callable, "a function of the model and a batch"),
+    "decode": (Callable, "a function of a token id, such as tokenizer.decode"),
+    "config": (Mapping, "a dict, such as vars(args)"),
+    "rules": (Rules, "Rules(false_alarms_per_10k=...)"),
+    "prometheus": (Prometheus, "Prometheus(port=...)"),
+    "logit_scale": (Real, "a number"),
+    "stalled_after": (Real, "a number of seconds"),
+    "run_dir": (str | os.PathLike, "the path of a folder"),
+    "run_name": (str, "a text"),
+}
+"""What an option that may be None is otherwise, as a type and in words."""
 
 
 @dataclass(kw_only=True)
@@ -61,6 +75,14 @@ class MonitorOptions:
                 f"one head is watched at a time, got {self.head!r}: HilbertMonitor(head=[...]) takes several, elsewhere"
                 " watch each of them by itself"
             )
+        for name, (kind, what) in KINDS.items():
+            _check_kind(name, getattr(self, name), kind, what)
+        if self.decay not in (None, *get_args(Decay)):
+            raise ValueError(f"decay is {' or '.join(map(repr, get_args(Decay)))}, or None, got {self.decay!r}")
+        if self.logit_scale is not None and not 0 < abs(self.logit_scale) < math.inf:
+            raise ValueError(f"logit_scale is a number other than zero, or None, got {self.logit_scale!r}")
+        if self.run_dir is not None:
+            self.run_dir = os.path.expanduser(self.run_dir)
         for name in ("diameter_every", "perturbation_every"):
             _check_count(name, getattr(self, name), "a number of updates, 0 for never", least=0)
         _check_count("panel_size", self.panel_size, "a number of validation positions", least=1)
@@ -142,7 +164,15 @@ def _checked_sinks(sinks: Any) -> tuple[Any, ...]:
     for sink in several:
         if not callable(getattr(sink, "write", None)):
             raise TypeError(f"{what} one with a {type(sink).__name__}, which has no write")
+        if isinstance(sink, type):
+            raise TypeError(f"{what} the class {sink.__name__}: make one, sinks=[{sink.__name__}(...)]")
     return several
+
+
+def _check_kind(name: str, value: Any, kind: Any, what: str) -> None:
+    """Refuse what is of another kind."""
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise TypeError(f"{name} is {what}, or None, got {type(value).__name__} {value!r}")
 
 
 def _check_count(name: str, value: Any, what: str, *, least: int) -> None:

@@ -60,7 +60,7 @@ class PlainLoop:
         self._schedulers = schedulers
         self.updates = first_step
         self.last_update: float = math.inf if last_step is None else last_step
-        self.folder, self.seed = folder, seed
+        self.folder, self.seed = folder, None if seed is None else int(seed)
         self.should_stop = False
         self._log = None if log is None else in_numbers(log)
         self._save = save_checkpoint

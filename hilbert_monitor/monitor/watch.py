@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from .batches import Batch, token_ids
+from .batches import Batch, token_count
 from .given_panel import GivenPanel, given_panel
 from .guard import tell
 from .hidden import AutocastFactory
@@ -69,8 +69,7 @@ class Watch:
             index: its number in the epoch.
         """
         with self.session.guard("batch"):
-            ids = token_ids(batch)
-            self._tokens += 0 if ids is None else ids.numel()
+            self._tokens += token_count(batch)
             self.session.begin_batch(index, sample_indices(batch))
 
     def accumulate(self, loss: Tensor | float | None = None, *, tokens: int | None = None) -> None:
@@ -82,7 +81,7 @@ class Watch:
         """
         with self.session.guard("batch"):
             if loss is not None and self._running:
-                self._losses.append(torch.as_tensor(loss).detach().float().mean())
+                self._losses.append(_one_number(loss))
             self._tokens += tokens or 0
 
     def step(self, loss: Tensor | float | None = None, *, tokens: int | None = None) -> None:
@@ -222,6 +221,14 @@ class Watch:
             probe.skip("overflow")
 
 
+def _one_number(loss: Any) -> Tensor:
+    """A loss, or the mean of several, without its graph."""
+    try:
+        return torch.as_tensor(loss).detach().float().mean()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"a loss is a number or a tensor, got {type(loss).__name__} {loss!r:.60}") from None
+
+
 @with_options
 def watch(
     model: Module,
@@ -277,7 +284,16 @@ def watch(
     """
     chosen = chosen_options("watch()", options)
     check_loop_arguments(
-        model, optimizer, panel=panel, log=log, autocast=autocast, first_step=first_step, last_step=last_step
+        model,
+        optimizer,
+        panel=panel,
+        log=log,
+        autocast=autocast,
+        first_step=first_step,
+        last_step=last_step,
+        seed=seed,
+        data_ranks=data_ranks,
+        save_checkpoint=save_checkpoint,
     )
     if "checkpoint" in resolved(chosen.on_blowup) and save_checkpoint is None:
         raise ValueError('on_blowup="checkpoint" needs save_checkpoint=..., a function that saves one at a path')

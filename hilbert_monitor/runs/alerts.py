@@ -128,7 +128,7 @@ class Judge:
         if limit is None:
             return False
         offset = self.diameter.noise.offset
-        return lower > limit / math.exp(offset) or upper > limit * math.exp(max(0.0, self._gap - offset))
+        return lower > limit * _exp(-offset) or upper > limit * _exp(max(0.0, self._gap - offset))
 
     def state(self) -> dict[str, Any]:
         """Return the history in plain types, for a checkpoint."""
@@ -276,7 +276,7 @@ class Judge:
         elif record.stored_pair not in (None, record.pair):
             pair, text = record.stored_pair, None
         rarity = None if event is None else min(series.gap / max(event.chance, 1e-12), 1e12)
-        what = f"{series.name} = {value:.3g}, {value / expected:.3g} times "
+        what = f"{series.name} = {value:.3g}, {value / max(expected, math.ulp(0.0)):.3g} times "
         usual = {
             "trend": f"the {expected:.3g} of {LAG} measured steps ago at this learning rate",
             "level": f"the usual {expected:.3g}, and high for some steps",
@@ -301,7 +301,7 @@ class Judge:
     def _learn_gap(self, record: StepRecord) -> None:
         lower, upper = record.diameter_lower, record.diameter_upper
         if record.diameter is None and lower and upper and math.isfinite(upper) and upper >= lower > 0:
-            gap = math.log(upper / lower)
+            gap = math.log(upper) - math.log(lower)
             self._gap = gap if not self._gap else self._gap + 0.05 * (gap - self._gap)
 
     def _begins(self, kind: Kind, value: float, is_blow_up: bool) -> bool:

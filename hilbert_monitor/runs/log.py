@@ -119,6 +119,7 @@ class RunWriter:
                 f"a run goes on from step 0 or later and has a heartbeat of some seconds, not first_step={first_step}"
                 f" and heartbeat={heartbeat}: leave them out for a new run"
             )
+        _readable(info, as_info)  # before there is a folder
         with ExitStack() as undo:
             folder, steps, claim = _claim(Path(root).absolute(), info, first_step, strict, undo)
             attempts = RunReader(folder).attempts

@@ -101,5 +101,6 @@ class Rates:
             if len(self._last) < 2 * span:
                 break
             first, second = (math.sqrt(self._last[-n][1]) for n in (2 * span, span))
-            bounds.append(max((second + abs(second - first)) ** 2, self.highest / ACCIDENT))
+            grown = second + abs(second - first)
+            bounds.append(max(grown * grown, self.highest / ACCIDENT))  # ** would raise where this is infinite
         return bounds

@@ -88,6 +88,19 @@ def test_a_matrix_that_may_be_stored_either_way_is_asked_about():
     assert not Probe(model, SGD(model.parameters(), lr=0.1), head="unembed", vocab_size=V).head.transposed
 
 
+@pytest.mark.parametrize("embedded", [V, V + 9, V - 2])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_padded_matrix_is_told_by_its_tokens_however_it_is_stored(transposed, embedded):
+    model = seeded(lambda: Bare(transposed))
+    model.embed = nn.Embedding(embedded, D)
+    model.unembed = nn.Parameter(torch.randn((D, V + 9) if transposed else (V + 9, D)))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    assert Probe(model, optimizer, head="unembed", vocab_size=V).head.transposed is transposed
+    told = f"vocab_size is at most the {V + 9} rows of the head 'unembed', got 1,000"
+    with pytest.raises(ValueError, match=told if embedded > V else "vocab_size=1000 does not tell: look at it"):
+        Probe(model, optimizer, head="unembed", vocab_size=1000)
+
+
 def test_a_module_of_the_transformers_kind_that_stores_d_by_V_is_measured():
     class Conv1D(nn.Module):
         """x W, as in GPT-2."""

@@ -6,8 +6,10 @@ import os
 import signal
 import sys
 import warnings
+from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +22,8 @@ import hilbert_monitor
 from hilbert_monitor.monitor.given_panel import given_panel
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.ranks import Ranks
-from hilbert_monitor.runs.log import RunReader
+from hilbert_monitor.runs.log import RunReader, RunWriter
+from hilbert_monitor.runs.record import RunInfo
 from tests.support.decoders import Plain, batch, loss_of, seeded
 from tests.support.ranks import in_ranks
 from tests.support.sinks import Recorder
@@ -88,6 +91,7 @@ class Stream(IterableDataset):
     [
         IDS,
         IDS.tolist(),
+        IDS.numpy().astype("uint16"),
         list(IDS),
         [IDS[:3], IDS[3:]],
         ({"input_ids": rows} for rows in IDS.split(2)),
@@ -97,7 +101,7 @@ class Stream(IterableDataset):
         DataLoader(Stream(), batch_size=4),
         Panel.of_tokens(IDS, 40),
     ],
-    ids=["ids", "lists", "texts", "batches", "dicts", "tuples", "a dict", "loader", "stream", "panel"],
+    ids=["ids", "lists", "array", "texts", "batches", "dicts", "tuples", "a dict", "loader", "stream", "panel"],
 )
 def test_the_panel_is_made_of_whatever_text_the_user_has(given):
     model, before = Plain(), torch.get_rng_state()
@@ -377,12 +381,89 @@ def test_sharded_models_have_the_records_of_one_process(tmp_path):
         ({"state": {"model": 1, "monitor": {}}}, ValueError, "'model', 'monitor'"),
         ({"sinks": Recorder()}, TypeError, r"write sinks=\[...\]"),
         ({"sinks": [print]}, TypeError, "has no write"),
+        ({"sinks": [Recorder]}, TypeError, r"the class Recorder: make one, sinks=\[Recorder"),
+        ({"config": SimpleNamespace(lr=1)}, TypeError, r"config is a dict, such as vars\(args\), or None, got Simple"),
+        ({"rules": {"false_alarms_per_10k": 1}}, TypeError, "rules is Rules"),
+        ({"decode": "gpt2"}, TypeError, "tokenizer.decode, or None, got str 'gpt2'"),
+        ({"hidden": 3}, TypeError, "hidden is a function"),
+        ({"prometheus": 9464}, TypeError, "prometheus is Prometheus"),
+        ({"logit_scale": "2"}, TypeError, "logit_scale is a number"),
+        ({"logit_scale": 0.0}, ValueError, "other than zero"),
+        ({"logit_scale": float("nan")}, ValueError, "other than zero"),
+        ({"decay": "l2"}, ValueError, "decay is 'decoupled' or 'coupled'"),
+        ({"stalled_after": "1h"}, TypeError, "a number of seconds"),
+        ({"run_dir": 5}, TypeError, "path of a folder"),
+        ({"run_name": 5}, TypeError, "run_name is a text"),
+        ({"seed": "5"}, TypeError, "seed is a whole number"),
+        ({"data_ranks": 0}, ValueError, "one or more"),
+        ({"save_checkpoint": "x.pt"}, TypeError, "a function of a path"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_a_wrong_argument_is_an_error_before_the_loop(options, error, message):
     with pytest.raises(error, match=message):
         watched(**options)
+
+
+def test_a_home_folder_is_found_and_what_no_log_can_hold_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run, model, optimizer = watched(run_dir="~/runs", run_name="home", seed=np.int64(3))
+    with run:
+        steps(run, model, optimizer, range(1))
+    assert RunReader(tmp_path / "runs" / "home").info.seed == 3
+    with pytest.raises(TypeError, match="cannot be read back"):
+        RunWriter.open(tmp_path / "other", RunInfo(seed="three"))
+    assert not (tmp_path / "other").exists()
+
+
+@dataclass
+class Text:
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        (Text(IDS, IDS), 60),
+        ([{"input_ids": row} for row in IDS], 60),
+        (({"input_ids": [1, 2, 3]}, {"input_ids": [4]}), 4),
+        (IDS[:0], 0),
+        ([], 0),
+        ({"text": ["a", "b"]}, 0),
+        (None, 0),
+    ],
+)
+def test_tokens_are_counted_in_whatever_form_a_batch_comes(given, tokens):
+    kept = Recorder()
+    run, model, optimizer = watched(sinks=[kept])
+    with run:
+        run.begin_batch(given, 0)
+        steps(run, model, optimizer, range(1))
+    assert kept.records[-1].tokens == tokens
+
+
+def test_what_is_no_loss_is_called_so():
+    run, model, optimizer = watched(strict=False)
+    with pytest.warns(UserWarning, match=r"a loss is a number or a tensor, got dict \{'loss': 1.0\}"), run:
+        steps(run, model, optimizer, range(1), loss={"loss": 1.0})
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_process_that_is_forked_from_a_run_and_ends_leaves_the_run_alone(block, tmp_path):
+    """With a block, it leaves that by an exception; without, Python's end closes what is open."""
+    run, model, optimizer = watched(run_dir=str(tmp_path))
+    run.__enter__() if block else run.start()
+    steps(run, model, optimizer, range(2))
+    if not (child := os.fork()):
+        run.__exit__(SystemExit, SystemExit(0), None) if block else run._close_at_exit()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert only_run(tmp_path).state().status == "running"
+    steps(run, model, optimizer, range(2))
+    run.close()
+    log = only_run(tmp_path)
+    assert (log.state().status, len(list(log.steps()))) == ("finished", 4)
 
 
 def test_what_is_no_model_or_no_optimizer_is_called_so():

@@ -462,3 +462,22 @@ def test_a_run_whose_checkpoint_knows_no_precision_loss_goes_on():
     older = Judge()
     older.restore(state)
     assert (older.precision.noise.number, older.diameter.noise.number) == (0, 10)
+
+
+ODD = (0.0, -1.0, math.nan, math.inf, -math.inf, 5e-324, 1e-320, 1e308, 1.0, None)
+MEASURED = ("diameter", "diameter_lower", "diameter_upper", "learning_rate", "perturbation_rms", "ceiling")
+STORED = ("stored_diameter", "stored_diameter_lower", "precision_loss_rms")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_record_however_odd_breaks_the_rules_or_leaves_a_history_that_json_cannot_hold(seed):
+    draw, judge, step = random.Random(seed), Judge(), 0
+    for _ in range(60):
+        step += draw.choice((1, 1, 1, 0, -3, 10**12))
+        values = {name: draw.lognormvariate(-5, 0.3) for name in (*MEASURED, *STORED) if draw.random() < 0.8}
+        values |= {name: draw.choice(ODD) for name in values if draw.random() < 0.3}
+        rows, scheduled = draw.choice((None, 0, 1, 10**9)), draw.choice((None, True, False))
+        odd = StepRecord(step=step, time=float(step), nonfinite_rows=rows, scheduled=scheduled, **values)
+        assert all(alert.message for alert in judge.judge(odd))
+        judge.suspects(step, *(values.get(name) or 1.0 for name in MEASURED[3:0:-1]))
+        Judge().restore(json.loads(json.dumps(judge.state(), allow_nan=False)))
