@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -21,6 +22,7 @@ from .head import WatchedHead
 from .head_step import HeadStep, learning_rate
 from .held_rows import HeldRows, MovedRows
 from .held_step import How, RegionStep, hold
+from .hidden_norm import HiddenNorm
 from .increment import IncrementSource
 from .observers import Observer, observers_of
 from .owners import hooked_optimizer, inner_optimizers, owning_optimizer
@@ -38,6 +40,8 @@ class Region:
 
     Args:
         limit: largest D(S) that a step may have, or a function of the step's number, from 1. Infinity holds nothing.
+        nats: in place of a limit, how far a step may move the log-odds of two tokens, at any hidden state of norm H.
+        hidden_norm: H; by default it is found, see `HiddenNorm`.
         how: "rows" projects the centred rows of S onto the ball of radius limit / 2; "scale" scales all of S by
             limit / D(S), which takes a search for D(S) in every step.
         head: the LM head, its name or that of its weight; by default it is looked for.
@@ -50,21 +54,27 @@ class Region:
         self,
         limit: Limit | None = None,
         *,
+        nats: float | None = None,
+        hidden_norm: float | None = None,
         how: How = "rows",
         head: str | Module | Parameter | None = None,
         decay: Decay | None = None,
         logit_scale: float | None = None,
         stop_after: int = 10,
     ) -> None:
-        if limit is None:
-            raise TypeError("TrustRegion needs a limit, got none: pass limit=0.02, or a function of the step")
+        if (limit is None) == (nats is None):
+            got = "none" if limit is None else "both"
+            raise TypeError(f"TrustRegion needs limit=... or nats=..., got {got}: pass limit=0.02, or nats=0.5")
         if not callable(limit):
-            _checked(limit)
+            _checked(nats if limit is None else limit)
+        if hidden_norm is not None and not 0 < hidden_norm < math.inf:
+            raise ValueError(f"hidden_norm must be a positive number, got {hidden_norm}")
         if how not in ("rows", "scale"):
             raise ValueError(f'how must be "rows" or "scale", got {how!r}')
         if stop_after < 1:
             raise ValueError(f"stop_after must be at least 1, got {stop_after}")
-        self.limit, self.how, self.stop_after = limit, how, stop_after
+        self.limit, self.nats, self.hidden_norm = limit, nats, hidden_norm
+        self.how, self.stop_after = how, stop_after
         self._options: dict[str, Any] = {"head": head, "decay": decay, "logit_scale": logit_scale}
         self.step = 0
         """Steps so far."""
@@ -72,6 +82,8 @@ class Region:
         """Steps in which something was held back, as far as they have been read."""
         self.left_out = 0
         """Steps that were left out whole."""
+        self._hidden: HiddenNorm | None = None
+        self._largest: float | None = None  # norm of a hidden state, before it was attached
         self._head: WatchedHead | None = None
         self._gradients: FiniteGradients | None = None
         self._remove: Callable[[], None] = lambda: None
@@ -116,6 +128,11 @@ class Region:
         outer = hooked_optimizer(owner, head.weight)
         ranks = Ranks.of(compute_device(head.weight), group=process_group)
         self._head, self._gradients = head, FiniteGradients(outer, ranks, stop_after=self.stop_after)
+        if self.nats is not None and self.hidden_norm is None:
+            if head.module is None:
+                raise ValueError(f"nats=... needs hidden_norm=...: the head '{head.name}' is no module that is called")
+            self._hidden = HiddenNorm(model, head.module, ranks)
+            self._hidden.largest = self._largest
         for source in _sources(head):
             source.decay.warn_of_guess(source.group)
         steps = (outer, *inner_optimizers(outer, head.weight))
@@ -128,6 +145,10 @@ class Region:
         _ = self.last
         if self._gradients is not None:
             self._gradients.restore()
+        if self._hidden is not None:
+            self._largest = self._hidden.largest
+            self._hidden.remove()
+            self._hidden = None
         if self._head is not None:
             self._let_observers(self._head, lambda observer: observer.held(None))
         self._head, self._gradients, self._copies = None, None, []
@@ -149,11 +170,13 @@ class Region:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint should have, of plain types. Steps themselves need nothing of it."""
         _ = self.last
-        return {"step": self.step, "clipped": self.clipped, "left_out": self.left_out}
+        largest = self._largest if self._hidden is None else self._hidden.largest
+        return {"step": self.step, "clipped": self.clipped, "left_out": self.left_out, "hidden_norm": largest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting where a run was saved: a limit that is a function of the step goes on there."""
         self.step, self.clipped, self.left_out = (int(state_dict[name]) for name in ("step", "clipped", "left_out"))
+        self._largest = state_dict.get("hidden_norm")
 
     # Steps
 
@@ -181,7 +204,7 @@ class Region:
         assert head is not None
         assert gradients is not None
         self.step += 1
-        limit = _checked(self.limit(self.step) if callable(self.limit) else self.limit)
+        limit = self._limit_now(head)
         if self._is_left_out:
             self._leave_out(head, gradients, RegionStep(self.step, limit, left_out=True))
             return
@@ -192,6 +215,17 @@ class Region:
         self._let_observers(head, lambda observer: observer.held(outcome))
         if head.rows.sharded:
             torch.autograd.graph.increment_version([source.param for source in _sources(head)])
+
+    def _limit_now(self, head: WatchedHead) -> float:
+        """The limit of D(S) in this step."""
+        if self.nats is None:
+            assert self.limit is not None
+            return _checked(self.limit(self.step) if callable(self.limit) else self.limit)
+        if self._is_left_out:  # with hidden states that may be anything
+            return math.inf if self._last is None else self._last.limit
+        norm = self.hidden_norm if self._hidden is None else self._hidden.value()
+        assert norm is not None
+        return self.nats / (norm if head.bias is None else math.hypot(norm, 1.0))  # rows are extended by the bias
 
     def _leave_out(self, head: WatchedHead, gradients: FiniteGradients, step: RegionStep) -> None:
         """Note a step that was not made, and say so."""
@@ -256,7 +290,7 @@ def _check_head(head: WatchedHead) -> None:
         )
 
 
-def _checked(limit: float) -> float:
+def _checked(limit: float | None) -> float:
     """A limit as a number, zero or more."""
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
         raise ValueError(f"the limit of D(S) must be zero or a positive number, got {limit!r}")

@@ -36,6 +36,9 @@ class TrustRegion(Region, Callback):
 
     Args:
         limit: largest D(S) that a step may have, or a function of the step's number, from 1. Infinity holds nothing.
+        nats: in place of a limit, how far a step may move the log-odds of two tokens, at any hidden state of norm H.
+        hidden_norm: H. By default sqrt(d) times the largest gain behind a final RMSNorm, and elsewhere the largest norm
+            that the head has been given so far.
         how: "rows" projects the centred rows of S onto the ball of radius limit / 2; "scale" scales all of S by
             limit / D(S), which takes a search for D(S) in every step.
         head: the LM head, its name or that of its weight; by default it is looked for.

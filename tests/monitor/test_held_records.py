@@ -17,7 +17,7 @@ from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.exposition import RunSamples
 from hilbert_monitor.runs.log import find_runs
 from hilbert_monitor.runs.record import RunInfo
-from tests.monitor.test_trust_region import V, Model, backward, diameter
+from tests.monitor.test_trust_region import Model, V, backward, diameter
 from tests.support.training import Module, Text, fit
 
 OPTIMIZERS = {
@@ -93,15 +93,15 @@ def test_alert_says_that_the_step_was_held_and_the_counter_counts():
     model = Model()
     optimizer = AdamW(model.parameters(), lr=1e-3)
     samples, alerts = RunSamples(RunInfo), []
-    with Probe(model, optimizer, diameter_every=1, judge=Judge(), strict=True) as probe:
-        with TrustRegion(0.02).watch(model, optimizer) as region:
-            for step in range(60):
-                optimizer.zero_grad()
-                backward(model, step)
-                optimizer.param_groups[0]["lr"] = 0.1 if step == 50 else 1e-3
-                optimizer.step()
-                samples.write(probe.record())
-                alerts += probe.alerts
+    region = TrustRegion(0.02)
+    with Probe(model, optimizer, diameter_every=1, judge=Judge(), strict=True) as probe, region.watch(model, optimizer):
+        for step in range(60):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.param_groups[0]["lr"] = 0.1 if step == 50 else 1e-3
+            optimizer.step()
+            samples.write(probe.record())
+            alerts += probe.alerts
     assert [alert.step for alert in alerts] == [51]
     assert alerts[0].value > 0.02
     assert "it was held to 0.02, in 41 rows" in alerts[0].message

@@ -3,6 +3,7 @@
 import math
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -228,6 +229,106 @@ def test_limit_may_be_a_function_of_the_step_and_a_zero_learning_rate_is_no_step
 def test_limit_that_is_none_is_refused(limit):
     with pytest.raises(ValueError, match="zero or a positive number"):
         TrustRegion(limit)
+
+
+# In nats
+
+
+class Normed(Model):
+    """A norm before the head."""
+
+    def __init__(self, norm, **options):
+        super().__init__(**options)
+        self.final_norm = norm
+
+    def forward(self, tokens):
+        return self.lm_head(self.final_norm(self.embedding(tokens)))
+
+
+class PlusOneNorm(nn.Module):
+    """An RMSNorm whose gain is one more than its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.0, 2.0, D))
+
+    def forward(self, x):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + self.weight)
+
+
+def norm_with_gain(norm, gain):
+    nn.init.constant_(norm.weight, 1.0)
+    norm.weight.data[3] = gain
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("norm", "largest"),
+    [
+        (nn.RMSNorm(D, elementwise_affine=False), 1.0),
+        (norm_with_gain(nn.RMSNorm(D), -4.0), 4.0),
+        (norm_with_gain(nn.LayerNorm(D), 2.0), 2.0),
+        (PlusOneNorm(), 3.0),
+    ],
+)
+def test_nats_bound_log_odds_at_any_state_behind_a_norm(norm, largest):
+    model = Normed(norm)
+    optimizer = SGD([model.lm_head.weight], lr=100.0)
+    with TrustRegion(nats=0.5).watch(model, optimizer) as region:
+        backward(model, 0)
+        before = model.lm_head.weight.detach().clone()
+        optimizer.step()
+    assert region.last.limit == pytest.approx(0.5 / (D**0.5 * largest), rel=1e-6)
+    assert region.last.held
+    S = (model.lm_head.weight.detach() - before).double()
+    states = norm(1e3 * torch.randn(500, D, generator=torch.Generator().manual_seed(1))).double()
+    changes = states @ S.T
+    assert (changes.amax(1) - changes.amin(1)).amax() <= 0.5 * (1 + 1e-6)
+
+
+def test_nats_without_a_norm_take_the_largest_state_so_far():
+    model = Model(bias=True)
+    optimizer = SGD([*model.lm_head.parameters()], lr=100.0)
+    region = TrustRegion(nats=0.5)
+    with region.watch(model, optimizer):
+        limits = []
+        for scale in (1.0, 10.0, 0.1):
+            model.embedding.weight.data.normal_(0.0, scale, generator=torch.Generator().manual_seed(0))
+            model(torch.arange(V)).sum().backward()
+            optimizer.step()
+            limits.append(region.last.limit)
+    norm = model.embedding.weight.detach().norm(dim=1).amax()  # of the last
+    expected = [0.5 / math.hypot(float(norm) * factor, 1.0) for factor in (10, 100, 100)]
+    assert limits == pytest.approx(expected, rel=1e-5)
+    assert region.state_dict()["hidden_norm"] == pytest.approx(100 * float(norm), rel=1e-5)
+
+
+def test_nats_of_a_head_that_is_never_called_are_refused():
+    model = Model()
+    optimizer = SGD([model.lm_head.weight], lr=1.0)
+    model.lm_head.weight.grad = torch.ones(V, D)
+    with TrustRegion(nats=0.5).watch(model, optimizer), pytest.raises(RuntimeError, match="hidden_norm="):
+        optimizer.step()
+    with TrustRegion(nats=0.5, hidden_norm=2.0).watch(model, optimizer) as region:
+        optimizer.step()
+    assert region.last.limit == 0.25
+
+
+def test_limit_and_nats_exclude_each_other():
+    for options in ({}, {"limit": 0.1, "nats": 0.5}):
+        with pytest.raises(TypeError, match=r"limit=\.\.\. or nats=\.\.\."):
+            TrustRegion(**options)
+
+
+def test_soft_capped_and_computed_heads_are_refused():
+    model = Model()
+    model.config = SimpleNamespace(final_logit_softcapping=30.0)
+    with pytest.raises(ValueError, match="soft-capped at 30"):
+        TrustRegion(0.1).attach(model, SGD(model.parameters(), lr=1.0))
+    model = Model()
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    with pytest.raises(ValueError, match="computed from other parameters"):
+        TrustRegion(0.1).attach(model, SGD(model.parameters(), lr=1.0))
 
 
 # Gradients that are not finite
