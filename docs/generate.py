@@ -34,7 +34,7 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml"}
 
 ORDER = (
     *("bracket", "diameter", "radius", "perturbation", "log_partition", "simplex", "rows"),
-    *("efficiency", "spectral", "oracle", "tension", "certificates", "backward"),
+    *("efficiency", "spectral", "power_iteration", "oracle", "tension", "certificates", "backward"),
 )
 """Modules whose functions are in the geometry's table, in its order."""
 COSTS = {

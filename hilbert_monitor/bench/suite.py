@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -32,7 +33,7 @@ from .output import progress_bar, show_machine, write_document
 
 Job = tuple[str, Callable[[], Iterable[BenchResult]]]
 """A label for the progress bar, and the work."""
-Results = Sequence[BenchResult] | Sequence[oracle.Gap] | TrialSummary | series_summary.SeriesSummary
+Results = Sequence[BenchResult] | Sequence[oracle.Gap] | TrialSummary | series_summary.SeriesSummary | dict[str, Any]
 
 
 def geometry_jobs(paths: Sequence[Path], *, quick: bool) -> Iterator[Job]:
@@ -192,7 +193,9 @@ def run_oracle(paths: Sequence[Path], console: Console, *, quick: bool) -> list[
 
 def write_json(results: Results, path: Path) -> None:
     """Write the machine and the results as one JSON document."""
-    if isinstance(results, TrialSummary | series_summary.SeriesSummary):
+    if isinstance(results, dict):
+        write_document(path, results=results)
+    elif isinstance(results, TrialSummary | series_summary.SeriesSummary):
         write_document(path, results=results.as_dict())
     else:
         write_document(path, results=[r.as_dict() for r in results])

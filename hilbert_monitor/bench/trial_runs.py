@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hilbert_monitor.monitor.panel import Panel
@@ -24,6 +26,11 @@ from hilbert_monitor.runs.record import Alert, StepRecord
 @functools.cache
 def _corpus(vocab_size: int) -> Corpus:
     return corpus(standard_library(), vocab_size)
+
+
+def study_text(vocab_size: int) -> NDArray[np.int64]:
+    """The training text of small runs, in tokens of a vocabulary of this size."""
+    return _corpus(vocab_size).train.astype("int64")
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,39 @@ def faults(
     _write(summary, json, console)
 
 
+def instabilities(
+    folder: Annotated[
+        Path, typer.Option(help="Folder of the study. Runs that have ended there are not trained again.")
+    ] = Path("instabilities"),
+    full: Annotated[
+        bool, typer.Option("--full", help="The whole grid, with runs of 10,000 updates and three seeds: a night.")
+    ] = False,
+    table: Annotated[bool, typer.Option("--table", help="Train nothing; judge the runs that have ended.")] = False,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Train small models at a high learning rate, and see which signals come before their loss spikes: an hour.
+
+    Every signal has the same detector, and a threshold from clean twins. The definitions are in docs/instabilities.md.
+    It trains on one thread, and goes on where it was stopped.
+
+    Example: hilbert-monitor bench instabilities --folder instabilities --json instabilities.json
+    """
+    import torch
+    from rich.console import Console
+
+    from hilbert_monitor.bench import instabilities as study
+
+    console = Console()
+    plan = study.StudyPlan.quick() if quick else study.StudyPlan.full() if full else study.StudyPlan()
+    if not table:
+        torch.set_num_threads(1)
+        study.train(plan, folder, lambda text: console.print(text, soft_wrap=True))
+    found = study.results(plan, folder)
+    study.show(found, console)
+    _write(found.plain(), json, console)
+
+
 def oracle(
     increment: Annotated[
         list[Path] | None,
@@ -243,5 +276,5 @@ def _write(results: Results, json: Path | None, console: Console) -> None:
 
 
 app.callback(invoke_without_command=True, help=help_text(bench))(bench)
-for command in (geometry, sharded, optimizers, monitor, service, faults, oracle):
+for command in (geometry, sharded, optimizers, monitor, service, faults, instabilities, oracle):
     app.command(help=help_text(command))(command)

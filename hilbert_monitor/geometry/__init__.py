@@ -13,6 +13,7 @@ from .efficiency import Interval, gauge_waste, step_efficiency
 from .log_partition import LogPartition, MeanRow, log_partition, mean_row
 from .oracle import OracleSolution, centred_decrease, diameter_oracle, first_order_decrease, jung_ratio
 from .perturbation import HilbertPerturbation, hilbert_perturbation
+from .power_iteration import LeadingDirection, leading_direction
 from .radius import RadiusBracket, covering_radius
 from .rows import RowSummary, center_rows, projected_row_norm, row_norm, summarize_rows
 from .shards import RowShards
@@ -27,6 +28,7 @@ __all__ = [
     "DiameterBracket",
     "HilbertPerturbation",
     "Interval",
+    "LeadingDirection",
     "LogPartition",
     "MeanRow",
     "OracleSolution",
@@ -53,6 +55,7 @@ __all__ = [
     "hilbert_distance",
     "hilbert_perturbation",
     "jung_ratio",
+    "leading_direction",
     "log_partition",
     "mean_row",
     "pending_bracket",

@@ -103,7 +103,7 @@ def logit_rows(head: WatchedHead) -> Matrix:
     Nothing is sent, and without bias and scale nothing is copied.
     """
     U = head.weight_rows() if head.logit_scale == 1 else head.logit_matrix(torch.float32)
-    bias = head.place.bias
+    bias = head.place.bias if head.bias is None else head.bias.param  # a frozen one may be anywhere
     if bias is None:
         return U
     sharing = Ranks.of(bias.device, 1) if head.alone else head.ranks

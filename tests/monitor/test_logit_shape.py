@@ -77,7 +77,7 @@ def test_a_run_under_autocast_is_told_what_its_precision_costs():
     with torch.no_grad():
         states = torch.cat([model.norm(model.embed(batch)).flatten(0, 1) for batch in panel.batches])
     for rounded in (True, False):
-        h, U = (x.bfloat16().double() if rounded else x.double() for x in (states, model.head.weight))
+        h, U = (x.bfloat16().double() if rounded else x.double() for x in (states, model.head.weight.detach()))
         logits = h @ U.T
         logits = logits.float().bfloat16().double() if rounded else logits
         errors.append(cross_entropy(logits, targets.clamp_min(0), reduction="none")[targets >= 0])
