@@ -22,31 +22,32 @@ from torch import Tensor
 
 from hilbert_monitor.pretrain.recipes import HEADS, Head
 
-from .trial_runs import StepChange, TrialRun, TrialSizes, TrialStep
+from .small_run import SmallRun, StepChange, TrialSizes
+from .trial_runs import TrialRun, TrialStep
 
 VISIBLE = 2.0
 """Factor, up or down, from which a fault counts as visible."""
 WINDOW, QUIET = 100, 20
 """Values that the opponents remember, and those they need before they judge: as many as the rules."""
 
-Fault = Callable[[TrialRun, int], StepChange]
+Fault = Callable[[SmallRun, int], StepChange]
 """From the run, and the number of steps since the fault began, to what the fault changes in this step."""
 
 
-def _once(change: Callable[[TrialRun], StepChange]) -> Fault:
+def _once(change: Callable[[SmallRun], StepChange]) -> Fault:
     return lambda run, since: change(run) if since == 0 else StepChange()
 
 
-def _random_tokens(run: TrialRun) -> StepChange:
-    draw = torch.Generator().manual_seed(run.probe.step)
+def _random_tokens(run: SmallRun) -> StepChange:
+    draw = torch.Generator().manual_seed(run.updates)
     return StepChange(batch=lambda tokens: torch.randint(run.sizes.vocab_size, tokens.shape, generator=draw))
 
 
-def _poisoned_row(run: TrialRun) -> StepChange:
+def _poisoned_row(run: SmallRun) -> StepChange:
     """Make one row of the head's gradient a thousand times as long as the longest."""
 
     def poison(G: Tensor) -> None:
-        draw = torch.Generator().manual_seed(run.probe.step)
+        draw = torch.Generator().manual_seed(run.updates)
         row = torch.randn(G.shape[1], generator=draw)
         token = int(torch.randint(len(G), (), generator=draw))
         G[token] = row / row.norm() * 1000 * torch.linalg.vector_norm(G, dim=1).max()
@@ -54,7 +55,7 @@ def _poisoned_row(run: TrialRun) -> StepChange:
     return StepChange(gradient=poison)
 
 
-def _overflow(run: TrialRun) -> StepChange:
+def _overflow(run: SmallRun) -> StepChange:
     """Cast the gradient to fp16 and back, with a scale at which its largest entry overflows."""
 
     def cast(G: Tensor) -> None:
@@ -64,14 +65,14 @@ def _overflow(run: TrialRun) -> StepChange:
     return StepChange(gradient=cast)
 
 
-def _nan(run: TrialRun) -> StepChange:
+def _nan(run: SmallRun) -> StepChange:
     def put(G: Tensor) -> None:
         G[0, 0] = math.nan
 
     return StepChange(gradient=put)
 
 
-def _rare_token(run: TrialRun) -> StepChange:
+def _rare_token(run: SmallRun) -> StepChange:
     """Put the token that has been absent for longest into the batch a few times."""
     token = int(run.absence.argmax())
 

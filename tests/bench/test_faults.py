@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from hilbert_monitor.bench import trial_runs
+from hilbert_monitor.bench import small_run
 from hilbert_monitor.bench.fault_summary import summarize
 from hilbert_monitor.bench.faults import FAULTS, Branch, Spikes, TrialPlan, run
-from hilbert_monitor.bench.trial_runs import StepChange, TrialRun
+from hilbert_monitor.bench.small_run import StepChange
+from hilbert_monitor.bench.trial_runs import TrialRun
 from hilbert_monitor.pretrain.corpus import standard_library
 
 QUICK = TrialPlan.quick()
@@ -24,7 +25,7 @@ LOUD = {
 def _less_text():
     """A sixth of the standard library: to tokenize all of it takes longer than the trials."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial_runs, "standard_library", lambda: standard_library()[::6])
+        patch.setattr(small_run, "standard_library", lambda: standard_library()[::6])
         yield
 
 
