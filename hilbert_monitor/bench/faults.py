@@ -9,11 +9,9 @@ the gradient norm. Their thresholds give them as many false alarms on the same c
 from __future__ import annotations
 
 import math
-import multiprocessing
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -24,6 +22,7 @@ from hilbert_monitor.pretrain.recipes import HEADS, Head
 
 from .small_run import SmallRun, StepChange, TrialSizes
 from .trial_runs import TrialRun, TrialStep
+from .workers import in_processes
 
 VISIBLE = 2.0
 """Factor, up or down, from which a fault counts as visible."""
@@ -272,15 +271,4 @@ def run(plan: TrialPlan, *, workers: int, after_each: Callable[[Trial], None] = 
     clean = replace(plan, fault_steps=())
     jobs = [(head, seed, plan) for seed in plan.seeds for head in HEADS]
     jobs += [(head, seed, clean) for seed in plan.clean_seeds for head in HEADS]
-    if workers == 1:
-        trials = []
-        for job in jobs:
-            trials.append(trial(*job))
-            after_each(trials[-1])
-        return trials
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        futures = [pool.submit(trial, *job) for job in jobs]
-        for future in as_completed(futures):
-            after_each(future.result())
-        return [future.result() for future in futures]
+    return in_processes(trial, jobs, workers=workers, after_each=after_each)
