@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .monitor.callback import HilbertMonitor as HilbertMonitor
     from .monitor.exporter import Prometheus as Prometheus
     from .monitor.probe import Probe as Probe
+    from .monitor.trust_region import TrustRegion as TrustRegion
     from .monitor.watch import watch as watch
     from .optim import ChainedOptimizer as ChainedOptimizer
     from .optim import Muon as Muon
@@ -31,6 +32,7 @@ _HOMES = {
     "Probe": "monitor.probe",
     "Prometheus": "monitor.exporter",
     "RowNorm": "optim",
+    "TrustRegion": "monitor.trust_region",
     "hilbert_perturbation": "geometry",
     "pretraining_optimizer": "optim",
     "row_diameter": "geometry",

@@ -30,12 +30,16 @@ def stepping_optimizer(optimizer: Any, param: Tensor) -> Optimizer:
     That is the optimizer itself, the one of a chain that owns the parameter, or, where a wrapper has no hooks (a
     LightningOptimizer, an AcceleratedOptimizer, many a Lookahead), the one inside.
     """
-    if isinstance(optimizer, ChainedOptimizer):
-        return optimizer.owner(param)
+    outer = hooked_optimizer(optimizer, param)
+    return outer.owner(param) if isinstance(outer, ChainedOptimizer) else outer
+
+
+def hooked_optimizer(optimizer: Any, param: Tensor) -> Optimizer:
+    """The outermost optimizer that has hooks: as `stepping_optimizer`, but of a chain the chain itself."""
     if isinstance(optimizer, Optimizer) and _has_hooks(optimizer):
         return optimizer
     inner = inner_optimizers(optimizer, param)
-    return stepping_optimizer(inner[0], param) if inner else optimizer
+    return hooked_optimizer(inner[0], param) if inner else optimizer
 
 
 def inner_optimizers(optimizer: Any, param: Tensor) -> list[Optimizer]:
