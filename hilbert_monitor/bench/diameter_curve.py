@@ -62,7 +62,7 @@ class CurvePlan:
     allowed: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
     """Multiples of RowNorm's ceiling."""
     sgd_rates: tuple[float, ...] = (0.3, 1.0, 3.0, 10.0, 30.0)
-    sizes: TrialSizes = field(default_factory=lambda: TrialSizes(steps=300, vocab_size=4096, validation=128))
+    sizes: TrialSizes = field(default_factory=lambda: TrialSizes(steps=300, validation=128))
     validate_every: int = 100
 
     @classmethod
@@ -164,7 +164,7 @@ def point_run(point: SweepPoint, seed: int, plan: CurvePlan, calibration: Calibr
             watch(
                 run.model,
                 run.optimizer,
-                panel=run.held_out[: plan.sizes.panel],
+                panel=run.held_out[: plan.sizes.panel].view(-1, plan.sizes.context),
                 schedulers=run.schedule,
                 last_step=plan.sizes.steps,
                 seed=seed,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hilbert_monitor.geometry import center_rows
+from hilbert_monitor.monitor.finite_gradients import NonFiniteGradients
 from hilbert_monitor.optim import pretraining_optimizer
 from hilbert_monitor.optim.schedule import warmup_cosine_scale
 from hilbert_monitor.pretrain.recipes import HEADS, Head
@@ -78,7 +80,7 @@ class GuardPlan:
     """Seeds on which nothing was tuned."""
     calibration_seed: int = 39
     """Another, whose clean run gives the limit of the trust region."""
-    sizes: TrialSizes = field(default_factory=lambda: TrialSizes(steps=500, context=32))
+    sizes: TrialSizes = field(default_factory=lambda: TrialSizes(steps=500, vocab_size=1024, context=32))
     fault_step: int = 200
     """Steps before the fault begins: past the warm-up, and past what the safeguards need to learn."""
     horizons: tuple[int, ...] = (50, 200)
@@ -124,8 +126,14 @@ class GuardTrial:
 
 def guarded(arm: str, run: SmallRun, limit: float) -> Nothing:
     """Return the safeguard of an arm."""
-    kinds = (Nothing, GradientClipping, UpdateClipping, SkippedSteps, partial(HeldSteps, limit=limit))
-    return dict(zip(ARMS, kinds, strict=True))[arm](run)
+    kinds: dict[str, Callable[[SmallRun], Nothing]] = {
+        "nothing": Nothing,
+        "gradient clipping": GradientClipping,
+        "update clipping": UpdateClipping,
+        "skipped steps": SkippedSteps,
+        "trust region": partial(HeldSteps, limit=limit),
+    }
+    return kinds[arm](run)
 
 
 def calibrate(head: Head, plan: GuardPlan) -> float:
@@ -175,16 +183,17 @@ def _follow(
     guard = guarded(arm, run, limit)
     guard.load(past)
     losses: list[float] = []
-    for since in range(max(plan.horizons)):
-        step(run, guard, fault(run, since))
-        if since + 1 in plan.horizons:
-            loss = run.validation_loss()
-            losses.append(loss if math.isfinite(loss) else math.inf)
-            if not math.isfinite(loss):
-                losses += [math.inf] * (len(plan.horizons) - len(losses))
-                break
+    with suppress(NonFiniteGradients):  # a trust region ends a run that has nothing else any more
+        for since in range(max(plan.horizons)):
+            step(run, guard, fault(run, since))
+            if since + 1 in plan.horizons:
+                losses.append(run.validation_loss())
+                if not math.isfinite(losses[-1]):
+                    break
     guard.close()
-    return Outcome(name, tuple(losses), guard.left_out, guard.held)
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    lost = [math.inf] * (len(plan.horizons) - len(finite))
+    return Outcome(name, (*finite, *lost), guard.left_out, guard.held)
 
 
 def _small_run(head: Head, seed: int, plan: GuardPlan) -> SmallRun:

@@ -126,7 +126,7 @@ class SmallRun:
         sizes = self.sizes
         starts = torch.linspace(0, len(self.held_out) - sizes.context - 1, sizes.validation).long()
         windows = _windows(self.held_out, starts, sizes.context)
-        losses = [self.model.loss(part[:, :-1], part[:, 1:]) for part in windows.split(16)]
+        losses = [self.model.loss(part[:, :-1], part[:, 1:]) for part in torch.split(windows, 16)]
         return float(torch.stack(losses).mean())
 
     def _batch(self) -> Tensor:

@@ -77,7 +77,7 @@ def _sweep(model: str, placed: Sequence[tuple[RunSeries, SweepPoint]]) -> Diamet
             seed = run.id if run.seed is None else run.seed
             members.setdefault((point.curve, point.allowed), {})[seed] = run, point
     points = {key: _point(key[1], list(some.values())) for key, some in members.items()}
-    names = sorted({curve for curve, _ in points}, key=lambda name: optimizer_order(name.partition(",")[0]))
+    names = sorted({curve for curve, _ in points}, key=lambda name: (optimizer_order(name.partition(",")[0]), name))
     curves = {name: tuple(point for (curve, _), point in sorted(points.items()) if curve == name) for name in names}
     return DiameterSweep(model, curves, tuple(_notes(placed, curves)))
 
