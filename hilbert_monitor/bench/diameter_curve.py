@@ -32,6 +32,7 @@ from statistics import median
 from torch.optim import SGD, AdamW, Optimizer
 
 from hilbert_monitor.geometry import row_diameter
+from hilbert_monitor.monitor.region import How
 from hilbert_monitor.monitor.trust_region import TrustRegion
 from hilbert_monitor.monitor.watch import watch
 from hilbert_monitor.optim import ChainedOptimizer, RowNorm, pretraining_optimizer
@@ -47,7 +48,7 @@ from .workers import in_processes
 FREE = "AdamW"
 """The curve of AdamW without a limit, which is one point."""
 CURVES = ("AdamW, rows held", "AdamW, scaled", "AdamW, by its rate", "RowNorm, by its rate", "SGD, rows held")
-HOLDS = {"AdamW, rows held": "rows", "AdamW, scaled": "scale", "SGD, rows held": "rows"}
+HOLDS: dict[str, How] = {"AdamW, rows held": "rows", "AdamW, scaled": "scale", "SGD, rows held": "rows"}
 """The curves that a trust region holds, and how."""
 WARMUP = 0.1
 """Share of the steps over which rates rise. Diameters are compared after it."""

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from hilbert_monitor.pretrain.recipes import HEADS, Head
 
-from .guarding import ARMS, GUARD_FAULTS, LOST, Guarding, GuardTrial
+from .guarding import ARMS, LOST, Guarding, GuardTrial
 from .output import show_machine
 
 
@@ -91,7 +91,7 @@ def summarize(guarding: Guarding) -> GuardSummary:
     plan, trials = guarding.plan, guarding.trials
     cells = [
         _cell(fault, head, arm, [t for t in trials if (t.head, t.arm) == (head, arm)])
-        for fault in GUARD_FAULTS
+        for fault in plan.faults
         for head in HEADS
         for arm in ARMS
     ]
@@ -145,7 +145,7 @@ def _fault_table(summary: GuardSummary, place: int, when: str) -> Table:
         table.add_column(name)
     for arm in ARMS:
         table.add_column(arm, justify="right")
-    for fault in GUARD_FAULTS:
+    for fault in dict.fromkeys(cell.fault for cell in summary.cells):
         for head in HEADS:
             cells = [c for c in summary.cells if (c.fault, c.head) == (fault, head)]
             texts = [f"{c.excess[place]}{f' ({c.left_out:.0f})' if c.left_out >= 0.5 else ''}" for c in cells]

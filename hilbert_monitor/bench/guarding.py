@@ -83,6 +83,7 @@ class GuardPlan:
     sizes: TrialSizes = field(default_factory=lambda: TrialSizes(steps=500, vocab_size=1024, context=32))
     fault_step: int = 200
     """Steps before the fault begins: past the warm-up, and past what the safeguards need to learn."""
+    faults: tuple[str, ...] = tuple(GUARD_FAULTS)
     horizons: tuple[int, ...] = (50, 200)
     """Steps after the beginning of the fault at which the validation loss is measured."""
 
@@ -170,7 +171,7 @@ def guard_trial(arm: str, head: Head, seed: int, plan: GuardPlan, limit: float) 
     guard = guarded(arm, run, limit)
     seconds = [step(run, guard, StepChange()) for _ in range(plan.fault_step)]
     clean = _follow(run, guard, arm, head, "", lambda run, since: StepChange(), plan, limit)
-    outcomes = [_follow(run, guard, arm, head, name, fault, plan, limit) for name, fault in GUARD_FAULTS.items()]
+    outcomes = [_follow(run, guard, arm, head, name, GUARD_FAULTS[name], plan, limit) for name in plan.faults]
     guard.close()
     return GuardTrial(arm, head, seed, clean, outcomes, guard.left_out, guard.held, median(seconds))
 

@@ -3,14 +3,14 @@
 import { get as fetchAnswer } from "./api.js";
 import { Charts } from "./charts.js";
 import { code, empty, fill, h, renew, say, table } from "./dom.js";
-import { DASH, fixed, number, plural, spread, whole } from "./format.js";
+import { DASH, fixed, number, plural, whole } from "./format.js";
 import { coalesce } from "./live.js";
 import { onRemarks } from "./remarks.js";
 import { WHOLE, change, get, written } from "./state.js";
 import { runs } from "./store.js";
 
 const PANELS = [
-  { key: "loss", title: "What a diameter buys", about: "The final validation loss over the diameter that a step of the LM head may have. Lines are means over seeds, bands one sample standard deviation." },
+  { key: "loss", title: "Final validation loss", about: "The final validation loss over the diameter that a step of the LM head may have. Lines are means over seeds, bands one sample standard deviation." },
   { key: "made", title: "Diameter made", about: "The median diameter of the steps that were made. On the dashed line all that is allowed is used." },
 ];
 
@@ -86,7 +86,8 @@ export class Diameter {
     this.none.hidden = !this.body.hidden;
     const counts = curves.map(({ points }) => points.reduce((sum, { runs: ids }) => sum + ids.length, 0));
     const count = counts.reduce((sum, one) => sum + one, 0);
-    say(this.line, `${model || ""}: ${plural(count, "run")} on ${plural(curves.length, "curve")}.`);
+    const about = "A diameter of 1× is the largest that a step of RowNorm can have.";
+    say(this.line, `${model ? `${model}: ` : ""}${plural(count, "run")} on ${plural(curves.length, "curve")}. ${about}`);
     this.models.hidden = models.length < 2;
     const option = (name) => h("option", { value: name, selected: name === model }, name || "no model named");
     renew(this.models, [models, model], () => models.map(option));
@@ -108,16 +109,22 @@ function values(curves) {
   const places = [...new Set(limited.flatMap(({ points }) => points.map(({ allowed }) => allowed)))];
   places.sort((a, b) => (a ?? Infinity) - (b ?? Infinity));
   const free = curves.filter((one) => !limited.includes(one)).flatMap(({ name, points }) => points.map((point) => [name, point]));
-  const cell = (point) => (point ? spread(point.loss, (mean) => fixed(mean, 3)) : DASH);
+  const cell = (point) => (point ? both(point.loss) : DASH);
   const row = (place) => [multiple(place), ...limited.map(({ points }) => cell(points.find(({ allowed }) => allowed === place)))];
   const seeds = Math.max(...curves.flatMap(({ points }) => points.map(({ runs: ids }) => ids.length)), 0);
   return [
-    h("h2", {}, "Final validation loss"),
+    h("h2", {}, "Its values"),
     h("p", { class: "about" }, `Mean ± one sample standard deviation over up to ${plural(seeds, "seed")}, by the diameter allowed`),
     table(["Allowed", ...limited.map(mark)], places.map(row)),
     ...free.map(([name, { loss, made }]) =>
-      h("p", { class: "about" }, `${name} without a limit: `, spread(loss, (mean) => fixed(mean, 3)), `, at a usual diameter of ${number(made.mean, 2)} times RowNorm's.`)),
+      h("p", { class: "about aside" }, `${name} without a limit: ${both(loss)}, at a usual diameter of ${number(made.mean, 2)}×.`)),
   ];
+}
+
+/** A mean and its deviation, in as many decimals as the others. */
+function both({ mean, deviation }) {
+  if (mean === null) return DASH;
+  return deviation === null ? fixed(mean, 3) : `${fixed(mean, 3)} ± ${fixed(deviation, 3)}`;
 }
 
 function mark({ name, colour }) {
