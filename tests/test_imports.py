@@ -86,7 +86,7 @@ def imports_of(room):
 
 def training():
     """What is loaded after each room of training in turn, and after what comes before them and between them."""
-    lightnings = (".callback", ".lightning_loop")
+    lightnings = (".callback", ".lightning_loop", ".trust_region")
     without_callback = [line for line in imports_of("monitor").splitlines() if not line.endswith(lightnings)]
     stages = {
         "package": "import hilbert_monitor; dir(hilbert_monitor); hilbert_monitor.__version__",

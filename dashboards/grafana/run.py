@@ -214,7 +214,11 @@ def blow_ups(scope: Scope) -> list[Json]:
     colours = [override(kind, color=fixed(colour)) for kind, colour in BLOW_UPS.items()]
     when = [query(f"round({scope.counted('blowups_total', 'run, head, kind')})", "{{kind}}")]
     last = ("blowup_step", "blowup_value", "blowup_expected")
-    others = {"nonfinite_increments_total": "not finite", "skipped_steps_total": "skipped"}
+    others = {
+        "nonfinite_increments_total": "not finite",
+        "skipped_steps_total": "skipped",
+        "clipped_steps_total": "held back",
+    }
     return [
         lines("Blow-ups by kind", help_of("blowups_total"), when, size=(6, 7), custom=bars, overrides=colours, min=0),
         table(
@@ -227,7 +231,7 @@ def blow_ups(scope: Scope) -> list[Json]:
             size=(6, 7),
         ),
         lines(
-            "Steps that were skipped or not finite",
+            "Steps that were skipped, held back or not finite",
             help_of(*others),
             [query(f"round({scope.counted(name)})", text) for name, text in others.items()],
             size=(6, 7),

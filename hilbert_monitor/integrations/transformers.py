@@ -31,12 +31,15 @@ from hilbert_monitor.monitor.given_panel import GivenPanel
 from hilbert_monitor.monitor.hidden import AutocastFactory
 from hilbert_monitor.monitor.options import MonitorOptions, chosen_options, with_options
 from hilbert_monitor.monitor.plain_loop import DEEPSPEED, PlainLoop, logged_numbers
+from hilbert_monitor.monitor.region import Region
 from hilbert_monitor.monitor.signals import sigterm_raises
 from hilbert_monitor.monitor.watch import Watch
 from hilbert_monitor.runs.record import RunInfo, StepRecord
 
 STATE = "hilbert_monitor.pt"
 """The file in a checkpoint's folder that has the state of the monitor."""
+REGION = "trust_region.pt"
+"""The file that has the state of a `TrustRegion`."""
 
 
 class TransformersLoop(PlainLoop):
@@ -323,6 +326,41 @@ class HilbertCallback(TrainerCallback):
 
 
 with_options(HilbertCallback)
+
+
+class RegionCallback(TrainerCallback):
+    """Lets a `TrustRegion` hold the steps of a Trainer's head.
+
+    Example:
+        ``Trainer(model, args, ..., callbacks=[HilbertCallback(), RegionCallback(TrustRegion(limit=0.02))])``
+
+    Args:
+        region: what holds them.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        """Find the head and its optimizer, and begin to hold; go on counting where a run was saved."""
+        if getattr(args, "deepspeed", None):
+            raise ValueError("TrustRegion cannot hold a head under DeepSpeed, which steps no optimizer of torch's")
+        path = os.path.join(_checkpoint_folder(args, state), REGION)
+        if state.global_step and os.path.isfile(path):
+            self.region.load_state_dict(_saved_state(path))
+        self.region.attach(parts["model"], parts["optimizer"])
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Save the region's counts beside the checkpoint's own files."""
+        folder = _checkpoint_folder(args, state)
+        if state.is_world_process_zero and os.path.isdir(folder):
+            torch.save(self.region.state_dict(), os.path.join(folder, REGION))
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Let go of the optimizer."""
+        self.region.detach()
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> str:

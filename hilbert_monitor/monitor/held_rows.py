@@ -23,12 +23,16 @@ as |m'| <= r. So the limit holds in every dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from hilbert_monitor.geometry import RowShards, compute_dtype
+
+from .head_rows import Matrix
 
 TOP = 8
 """How many of the rows that were held back most are named."""
@@ -64,64 +68,80 @@ class HeldRows:
 
     Args:
         parts: weight and bias, with as many rows each.
-        groups: process groups over which the rows of a sharded head are spread.
-        ids: (n,) tokens of this rank's rows, if it has not all of them.
-        meeting: the device from which the groups send; by default that of the rows.
+        among: the matrix that they are rows of, if it is spread over several ranks.
     """
 
-    def __init__(
-        self,
-        parts: list[MovedRows],
-        *,
-        groups: Sequence[dist.ProcessGroup] = (),
-        ids: Tensor | None = None,
-        meeting: torch.device | None = None,
-    ) -> None:
-        self.parts, self.groups, self._ids = parts, groups, ids
+    def __init__(self, parts: list[MovedRows], *, among: Matrix | None = None) -> None:
+        self.parts, self._shards = parts, among if isinstance(among, RowShards) else None
+        self.total = self._shards.number if self._shards is not None else len(parts[0].after)
+        """Rows of all ranks."""
         self.number, self.width = len(parts[0].after), sum(part.after.shape[1] for part in parts)
         self.device = parts[0].after.device
-        self.meeting = meeting or self.device
+        self.on_cpu = self.device.type == "cpu"
+        """Whether a look at a number is no wait."""
         self.wide = torch.float32 if self.device.type == "mps" else torch.float64  # which has no fp64
 
     # Look
 
     def mean(self) -> Tensor:
-        """The mean row of S over all ranks. (d,). Rows that are not finite count as zero."""
+        """The mean row of S over all ranks, to rounding. (d,). Rows that are not finite count as zero."""
         total = torch.zeros(self.width + 1, dtype=self.wide, device=self.device)
-        for at in self._chunks():
-            total[:-1] += self._finite(self._step(at, self._decayed(at))).sum(0)
+        if self.on_cpu:
+            for at in self._chunks():
+                total[:-1] += self._roughly(at).sum(0)
+        if not self.on_cpu or not torch.isfinite(total).all():
+            total.zero_()
+            for at in self._chunks():
+                rows = self._step(at, self._decayed(at))
+                total[:-1] += torch.where(torch.isfinite(rows.sum(1, keepdim=True)), rows, 0.0).sum(0)
         total[-1] = self.number
         total = self._reduced(total, dist.ReduceOp.SUM)
         return torch.nan_to_num(total[:-1] / total[-1], 0.0, 0.0, 0.0)
 
-    def distances(self, mean: Tensor) -> Tensor:
-        """How far each row of S is from the mean row. (n,); infinity for a row that is not finite."""
+    def distances(self, mean: Tensor, radius: Tensor) -> Tensor:
+        """How far each row of S is from the mean row, infinity for a row that is not finite. (n,).
+
+        On a CPU it is computed in the weights' precision first, and again in fp64 for rows that may be out of the ball
+        or among the farthest. In fp32, with u = 2^-24, the factor c, its product, two differences and the mean row are
+        rounded by u |U_i| + u |U_i| + u |s_i| + u |s_i - m| + u |m| together, and the norm by (d + 2) u of itself.
+        """
         distances = torch.empty(self.number, dtype=self.wide, device=self.device)
+        if not self.on_cpu:
+            for at in self._chunks():
+                distances[at] = self._exact_distances(at, mean)
+            return torch.nan_to_num(distances, torch.inf, torch.inf)
+        length, unsure = float(torch.linalg.vector_norm(mean)), torch.empty(self.number, dtype=torch.bool)
         for at in self._chunks():
-            distances[at] = torch.linalg.vector_norm(self._step(at, self._decayed(at)) - mean, dim=1)
+            rough = self._roughly(at)
+            unit = torch.finfo(rough.dtype).eps / 2
+            far = torch.linalg.vector_norm(rough.sub_(mean.to(rough.dtype)), dim=1)
+            entry = max(float(x.abs()) for part in self.parts for x in torch.aminmax(part.before[at]))
+            error = unit * (2 * self.width**0.5 * entry + 2 * length + (self.width + 4) * far)
+            distances[at], unsure[at] = far, ~(far + error <= radius)
+        unsure[distances.topk(min(2 * TOP, self.number)).indices] = True
+        for at, _ in self._places(unsure):
+            distances[at] = self._exact_distances(at, mean)
         return torch.nan_to_num(distances, torch.inf, torch.inf)
 
-    def centred(self, mean: Tensor) -> Tensor:
-        """S less its mean row in fp32, for a search of its diameter. (n, d)."""
+    def _exact_distances(self, at: slice | Tensor, mean: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(self._step(at, self._decayed(at)).sub_(mean), dim=1)
+
+    def centred(self, mean: Tensor) -> Matrix:
+        """S less its mean row, in fp32, for a search of its diameter. (V, d)."""
         S = torch.empty(self.number, self.width, device=self.device)
         for at in self._chunks():
-            S[at] = (self._step(at, self._decayed(at)) - mean).float()
-        return S
+            S[at] = self._step(at, self._decayed(at)).sub_(mean).float()
+        return S if self._shards is None else replace(self._shards, rows=S.to(self._shards.rows.device))
 
     def survey(self, distances: Tensor, radius: Tensor) -> Tensor:
         """How many rows are out of the ball, and the largest distances and their tokens, of all ranks. (1 + 2 TOP,)."""
         top = distances.topk(min(TOP, self.number))  # a rank may have no row
-        ids = top.indices if self._ids is None else self._ids[top.indices]
+        ids = top.indices if self._shards is None else self._shards.ids.to(self.device)[top.indices]
         table = torch.full((1, 2 * TOP + 1), -1.0, dtype=self.wide, device=self.device)
         table[0, 0] = (distances > radius).sum()
         table[0, 1 : 1 + len(ids)] = top.values
         table[0, 1 + TOP : 1 + TOP + len(ids)] = ids.to(self.wide)
-        table = table.to(self.meeting)
-        for group in self.groups:
-            tables = [torch.empty_like(table) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(tables, table, group=group)
-            table = torch.cat(tables)
-        table = table.to(self.device)
+        table = self._gathered(table)
         values, order = table[:, 1 : 1 + TOP].reshape(-1).sort(descending=True, stable=True)
         tokens = table[:, 1 + TOP :].reshape(-1)[order]
         return torch.cat([table[:, 0].sum()[None], values[:TOP], tokens[:TOP]])
@@ -180,15 +200,15 @@ class HeldRows:
         back = torch.zeros_like(rows)
         for at, mine in self._places(rows):
             decayed, far = self._decayed(at), distances[at]
-            step = torch.nan_to_num(self._step(at, decayed) - mean, 0.0, 0.0, 0.0)
-            target = decayed + shift + factors(decayed, far)[:, None] * step
-            blocks = self._blocks(target)
-            stored = torch.cat([x.to(part.after.dtype).to(self.wide) for part, x in blocks], 1)
-            gap = torch.linalg.vector_norm(stored - decayed - shift, dim=1)
+            target = self._step(at, decayed).sub_(mean).nan_to_num_(0.0, 0.0, 0.0)
+            target.mul_(factors(decayed, far)[:, None]).add_(decayed.add_(shift))
+            blocks = [(part, x.to(part.after.dtype)) for part, x in self._blocks(target)]
+            gap = torch.linalg.vector_norm(self._joined([x for _, x in blocks]).sub_(decayed), dim=1)
             back[at] = lost = mine & ~((gap <= reach) & torch.isfinite(far))
             for part, x in blocks:
-                held = torch.where(lost[:, None], part.before[at], x.to(part.after.dtype))
-                part.after[at] = torch.where(mine[:, None], held, part.after[at])
+                if not self.on_cpu or lost.any():
+                    x = torch.where(lost[:, None], part.before[at], x)
+                part.after[at] = x if self.on_cpu else torch.where(mine[:, None], x, part.after[at])
         return back
 
     # Rows
@@ -199,24 +219,38 @@ class HeldRows:
 
     def _places(self, rows: Tensor) -> Iterator[tuple[slice | Tensor, Tensor]]:
         """Where the rows are that some are chosen of, and which: on a CPU those alone, elsewhere without a wait."""
-        if self.device.type != "cpu":
+        if not self.on_cpu:
             yield from ((at, rows[at]) for at in self._chunks())
             return
         chosen = rows.nonzero().squeeze(1)
+        if len(chosen) == self.number:
+            yield from ((at, rows[at]) for at in self._chunks())
+            return
         for at in self._chunks():
             if len(places := chosen[at]):
                 yield places, torch.ones_like(places, dtype=torch.bool)
 
+    def _roughly(self, at: slice) -> Tensor:
+        """Rows of S in the weights' precision, or fp32 where that is less. (n, d)."""
+        blocks = []
+        for part in self.parts:
+            dtype = compute_dtype(part.after)
+            blocks.append(torch.sub(part.after[at].to(dtype), part.before[at].to(dtype), alpha=float(part.keep)))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+
     def _decayed(self, at: slice | Tensor) -> Tensor:
         """Rows of c U. (n, d)."""
-        return torch.cat([part.before[at].to(self.wide) * part.keep for part in self.parts], 1)
+        blocks = [part.before[at].to(self.wide, copy=True).mul_(part.keep) for part in self.parts]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
 
     def _step(self, at: slice | Tensor, decayed: Tensor) -> Tensor:
         """Rows of S = U' - c U. (n, d)."""
-        return torch.cat([part.after[at].to(self.wide) for part in self.parts], 1) - decayed
+        return self._joined([part.after[at] for part in self.parts]).sub_(decayed)
 
-    def _finite(self, rows: Tensor) -> Tensor:
-        return torch.where(torch.isfinite(rows.sum(1, keepdim=True)), rows, 0.0)
+    def _joined(self, blocks: list[Tensor]) -> Tensor:
+        """Rows of all parameters side by side, in fp64, in memory of their own. (n, d)."""
+        wide = [x.to(self.wide, copy=True) for x in blocks]
+        return wide[0] if len(wide) == 1 else torch.cat(wide, 1)
 
     def _blocks(self, rows: Tensor) -> list[tuple[MovedRows, Tensor]]:
         """What of some rows belongs to each parameter."""
@@ -234,9 +268,24 @@ class HeldRows:
             longest = torch.maximum(longest, torch.linalg.vector_norm(self._decayed(at), dim=1).amax())
         return self._reduced(longest, dist.ReduceOp.MAX)
 
+    # Ranks
+
     def _reduced(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduce a tensor over all ranks; nothing is waited for."""
-        sent = x.to(self.meeting)
-        for group in self.groups:
+        if self._shards is None:
+            return x
+        sent = x.to(self._shards.rows.device)
+        for group in self._shards.ranks.groups:
             dist.all_reduce(sent, operation, group=group)
         return sent.to(self.device)
+
+    def _gathered(self, table: Tensor) -> Tensor:
+        """The tables (1, n) of all ranks, one below the other; nothing is waited for."""
+        if self._shards is None:
+            return table
+        table = table.to(self._shards.rows.device)
+        for group in self._shards.ranks.groups:
+            tables = [torch.empty_like(table) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(tables, table, group=group)
+            table = torch.cat(tables)
+        return table.to(self.device)

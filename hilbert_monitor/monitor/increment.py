@@ -32,6 +32,7 @@ from .formulas import formula_of, sgd, state_of, steps_as
 from .head_rows import HeadRows
 from .head_step import HeadStep, learning_rate
 from .kept_rows import KeptRows
+from .observers import Outcome, observe
 from .owners import group_of, inner_optimizers, stepping_optimizer
 from .ranks import Ranks
 from .step_hooks import hook_steps
@@ -88,6 +89,11 @@ class IncrementSource:
         self._next: Group | None = None  # options at the end of the last update, if the next step starts there
         self._gradient: LastStep | None = None
         self._doubt: Callable[[str], None] = lambda text: None
+        self.outcome: Outcome | None = None
+        """Reads what a `TrustRegion` made of the last step, where there is one."""
+        self._has_holder = False
+        self._is_held = False  # since the step was seen, so that the weights say nothing of it any more
+        self._see_step: Callable[[], None] = lambda: None
         _ = self.group  # refuses a parameter of somebody else
 
     # What is known
@@ -115,7 +121,9 @@ class IncrementSource:
 
     @property
     def fleeting(self) -> bool:
-        """Whether the increment is formed from the gradient, and lost when that is cleared."""
+        """Whether the increment is lost soon: formed from the gradient, or from weights that are held."""
+        if self._has_holder and not self.from_state:
+            return True  # the weights tell it until they are held
         return self.from_state and (self._is_plain_sgd() or isinstance(self.optimizer, Muon))
 
     @property
@@ -173,7 +181,11 @@ class IncrementSource:
         self.decay.warn_of_guess(self.group)
         self._doubt = doubt
 
+        open_step = False
+
         def begin() -> None:
+            nonlocal open_step
+            open_step = True
             with guard("increment"):
                 before_step()
             with guard("increment"):
@@ -181,6 +193,10 @@ class IncrementSource:
                 self._begin(measure())
 
         def end() -> None:
+            nonlocal open_step
+            if not open_step:  # it was seen before somebody held it
+                return
+            open_step, self._is_held = False, False
             step: HeadStep | None = None
             with guard("increment"):
                 step = self._end(options_of(self.group))
@@ -190,7 +206,24 @@ class IncrementSource:
                 on_step(step or HeadStep("", {}))
 
         optimizers = (self.optimizer, *inner_optimizers(self.optimizer, self.param))
-        return hook_steps(optimizers, begin, end, after_closure=after_closure)
+        self._see_step = end
+        leave = observe(self.param, self)
+        remove = hook_steps(optimizers, begin, end, after_closure=after_closure)
+
+        def stop() -> None:
+            leave()
+            remove()
+
+        return stop
+
+    def before_hold(self) -> None:
+        """See the step that was made, before a `TrustRegion` writes to the weights."""
+        self._see_step()
+
+    def held(self, outcome: Outcome | None) -> None:
+        """Note what was made of the step: the weights are believed to be as it left them."""
+        self.outcome, self._has_holder, self._is_held = outcome, outcome is not None, outcome is not None
+        self._kept.see()
 
     def moved_unseen(self) -> bool:
         """Whether an update that no hook saw moved this rank's weights."""
@@ -320,7 +353,7 @@ class IncrementSource:
         if self._by_update or not self.from_state:
             return self.stored()
         S = self._from_state(self.last, out)
-        fresh = self._next is None  # or the rows of before the step are no longer kept
+        fresh = self._next is None and not self._is_held  # or the rows of before the step are no longer kept
         if self.checks and fresh and not self._agrees(S, self.last):
             return None
         return self._rounded(S)

@@ -23,6 +23,8 @@ from hilbert_monitor.geometry import (
 from hilbert_monitor.runs.record import Pair, StepRecord
 
 from .head_rows import Matrix
+from .held_step import RegionStep
+from .observers import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +168,29 @@ class PanelPerturbation:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldPart:
+    """What a `TrustRegion` made of the step."""
+
+    trust_limit: float
+    made_diameter: float | None
+    held_rows: int | None
+    held_share: float | None
+    held_tokens: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, step: RegionStep) -> HeldPart:
+        """Take what the region says. Of a step that was left out, nothing is known but that."""
+        made = not step.left_out
+        return cls(
+            trust_limit=step.limit,
+            made_diameter=step.made_upper if made else None,
+            held_rows=step.held if made else None,
+            held_share=step.held / step.rows if made else None,
+            held_tokens=step.tokens or None,
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class Measurement:
     """One step while it is being measured. A part that was not measured is None."""
@@ -186,6 +211,8 @@ class Measurement:
     gradient: GradientRows | None = None
     quality: StepQuality | None = None
     panel: PanelPerturbation | None = None
+    outcome: Outcome | None = None
+    """Reads what a `TrustRegion` made of the step, where there is one."""
     backward_bound: float | None = None
     train_loss: float | None = None
     validation_loss: float | None = None
@@ -216,8 +243,12 @@ class Measurement:
             share: of the time since the last record, the part that measuring took.
         """
         values: dict[str, Any] = {}
+        if self.outcome is not None and self.outcome().left_out:
+            self.skipped = "not finite"
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "outcome" and value is not None:
+                value = HeldPart.of(value())
             if is_dataclass(value):
                 values |= {part.name: getattr(value, part.name) for part in fields(value)}
             elif field.name not in PARTS:
@@ -232,5 +263,6 @@ PARTS = {
     "gradient": GradientRows,
     "quality": StepQuality,
     "panel": PanelPerturbation,
+    "outcome": HeldPart,
 }
 """Fields of a Measurement that hold several fields of a record."""

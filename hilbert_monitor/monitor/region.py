@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from hilbert_monitor.geometry import RowShards, row_diameter
 from hilbert_monitor.optim import options_of
 
 from .decay import Decay
@@ -21,45 +20,17 @@ from .finite_gradients import FiniteGradients
 from .formulas import state_of
 from .head import WatchedHead
 from .head_step import HeadStep, learning_rate
-from .held_rows import TOP, HeldRows, MovedRows
+from .held_rows import HeldRows, MovedRows
+from .held_step import How, RegionStep, hold
+from .hidden_norm import HiddenNorm
 from .increment import IncrementSource
+from .observers import Observer, observers_of
 from .owners import hooked_optimizer, inner_optimizers, owning_optimizer
 from .ranks import Ranks, compute_device
 from .step_hooks import hook_steps
 
 Limit = float | Callable[[int], float]
 """A limit of D(S), or a function that makes it of the number of the step."""
-How = Literal["rows", "scale"]
-"""How a step is held: its centred rows are projected onto a ball, or all of it is scaled."""
-
-
-@dataclass(frozen=True, slots=True)
-class RegionStep:
-    """What a `TrustRegion` made of one step."""
-
-    step: int
-    """Number of the step, from 1."""
-    limit: float
-    """Of D(S) in this step."""
-    left_out: bool = False
-    """Whether the step was left out whole, because a gradient was not finite. Then nothing else is known of it."""
-    asked_lower: float = 0.0
-    """At least D(S) of the step that the optimizer made."""
-    asked_upper: float = 0.0
-    """At most D(S) of the step that the optimizer made; with ``how="scale"`` the exact value, or next to it."""
-    made_upper: float = 0.0
-    """At most D(S) of the step that was stored: never more than the limit."""
-    held: int = 0
-    """Rows that were held back."""
-    rows: int = 0
-    """Rows of the head."""
-    tokens: tuple[int, ...] = ()
-    """Of the rows that were held back most, the farthest first."""
-
-    @property
-    def acted(self) -> bool:
-        """Whether the step that was stored is another than the one that the optimizer made."""
-        return self.held > 0 or self.left_out
 
 
 class Region:
@@ -69,6 +40,8 @@ class Region:
 
     Args:
         limit: largest D(S) that a step may have, or a function of the step's number, from 1. Infinity holds nothing.
+        nats: in place of a limit, how far a step may move the log-odds of two tokens, at any hidden state of norm H.
+        hidden_norm: H; by default it is found, see `HiddenNorm`.
         how: "rows" projects the centred rows of S onto the ball of radius limit / 2; "scale" scales all of S by
             limit / D(S), which takes a search for D(S) in every step.
         head: the LM head, its name or that of its weight; by default it is looked for.
@@ -81,21 +54,27 @@ class Region:
         self,
         limit: Limit | None = None,
         *,
+        nats: float | None = None,
+        hidden_norm: float | None = None,
         how: How = "rows",
         head: str | Module | Parameter | None = None,
         decay: Decay | None = None,
         logit_scale: float | None = None,
         stop_after: int = 10,
     ) -> None:
-        if limit is None:
-            raise TypeError("TrustRegion needs a limit, got none: pass limit=0.02, or a function of the step")
+        if (limit is None) == (nats is None):
+            got = "none" if limit is None else "both"
+            raise TypeError(f"TrustRegion needs limit=... or nats=..., got {got}: pass limit=0.02, or nats=0.5")
         if not callable(limit):
-            _checked(limit)
+            _checked(nats if limit is None else limit)
+        if hidden_norm is not None and not 0 < hidden_norm < math.inf:
+            raise ValueError(f"hidden_norm must be a positive number, got {hidden_norm}")
         if how not in ("rows", "scale"):
             raise ValueError(f'how must be "rows" or "scale", got {how!r}')
         if stop_after < 1:
             raise ValueError(f"stop_after must be at least 1, got {stop_after}")
-        self.limit, self.how, self.stop_after = limit, how, stop_after
+        self.limit, self.nats, self.hidden_norm = limit, nats, hidden_norm
+        self.how, self.stop_after = how, stop_after
         self._options: dict[str, Any] = {"head": head, "decay": decay, "logit_scale": logit_scale}
         self.step = 0
         """Steps so far."""
@@ -103,6 +82,8 @@ class Region:
         """Steps in which something was held back, as far as they have been read."""
         self.left_out = 0
         """Steps that were left out whole."""
+        self._hidden: HiddenNorm | None = None
+        self._largest: float | None = None  # norm of a hidden state, before it was attached
         self._head: WatchedHead | None = None
         self._gradients: FiniteGradients | None = None
         self._remove: Callable[[], None] = lambda: None
@@ -147,6 +128,11 @@ class Region:
         outer = hooked_optimizer(owner, head.weight)
         ranks = Ranks.of(compute_device(head.weight), group=process_group)
         self._head, self._gradients = head, FiniteGradients(outer, ranks, stop_after=self.stop_after)
+        if self.nats is not None and self.hidden_norm is None:
+            if head.module is None:
+                raise ValueError(f"nats=... needs hidden_norm=...: the head '{head.name}' is no module that is called")
+            self._hidden = HiddenNorm(model, head.module, ranks)
+            self._hidden.largest = self._largest
         for source in _sources(head):
             source.decay.warn_of_guess(source.group)
         steps = (outer, *inner_optimizers(outer, head.weight))
@@ -159,6 +145,12 @@ class Region:
         _ = self.last
         if self._gradients is not None:
             self._gradients.restore()
+        if self._hidden is not None:
+            self._largest = self._hidden.largest
+            self._hidden.remove()
+            self._hidden = None
+        if self._head is not None:
+            self._let_observers(self._head, lambda observer: observer.held(None))
         self._head, self._gradients, self._copies = None, None, []
 
     def __enter__(self) -> Region:
@@ -172,16 +164,19 @@ class Region:
         """What was made of the last step; None before the first. On an accelerator, it waits for it."""
         if self._pending is not None:
             self._last, self._pending = self._pending(), None
+            self.clipped += self._last.held > 0
         return self._last
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint should have, of plain types. Steps themselves need nothing of it."""
         _ = self.last
-        return {"step": self.step, "clipped": self.clipped, "left_out": self.left_out}
+        largest = self._largest if self._hidden is None else self._hidden.largest
+        return {"step": self.step, "clipped": self.clipped, "left_out": self.left_out, "hidden_norm": largest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting where a run was saved: a limit that is a function of the step goes on there."""
         self.step, self.clipped, self.left_out = (int(state_dict[name]) for name in ("step", "clipped", "left_out"))
+        self._largest = state_dict.get("hidden_norm")
 
     # Steps
 
@@ -209,77 +204,51 @@ class Region:
         assert head is not None
         assert gradients is not None
         self.step += 1
+        limit = self._limit_now(head)
         if self._is_left_out:
-            self.left_out += 1
-            gradients.restore()
-            self._last = RegionStep(self.step, math.nan, left_out=True)
-            gradients.tell(self.step)
+            self._leave_out(head, gradients, RegionStep(self.step, limit, left_out=True))
             return
-        limit = _checked(self.limit(self.step) if callable(self.limit) else self.limit)
-        parts = [
-            MovedRows(before, _rows(head, source), 1 - _decay_share(source, before, _rows(head, source)))
-            for source, before in zip(_sources(head), self._copies, strict=True)
-        ]
-        shards = head.rows.matrix(parts[0].after)
-        spread = isinstance(shards, RowShards)
-        rows = HeldRows(
-            parts,
-            groups=shards.ranks.groups if isinstance(shards, RowShards) else (),
-            ids=shards.ids if isinstance(shards, RowShards) else None,
-            meeting=head.rows.device,
-        )
-        self._pending = self._hold(rows, limit, shards if spread else None)
+        self._let_observers(head, lambda observer: observer.before_hold())
+        step, scale = self.step, abs(head.logit_scale)
+        held = hold(self._moved_rows(head), limit / scale, how=self.how)
+        self._pending = outcome = cache(lambda: held.read(step, limit, scale))
+        self._let_observers(head, lambda observer: observer.held(outcome))
         if head.rows.sharded:
             torch.autograd.graph.increment_version([source.param for source in _sources(head)])
 
-    def _hold(self, rows: HeldRows, limit: float, shards: Any) -> Callable[[], RegionStep]:
-        """Hold the rows of a step; return what reads of it what the host wants to know."""
-        head, step = self._head, self.step
-        assert head is not None
-        scale = abs(head.logit_scale)
-        allowed = torch.full((), limit / scale, dtype=rows.wide, device=rows.device)
-        mean = rows.mean()
-        distances = rows.distances(mean)
-        survey = rows.survey(distances, allowed / 2)
-        diameter: float | None = None
-        if self.how == "rows":
-            if rows.device.type != "cpu" or survey[0] > 0:
-                rows.project(mean, distances, allowed / 2, survey[0])
-        else:
-            S = rows.centred(mean)
-            diameter = _upper(row_diameter(S if shards is None else _replaced(shards, S)).upper)
-            if not diameter <= limit / scale:
-                rows.scale(mean, distances, allowed, torch.full_like(allowed, diameter))
-        number = head.rows.number
+    def _limit_now(self, head: WatchedHead) -> float:
+        """The limit of D(S) in this step."""
+        if self.nats is None:
+            assert self.limit is not None
+            return _checked(self.limit(self.step) if callable(self.limit) else self.limit)
+        if self._is_left_out:  # with hidden states that may be anything
+            return math.inf if self._last is None else self._last.limit
+        norm = self.hidden_norm if self._hidden is None else self._hidden.value()
+        assert norm is not None
+        return self.nats / (norm if head.bias is None else math.hypot(norm, 1.0))  # rows are extended by the bias
 
-        def read() -> RegionStep:
-            held, *top = survey.tolist()
-            far, tokens = top[:TOP], top[TOP:]
-            upper = far[0] + max(far[1], 0.0) if diameter is None else diameter
-            acts = held > 0 if diameter is None else not diameter <= limit / scale
-            count = int(held) if diameter is None else number
-            self.clipped += acts
-            return RegionStep(
-                step,
-                limit,
-                asked_lower=far[0] * scale if diameter is None else diameter * scale,
-                asked_upper=upper * scale,
-                made_upper=min(limit, upper * scale) if not acts else limit,
-                held=count if acts else 0,
-                rows=number,
-                tokens=tuple(int(t) for t, x in zip(tokens, far, strict=True) if acts and x > limit / scale / 2),
-            )
+    def _leave_out(self, head: WatchedHead, gradients: FiniteGradients, step: RegionStep) -> None:
+        """Note a step that was not made, and say so."""
+        self.left_out += 1
+        self._let_observers(head, lambda observer: observer.before_hold())
+        gradients.restore()
+        self._last = step
+        self._let_observers(head, lambda observer: observer.held(lambda: step))
+        gradients.tell(step.step)
 
-        return read
+    def _let_observers(self, head: WatchedHead, do: Callable[[Observer], None]) -> None:
+        for source in reversed(_sources(head)):  # the bias first, as a monitor has it
+            for observer in observers_of(source.param):
+                do(observer)
 
-
-def _upper(diameter: float) -> float:
-    """An upper bound for rows that were rounded to fp32: each by 2^-24 of its length, which is D at most."""
-    return diameter * (1 + 2.0**-22)
-
-
-def _replaced(shards: RowShards, S: Tensor) -> RowShards:
-    return RowShards(S.to(shards.rows.device), shards.ids, shards.number, shards.ranks)
+    def _moved_rows(self, head: WatchedHead) -> HeldRows:
+        """This rank's rows of the head around the step."""
+        parts = [
+            MovedRows(before, after, 1 - _decay_share(source, before, after))
+            for source, before in zip(_sources(head), self._copies, strict=True)
+            for after in [_rows(head, source)]
+        ]
+        return HeldRows(parts, among=head.rows.matrix(parts[0].after))
 
 
 def _sources(head: WatchedHead) -> list[IncrementSource]:
@@ -321,7 +290,7 @@ def _check_head(head: WatchedHead) -> None:
         )
 
 
-def _checked(limit: float) -> float:
+def _checked(limit: float | None) -> float:
     """A limit as a number, zero or more."""
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
         raise ValueError(f"the limit of D(S) must be zero or a positive number, got {limit!r}")

@@ -1,11 +1,19 @@
-"""`TrustRegion`: holds each step of an LM head to a limit of its diameter."""
+"""`TrustRegion`: Lightning's hooks over a `Region`. Nothing is held here."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from .region import Region
+from .silence import Silence
+
+try:
+    from lightning.pytorch import Callback
+except ModuleNotFoundError:  # a loop of one's own, or another trainer, needs none of it
+    Callback = object  # type: ignore[assignment,misc]
 
 
-class TrustRegion(Region):
+class TrustRegion(Region, Callback):
     """Holds each step of an LM head to a limit of its diameter D(S), and leaves out steps that are not finite.
 
     After ``optimizer.step()``, and before anything sees the weights, U' = (1 - lr decay) U + S becomes
@@ -13,7 +21,7 @@ class TrustRegion(Region):
     is left to the bit. Weight decay and the backbone are outside: what they do to the log-odds is not held.
 
     Example:
-        ::
+        ``Trainer(callbacks=[HilbertMonitor(), TrustRegion(limit=0.02)])`` in Lightning. In a loop of one's own::
 
             with TrustRegion(limit=0.02).watch(model, optimizer) as region:
                 for batch in batches:
@@ -28,6 +36,9 @@ class TrustRegion(Region):
 
     Args:
         limit: largest D(S) that a step may have, or a function of the step's number, from 1. Infinity holds nothing.
+        nats: in place of a limit, how far a step may move the log-odds of two tokens, at any hidden state of norm H.
+        hidden_norm: H. By default sqrt(d) times the largest gain behind a final RMSNorm, and elsewhere the largest norm
+            that the head has been given so far.
         how: "rows" projects the centred rows of S onto the ball of radius limit / 2; "scale" scales all of S by
             limit / D(S), which takes a search for D(S) in every step.
         head: the LM head, its name or that of its weight; by default it is looked for.
@@ -35,3 +46,33 @@ class TrustRegion(Region):
         logit_scale: factor between the head's output and the logits; by default that of the model's config, or 1.
         stop_after: steps in a row with gradients that are not finite, after which NonFiniteGradients is raised.
     """
+
+    _silence: Silence
+    _updates = _seen = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Find the head and its optimizer, and begin to hold."""
+        if any(kind.__name__ == "FSDPStrategy" for kind in type(trainer.strategy).__mro__):
+            raise ValueError(
+                "TrustRegion cannot hold a head under Lightning's FSDPStrategy, which flattens its rows: use"
+                " ModelParallelStrategy, with fully_shard in configure_model"
+            )
+        self.attach(pl_module, trainer.optimizers)
+        self._silence, self._updates, self._seen = Silence(), trainer.global_step, self.step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Say so if updates pass that no hook has seen."""
+        if trainer.global_step > self._updates and pl_module.automatic_optimization:
+            if self.step > self._seen:
+                self._silence.end()
+            else:
+                self._silence.add(lambda: "TrustRegion has seen no step of the head's optimizer: is it compiled?")
+        self._updates, self._seen = trainer.global_step, self.step
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let go of the optimizer."""
+        self.detach()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let go of the optimizer."""
+        self.detach()

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.data import DataLoader
 
 from hilbert_monitor.monitor.callback import HilbertMonitor
+from hilbert_monitor.monitor.trust_region import TrustRegion
 from hilbert_monitor.optim import pretraining_optimizer, warmup_cosine
 
 from .data import Batch, TrainingLoader, ValidationBlocks, validation_loader
@@ -213,7 +214,8 @@ def _watchers(recipe: Recipe, places: Places, name: str, monitor: dict[str, Any]
         save_on_train_epoch_end=False,
         enable_version_counter=False,
     )
-    return [HilbertMonitor(**options | (monitor or {})), LastValidation(recipe), saver]
+    region = [] if recipe.trust_region is None else [TrustRegion(recipe.trust_region, how=recipe.trust_how)]
+    return [HilbertMonitor(**options | (monitor or {})), *region, LastValidation(recipe), saver]
 
 
 def hidden_of(module: Any, batch: Batch) -> Tensor:

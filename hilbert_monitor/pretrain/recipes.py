@@ -57,6 +57,11 @@ class Recipe:
     weight_decay: float = WEIGHT_DECAY
     clip: float = 1.0
 
+    trust_region: float | None = None
+    """Limit of the diameter of the head's steps; None for none, as in the paper."""
+    trust_how: Literal["rows", "scale"] = "rows"
+    """How a step is held to it: its centred rows are projected onto a ball, or all of it is scaled."""
+
     diameter_every: int = 10
     perturbation_every: int = 500
     panel_size: int = 8192
@@ -139,6 +144,8 @@ class Recipe:
         for name in ("updates", "loss_chunk"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.trust_region is not None and not self.trust_region >= 0:
+            raise ValueError(f"trust_region must be zero or a positive number, got {self.trust_region}")
         self._check_strategy()
         if self.global_batch % (self.readers * self.micro_batch):
             groups = f" in groups of {self.tensor_parallel}" if self.tensor_parallel > 1 else ""

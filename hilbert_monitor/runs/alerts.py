@@ -353,8 +353,15 @@ def _alert(
         rarity=rarity,
         batch=record.batch,
         samples=record.samples,
-        message=message + _batch(record.batch, record.samples),
+        message=message + _held(record) + _batch(record.batch, record.samples),
     )
+
+
+def _held(record: StepRecord) -> str:
+    """Say that a TrustRegion held the step, where it did."""
+    if not record.held_rows or record.trust_limit is None:
+        return ""
+    return f"; it was held to {record.trust_limit:.3g}, in {record.held_rows:,} rows"
 
 
 def _batch(batch: int | None, samples: tuple[int, ...] | None) -> str:

@@ -1,7 +1,7 @@
 """Prometheus samples of runs, from their records: served by the run's own process, or by the service from its log.
 
 A gauge shows only the last step before a scrape. What must not be lost between two scrapes is counted as well:
-blow-ups, steps that were not finite, and every row diameter, in a histogram.
+blow-ups, steps that were not finite or were held back, and every row diameter, in a histogram.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Samples:
     steps: int = 0
     skipped: int = 0
     nonfinite: int = 0
+    clipped: int = 0
     latest: dict[str, float] = field(default_factory=dict)
     """The last number of each metric of the catalogue, by its name."""
     seconds: Counter[str] = field(default_factory=Counter)
@@ -146,6 +147,7 @@ class RunSamples:
         samples.step, samples.steps = record.step, samples.steps + 1
         samples.skipped += bool(record.skipped)
         samples.nonfinite += bool(record.nonfinite_rows)
+        samples.clipped += bool(record.held_share)
         samples.seconds.update(record.seconds)
         diameter = record.diameter if record.diameter is not None else record.diameter_lower
         if diameter is not None and math.isfinite(diameter):
@@ -202,6 +204,7 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
     yield "steps_total", (), run.steps
     yield "nonfinite_increments_total", (), run.nonfinite
     yield "skipped_steps_total", (), run.skipped
+    yield "clipped_steps_total", (), run.clipped
     for kind in {*KINDS, *run.blowups}:  # from zero: a counter that appears with its first count has no increase
         yield "blowups_total", (kind,), run.blowups[kind]
     for kind, alert in run.alerts.items():

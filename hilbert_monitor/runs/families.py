@@ -52,6 +52,7 @@ FAMILIES = (
     Family("blowup_step", "gauge", "Number of the step of the last blow-up of each kind.", ("kind",)),
     Family("nonfinite_increments", "counter", "Steps whose increment of the LM head held a nan or an infinity."),
     Family("skipped_steps", "counter", "Steps at which the optimizer moved nothing."),
+    Family("clipped_steps", "counter", "Steps of which a TrustRegion held something back."),
     Family("monitor_seconds", "counter", "Seconds that the monitor's measurements took, by part.", ("part",)),
     Family(
         "monitor_failures",

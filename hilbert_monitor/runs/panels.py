@@ -88,7 +88,8 @@ PANELS = (
         section="What a step is worth",
         axis_title="Share",
         help="Utilisation: Hilbert RMS as a share of D(S) times the RMS norm of hidden states, its worst case. Gauge"
-        " waste: the share of the step that shifts all rows alike and changes no prediction.",
+        " waste: the share of the step that shifts all rows alike and changes no prediction. Where a TrustRegion holds"
+        " steps: the share of rows that it held back.",
         if_empty=WITH_THE_PANEL,
     ),
     RunPanel(

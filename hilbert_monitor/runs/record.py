@@ -66,7 +66,8 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     head: str = ""
     """Name of the head, where a monitor watches several."""
     skipped: str = ""
-    """Why the optimizer moved nothing ("no gradient", "overflow"), or empty."""
+    """Why the optimizer moved nothing ("no gradient", "overflow"; "not finite" where a TrustRegion left the step out),
+    or empty."""
     tokens: int | None = None
     """Training tokens seen so far, over all ranks."""
     train_loss: float | None = None
@@ -103,6 +104,16 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     seen_pair: Pair | None = None
     moved_share: float | None = None
     """Share of the head's stored weights that the step changed at all."""
+    trust_limit: float | None = None
+    """What a TrustRegion holds the diameter of this step to; D(S) is that of the step that was asked for."""
+    made_diameter: float | None = None
+    """At most D of the step that was made: D(S) itself or its upper bound where nothing was held, else the limit."""
+    held_rows: int | None = None
+    """Rows of the head that were held back."""
+    held_share: float | None = None
+    """The same as a share of all rows."""
+    held_tokens: tuple[int, ...] | None = None
+    """Tokens of the rows that were held back most."""
     ceiling: float | None = None
     """The largest D(S) that the optimizer can make at this learning rate, where a theorem gives one."""
     rounding: float | None = None

@@ -100,6 +100,7 @@ def samples(run: RunSnapshot) -> Samples:
         steps=len(table),
         skipped=_count(table, "skipped"),
         nonfinite=_count(table, "nonfinite_rows"),
+        clipped=_count(table, "held_share"),
         latest={name: value for name, value in latest.items() if value is not None},
         seconds=Counter({name: _sum(values) for name, values in _parts(table)}),
         buckets=tuple(np.bincount(places, minlength=len(BUCKETS)).tolist()),
