@@ -45,14 +45,16 @@ def test_the_command_makes_a_run_for_every_point_and_prints_their_losses(swept):
 
 
 def test_what_was_held_made_no_step_over_what_was_allowed(swept):
-    """Reference: the diameters that the monitor recorded, beside the limit of their steps."""
+    """Reference: the diameters that the monitor recorded, beside the limits of their steps."""
     held = [r for r in find_runs(swept[0]) if r.info.config["diameter_sweep"]["curve"] in diameter_curve.HOLDS]
     assert len(held) == 3
     for reader in held:
-        exact = [record for record in reader.steps() if record.diameter is not None]
-        assert exact
-        for record in exact:
-            assert record.diameter <= 0.5 * TINY.unit(record.step - 1) * (1 + 1e-5)
+        records = list(reader.steps())
+        assert len(records) == TINY.sizes.steps
+        for record in records:
+            assert record.trust_limit == 0.5 * TINY.unit(record.step - 1)
+            assert record.made_diameter <= record.trust_limit
+        assert any(record.diameter > record.trust_limit for record in records if record.diameter is not None)
 
 
 def test_a_sweep_that_died_goes_on_with_the_runs_that_are_missing(swept, tmp_path):

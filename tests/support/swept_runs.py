@@ -13,7 +13,8 @@ def write_point(root, curve, allowed, seed, *, loss, made=None, steps=20, model=
         rate = 0.03 * min(step / 4, 1.0)
         diameter = UNIT * (rate / 0.03) * (made if made is not None else allowed)
         last = {"validation_loss": loss} if step == steps else {}
-        records.append(record(step, learning_rate=rate, diameter=diameter, **last))
+        held = {"diameter": 3 * diameter, "made_diameter": diameter} if curve.endswith(("held", "scaled")) else {}
+        records.append(record(step, **{"learning_rate": rate, "diameter": diameter, **held, **last}))
     point = SweepPoint(curve, allowed, UNIT)
     owner = curve.partition(",")[0]
     config = {"seed": seed, **point.as_config()}

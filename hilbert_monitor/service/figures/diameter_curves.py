@@ -90,8 +90,12 @@ def _point(allowed: float, placed: Sequence[tuple[RunSeries, SweepPoint]]) -> Cu
 
 
 def _made(run: RunSeries, point: SweepPoint) -> float | None:
-    """The median diameter of a run's steps after the warm-up, over the unit at their learning rates."""
-    diameters, rates = run.curve("diameter"), run.curve("learning_rate")
+    """The median diameter of a run's steps after the warm-up, over the unit at their learning rates.
+
+    Where a trust region held steps, D(S) is that of the step asked for, and the one made is another field.
+    """
+    held, rates = run.curve("made_diameter"), run.curve("learning_rate")
+    diameters = held if len(held) else run.curve("diameter")
     steps, own, other = np.intersect1d(diameters.steps, rates.steps, return_indices=True)
     if not len(steps):
         return None
