@@ -9,11 +9,9 @@ the gradient norm. Their thresholds give them as many false alarms on the same c
 from __future__ import annotations
 
 import math
-import multiprocessing
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -22,31 +20,33 @@ from torch import Tensor
 
 from hilbert_monitor.pretrain.recipes import HEADS, Head
 
-from .trial_runs import StepChange, TrialRun, TrialSizes, TrialStep
+from .small_run import SmallRun, StepChange, TrialSizes
+from .trial_runs import TrialRun, TrialStep
+from .workers import in_processes
 
 VISIBLE = 2.0
 """Factor, up or down, from which a fault counts as visible."""
 WINDOW, QUIET = 100, 20
 """Values that the opponents remember, and those they need before they judge: as many as the rules."""
 
-Fault = Callable[[TrialRun, int], StepChange]
+Fault = Callable[[SmallRun, int], StepChange]
 """From the run, and the number of steps since the fault began, to what the fault changes in this step."""
 
 
-def _once(change: Callable[[TrialRun], StepChange]) -> Fault:
+def _once(change: Callable[[SmallRun], StepChange]) -> Fault:
     return lambda run, since: change(run) if since == 0 else StepChange()
 
 
-def _random_tokens(run: TrialRun) -> StepChange:
-    draw = torch.Generator().manual_seed(run.probe.step)
+def _random_tokens(run: SmallRun) -> StepChange:
+    draw = torch.Generator().manual_seed(run.updates)
     return StepChange(batch=lambda tokens: torch.randint(run.sizes.vocab_size, tokens.shape, generator=draw))
 
 
-def _poisoned_row(run: TrialRun) -> StepChange:
+def _poisoned_row(run: SmallRun) -> StepChange:
     """Make one row of the head's gradient a thousand times as long as the longest."""
 
     def poison(G: Tensor) -> None:
-        draw = torch.Generator().manual_seed(run.probe.step)
+        draw = torch.Generator().manual_seed(run.updates)
         row = torch.randn(G.shape[1], generator=draw)
         token = int(torch.randint(len(G), (), generator=draw))
         G[token] = row / row.norm() * 1000 * torch.linalg.vector_norm(G, dim=1).max()
@@ -54,7 +54,7 @@ def _poisoned_row(run: TrialRun) -> StepChange:
     return StepChange(gradient=poison)
 
 
-def _overflow(run: TrialRun) -> StepChange:
+def _overflow(run: SmallRun) -> StepChange:
     """Cast the gradient to fp16 and back, with a scale at which its largest entry overflows."""
 
     def cast(G: Tensor) -> None:
@@ -64,14 +64,14 @@ def _overflow(run: TrialRun) -> StepChange:
     return StepChange(gradient=cast)
 
 
-def _nan(run: TrialRun) -> StepChange:
+def _nan(run: SmallRun) -> StepChange:
     def put(G: Tensor) -> None:
         G[0, 0] = math.nan
 
     return StepChange(gradient=put)
 
 
-def _rare_token(run: TrialRun) -> StepChange:
+def _rare_token(run: SmallRun) -> StepChange:
     """Put the token that has been absent for longest into the batch a few times."""
     token = int(run.absence.argmax())
 
@@ -271,15 +271,4 @@ def run(plan: TrialPlan, *, workers: int, after_each: Callable[[Trial], None] = 
     clean = replace(plan, fault_steps=())
     jobs = [(head, seed, plan) for seed in plan.seeds for head in HEADS]
     jobs += [(head, seed, clean) for seed in plan.clean_seeds for head in HEADS]
-    if workers == 1:
-        trials = []
-        for job in jobs:
-            trials.append(trial(*job))
-            after_each(trials[-1])
-        return trials
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        futures = [pool.submit(trial, *job) for job in jobs]
-        for future in as_completed(futures):
-            after_each(future.result())
-        return [future.result() for future in futures]
+    return in_processes(trial, jobs, workers=workers, after_each=after_each)

@@ -20,7 +20,7 @@ from hilbert_monitor.geometry import leading_direction
 
 from .instability_arms import Job
 from .instability_model import NARROW, SQUARE, WIDE, Decoders, Pass, StudySizes
-from .trial_runs import study_text
+from .small_run import small_corpus
 
 DECAY, CLIP = 0.1, 1.0
 Z_LOSS, INDEPENDENT_DECAY = 1e-4, 1e-4
@@ -45,7 +45,7 @@ class StudyRuns:
             with torch.no_grad():
                 self.weights["head"][tied] = self.weights["embed"][tied]
         self.tied = torch.tensor([arm.tied for arm in arms])
-        self.text = torch.from_numpy(study_text(sizes.vocab_size))
+        self.text = torch.from_numpy(small_corpus(sizes.vocab_size).train.astype("int64"))
         self.draws = [torch.Generator().manual_seed(10_000 + job.seed) for job in jobs]
         self.optimizer = AdamW([group for r in range(len(jobs)) for group in self._groups(r)], eps=1e-8, fused=True)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]

@@ -11,11 +11,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hilbert_monitor.pretrain.recipes import Head
+from hilbert_monitor.pretrain.recipes import HEADS, Head
 
 from . import (
+    curve_summary,
     diameter,
+    diameter_curve,
     faults,
+    guard_summary,
+    guarding,
     optimizers,
     oracle,
     overhead,
@@ -26,14 +30,17 @@ from . import (
     sharded,
     sharded_muon,
 )
+from .curve_summary import CurveRow
 from .fault_summary import TrialSummary, summarize
+from .guard_summary import GuardSummary
 from .increments import SampleIncrement, load_increment, make_increment
 from .measure import BenchResult
 from .output import progress_bar, show_machine, write_document
 
 Job = tuple[str, Callable[[], Iterable[BenchResult]]]
 """A label for the progress bar, and the work."""
-Results = Sequence[BenchResult] | Sequence[oracle.Gap] | TrialSummary | series_summary.SeriesSummary | dict[str, Any]
+Summary = TrialSummary | GuardSummary | series_summary.SeriesSummary
+Results = Sequence[BenchResult] | Sequence[oracle.Gap] | Sequence[CurveRow] | Summary | dict[str, Any]
 
 
 def geometry_jobs(paths: Sequence[Path], *, quick: bool) -> Iterator[Job]:
@@ -177,6 +184,26 @@ def run_series(plan: series.SeriesPlan, console: Console) -> series_summary.Seri
     return series_summary.summarize(runs)
 
 
+def run_guards(plan: guarding.GuardPlan, console: Console) -> GuardSummary:
+    """Run the trials of safeguards behind a progress bar."""
+    total = len(plan.seeds) * len(HEADS) * len(guarding.ARMS)
+    with progress_bar(console) as progress:
+        task = progress.add_task("training runs under safeguards, each with all faults", total=total)
+        workers = min(os.cpu_count() or 1, total)
+        trials = guarding.run(plan, workers=workers, after_each=lambda: progress.advance(task))
+    return guard_summary.summarize(trials)
+
+
+def run_curve(plan: diameter_curve.CurvePlan, runs: Path, console: Console) -> list[CurveRow]:
+    """Make the runs of a sweep over diameters that are not there yet, behind a progress bar; return its points."""
+    total = len(list(plan.points()))
+    with progress_bar(console) as progress:
+        task = progress.add_task("runs held to diameters", total=total)
+        workers = min(os.cpu_count() or 1, total)
+        diameter_curve.run(plan, runs, workers=workers, after_each=lambda _: progress.advance(task))
+    return curve_summary.summarize(runs)
+
+
 def run_oracle(paths: Sequence[Path], console: Console, *, quick: bool) -> list[oracle.Gap]:
     """Bound the tension of a synthetic gradient, or of saved matrices, at several sizes and budgets; print the gaps."""
     V, d, budgets = (2048, 32, (0.0, 0.5)) if quick else (50_257, 256, (0.0, 1.0, 5.0, 20.0))
@@ -195,7 +222,7 @@ def write_json(results: Results, path: Path) -> None:
     """Write the machine and the results as one JSON document."""
     if isinstance(results, dict):
         write_document(path, results=results)
-    elif isinstance(results, TrialSummary | series_summary.SeriesSummary):
+    elif isinstance(results, Summary):
         write_document(path, results=results.as_dict())
     else:
         write_document(path, results=[r.as_dict() for r in results])

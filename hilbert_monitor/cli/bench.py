@@ -225,6 +225,54 @@ def instabilities(
     _write(found.plain(), json, console)
 
 
+def guard(json: JsonFile = None, quick: Quick = False) -> None:
+    """Put faults into small training runs under safeguards, and see what each costs: half an hour.
+
+    A trust region at the head stands beside gradient clipping, StableAdamW's update clipping, and steps that are
+    skipped by loss and gradient norm. What counts is the validation loss 50 and 200 steps later, beside a clean twin.
+
+    Example: hilbert-monitor bench guard --json guard.json
+    """
+    from rich.console import Console
+
+    from hilbert_monitor.bench import guard_summary, suite
+    from hilbert_monitor.bench.guarding import GuardPlan
+
+    console = Console()
+    summary = suite.run_guards(GuardPlan.quick() if quick else GuardPlan(), console)
+    guard_summary.show(summary, console)
+    _write(summary, json, console)
+
+
+def diameter_curve(
+    runs: Annotated[
+        Path, typer.Option(help="Folder for the run logs. Runs that are finished there are not made again.")
+    ] = Path("runs/diameter"),
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Train small runs whose steps of the head are held to a range of diameters, and compare their losses: an hour.
+
+    AdamW held by rows and by scaling stands beside RowNorm, SGD held by rows, and AdamW whose learning rate is lowered
+    instead. The dashboard's page Diameter and the report draw the curves from the runs.
+
+    Example: hilbert-monitor bench diameter-curve --runs runs/diameter --json curve.json
+    """
+    from rich.console import Console
+
+    from hilbert_monitor.bench import curve_summary, suite
+    from hilbert_monitor.bench.diameter_curve import CurvePlan
+
+    console = Console()
+    try:
+        rows = suite.run_curve(CurvePlan.quick() if quick else CurvePlan(), runs, console)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--runs") from None
+    curve_summary.show(rows, console)
+    console.print(f"see it with hilbert-monitor serve {runs}", soft_wrap=True)
+    _write(rows, json, console)
+
+
 def oracle(
     increment: Annotated[
         list[Path] | None,
@@ -276,5 +324,6 @@ def _write(results: Results, json: Path | None, console: Console) -> None:
 
 
 app.callback(invoke_without_command=True, help=help_text(bench))(bench)
-for command in (geometry, sharded, optimizers, monitor, service, faults, instabilities, oracle):
+COMMANDS = geometry, sharded, optimizers, monitor, service, faults, guard, diameter_curve, instabilities, oracle
+for command in COMMANDS:
     app.command(help=help_text(command))(command)

@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from hilbert_monitor.bench import trial_runs
 from hilbert_monitor.bench.fault_summary import summarize
 from hilbert_monitor.bench.faults import FAULTS, Branch, Spikes, TrialPlan, run
-from hilbert_monitor.bench.trial_runs import StepChange, TrialRun
-from hilbert_monitor.pretrain.corpus import standard_library
+from hilbert_monitor.bench.small_run import StepChange
+from hilbert_monitor.bench.trial_runs import TrialRun
 
 QUICK = TrialPlan.quick()
 LOUD = {
@@ -20,16 +19,11 @@ LOUD = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _less_text():
-    """A sixth of the standard library: to tokenize all of it takes longer than the trials."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial_runs, "standard_library", lambda: standard_library()[::6])
-        yield
+pytestmark = pytest.mark.usefixtures("less_text")
 
 
 @pytest.fixture(scope="module")
-def summary():
+def summary(less_text):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield summarize(run(QUICK, workers=1))

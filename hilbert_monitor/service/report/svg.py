@@ -103,7 +103,7 @@ def _scales(figure: Figure) -> tuple[Scale, Scale]:
     log, to_zero = layout["yaxis"].get("type") == "log", layout["yaxis"].get("rangemode") == "tozero"
     y_range = layout["yaxis"].get("range")
     return (
-        Scale.of(x, margin=0.02),
+        Scale.of(x, log=layout["xaxis"].get("type") == "log", margin=0.02),
         Scale(*y_range) if y_range and not log else Scale.of(y, log=log, to_zero=to_zero),
     )
 
@@ -125,11 +125,18 @@ def _y_axis(plot: _Plot, axis: dict[str, Any]) -> Iterator[str]:
     yield _words(axis["title"]["text"], x, middle, "middle", turn=f' transform="rotate(-90 {x:.1f} {middle:.1f})"')
 
 
+def _x_ticks(scale: Scale, axis: dict[str, Any]) -> list[Tick]:
+    """The ticks that the figure names, or some of the scale's own."""
+    if "tickvals" in axis:
+        return [Tick(value, text) for value, text in zip(axis["tickvals"], axis["ticktext"], strict=True)]
+    return scale.ticks(6, letters=axis.get("exponentformat") == "B")
+
+
 def _x_axis(plot: _Plot, axis: dict[str, Any]) -> Iterator[str]:
     """The line below the curves, its values, and the title."""
     bottom = plot.top + plot.height
     yield _line([(plot.left, bottom), (plot.left + plot.width, bottom)], GREY, 0.7)
-    for tick in plot.x.ticks(6, letters=axis.get("exponentformat") == "B"):
+    for tick in _x_ticks(plot.x, axis):
         x = plot.left + plot.width * plot.x.place(tick.value)
         yield _line([(x, bottom), (x, bottom + 3)], GREY, 0.7)
         yield _words(tick.text, x, bottom + 1.5 * SIZE, "middle")

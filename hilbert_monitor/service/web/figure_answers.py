@@ -99,6 +99,11 @@ class FigureAnswers:
         with self._lock:
             self._loaded.keep_only(ids)
 
+    def series(self, run: RunSnapshot) -> RunSeries:
+        """The curves of a run."""
+        with self._lock:
+            return self._load(run)
+
     def _compare(self, choice: Choice, choices: Choices) -> Comparison:
         with self._lock:
             series = [self._load(run) for run in choice.runs]
@@ -119,7 +124,7 @@ def _numbers(comparison: Comparison, choice: Choice) -> dict[str, Any]:
     contrast = comparison.contrast
     return {
         "optimizers": {
-            name: {metric: _spread(spread) for metric, spread in spreads.items()}
+            name: {metric: spread_answer(spread) for metric, spread in spreads.items()}
             for name, spreads in comparison.optimizers.items()
         },
         **(_contrast(contrast) if comparison.groups else {"ratios": {}, "difference": None}),
@@ -179,5 +184,6 @@ def _contrast(contrast: Contrast) -> dict[str, Any]:
     }
 
 
-def _spread(spread: SampleStatistics) -> dict[str, Any]:
+def spread_answer(spread: SampleStatistics) -> dict[str, Any]:
+    """A mean over seeds, and its spread."""
     return {"mean": spread.mean, "deviation": spread.deviation, "runs": spread.runs}

@@ -14,7 +14,7 @@ export function route() {
   const query = new URLSearchParams(location.search);
   if (!parts.length) return { view: "compare", id: null, query };
   if (parts[0] === "runs" && parts.length === 2) return { view: "run", id: decode(parts[1]), query };
-  if (parts.length === 1 && (parts[0] === "runs" || parts[0] === "alerts")) return { view: parts[0], id: null, query };
+  if (parts.length === 1 && ["runs", "diameter", "alerts"].includes(parts[0])) return { view: parts[0], id: null, query };
   return { view: "unknown", id: null, query };
 }
 
