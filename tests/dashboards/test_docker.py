@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from hilbert_monitor.cli import app
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import RunInfo
 from tests.support.containers import DOCKER, ROOT, VARIABLE, build, compose, instructions, mounts
+from tests.support.ports import free_port
 from tests.support.programs import needs
 from tests.support.services import record, write_run
 
@@ -83,11 +83,6 @@ def wait_for(found, what, seconds=120):
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
         time.sleep(0.1)
     return value
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 # The service's image, by the very commands of its Dockerfile

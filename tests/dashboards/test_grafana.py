@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from hilbert_monitor.runs.metrics import CATALOGUE, NOT_DRAWN
 from hilbert_monitor.runs.states import STATUSES
 from hilbert_monitor.service.figures.style import COLOURS
 from tests.support.grafana_rules import RULES, panels, query_variables, targets
+from tests.support.ports import free_port
 from tests.support.programs import needs
 from tests.support.warm import Program
 
@@ -333,16 +333,6 @@ def train(folder, ports):
     fit(HEADS, ports)
 
 
-def free_ports(number):
-    sockets = [socket.socket() for _ in range(number)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    found = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return found
-
-
 @contextmanager
 def running(command, log, **options):
     with log.open("w") as file:
@@ -389,7 +379,7 @@ def filled(expr, chosen):
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory):
     program, folder = needs("prometheus"), tmp_path_factory.mktemp("grafana")
-    *ports, own = free_ports(len(HEADS) + 1)
+    *ports, own = (free_port() for _ in range(len(HEADS) + 1))
     target = {"static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports]}]}
     config = {
         "global": {"scrape_interval": "250ms", "scrape_timeout": "250ms"},

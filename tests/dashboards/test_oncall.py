@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.logged_runs import LONG, write_long
+from tests.support.ports import free_port
 from tests.support.programs import needs
 
 ROOT = Path(__file__).parents[2]
@@ -43,11 +43,6 @@ def read(url):
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return answer.read().decode()
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 PATIENCE = 240

@@ -65,7 +65,7 @@ def assert_failed(outcome, claim, words):
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_every_claim_holds_here_and_the_json_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(overhead, "LIMIT", 0.5)  # the machine of a test has other things to do
+    monkeypatch.setattr(overhead, "LIMIT", 5.0)  # the machine of a test has other things to do
     result, text = doctor("--quick", "--device", "cpu", "--json", tmp_path / "doctor.json")
     assert result.exit_code == 0, text
     assert "every claim holds on" in text

@@ -176,7 +176,7 @@ def test_the_bracket_holds_the_exact_value_and_both_certificates_check(V: int, d
 
 
 def test_a_bracket_of_few_rows_closes_with_time() -> None:
-    assert tension_bracket(gradient(100, 10), budget_seconds=10).gap < 1.005
+    assert tension_bracket(gradient(100, 10), budget_seconds=300).gap < 1.005
 
 
 def test_more_time_never_makes_a_bracket_wider(monkeypatch: pytest.MonkeyPatch) -> None:

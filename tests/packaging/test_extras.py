@@ -1,7 +1,6 @@
 """Training without the dashboard's packages, the dashboard without torch, and what is said when an extra is missing."""
 
 import re
-import socket
 import subprocess
 import sys
 import tomllib
@@ -11,6 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from hilbert_monitor._extras import EXTRAS, missing_extra
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {extra: [name for name, home in EXTRAS.items() if home == extra] for extra in ("train", "serve")}
@@ -82,17 +82,11 @@ def test_the_service_and_the_report_load_without_what_training_needs():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_run_is_fitted_logged_and_exported_without_what_the_dashboard_needs(free_port):
-    done = child(FIT.replace("PORT", str(free_port)), without=PACKAGES["serve"])
+def test_a_run_is_fitted_logged_and_exported_without_what_the_dashboard_needs():
+    done = child(FIT.replace("PORT", str(free_port())), without=PACKAGES["serve"])
     assert done.returncode == 0, done.stderr
     assert "records [1, 2, 3]" in done.stdout
     assert "\nhilbert_step_diameter{" in done.stdout
-
-
-@pytest.fixture
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.mark.parametrize("name", ["HilbertMonitor", "RowNorm", "row_diameter"])

@@ -155,7 +155,7 @@ def test_the_first_update_has_no_learning_rate_and_the_last_a_tenth(data, tmp_pa
 
 
 def test_a_trust_region_holds_the_steps_of_the_head(data, tmp_path):
-    fit(data, tmp_path, head="adamw", trust_region=1e-3, updates=6)
+    fit(data, tmp_path, head="adamw", trust_region=1e-3, updates=6, warmup=0.5)
     (run,) = find_runs(tmp_path / "runs")
     records = list(run.steps())
     assert all(record.trust_limit == 1e-3 and record.made_diameter <= 1e-3 for record in records)

@@ -38,7 +38,7 @@ def test_a_listener_that_comes_back_misses_nothing_and_gets_nothing_twice():
             after = events[-1].id
         return heard
 
-    assert asyncio.run(asyncio.wait_for(listen(), 20)) == list(range(500))
+    assert asyncio.run(asyncio.wait_for(listen(), 60)) == list(range(500))
 
 
 @pytest.mark.parametrize("id", ["", "nonsense", "-", "00000000-1", "{epoch}-999", "{epoch}--1", "{epoch}-" + "9" * 400])
@@ -79,10 +79,10 @@ def test_closing_sends_all_home_at_once():
 
     async def listen():
         tasks = [asyncio.create_task(take(feed, 9)) for _ in range(50)]
-        await asyncio.sleep(0.05)
-        assert feed.listeners == 50
+        while feed.listeners < 50:
+            await asyncio.sleep(0.01)
         threading.Thread(target=feed.close).start()
-        await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        await asyncio.wait_for(asyncio.gather(*tasks), 60)
         return feed.listeners
 
     assert asyncio.run(listen()) == 0
@@ -114,5 +114,5 @@ def test_silence_is_broken_by_pings_that_are_no_events():
         threading.Timer(0.02, lambda: feed.publish("count", {"n": 0})).start()
         return await take(feed, 1, pings[-1].id)
 
-    events = asyncio.run(asyncio.wait_for(listen(), 20))
+    events = asyncio.run(asyncio.wait_for(listen(), 60))
     assert numbers(events) == [0]
