@@ -189,6 +189,7 @@ class Measurement:
     panel: PanelPerturbation | None = None
     head_shape: HeadShape | None = None
     logits: LogitShape | None = None
+    attention_logit: float | None = None
     backward_bound: float | None = None
     train_loss: float | None = None
     validation_loss: float | None = None
