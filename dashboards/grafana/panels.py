@@ -23,7 +23,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 TAGS = ["hilbert-monitor", "training"]
 STATES = dict(zip(STATUSES, ("green", "orange", "red", "dark-red", "purple", "blue"), strict=True))
 """Colours of the states of a run."""
-BLOW_UPS = dict(zip(KINDS, ("dark-red", "red", "orange", "purple", "blue"), strict=True))
+BLOW_UPS = dict(zip(KINDS, ("dark-red", "red", "orange", "purple", "blue", "green"), strict=True))
 """Colours of the kinds of blow-ups."""
 
 RUNBOOKS = {
@@ -34,6 +34,7 @@ RUNBOOKS = {
     "learning_rate": "StepDiameterBlowUp",
     "perturbation_rms": "HilbertPerturbationBlowUp",
     "precision_loss_rms": "LogitPrecisionLoss",
+    "layer_step_max": "LayerBlowUp",
     "blowups_total": "StepDiameterBlowUp",
     "blowup_step": "StepDiameterBlowUp",
     "nonfinite_rows": "IncrementNotFinite",

@@ -62,6 +62,8 @@ class HilbertMonitor(Callback):
         config: settings to keep with the run; by default the module's hyperparameters.
         efficiency: also measure, where the panel is, the step's descent as a share of the best possible at its
             diameter; it takes a second or two each time.
+        layers: also measure every other layer in its own ruler, every tenth step: spectral norms of increments, and the
+            largest attention logit with the panel.
         rules: what counts as a blow-up.
         on_blowup: how to respond to one, besides logging it. Any of "warn", "checkpoint" (save one beside the run log),
             "stop" (end training after this step, on all ranks), the address of a webhook, and a function of the alert,
@@ -98,6 +100,7 @@ class HilbertMonitor(Callback):
         run_name: str | None = None,
         config: dict[str, Any] | None = None,
         efficiency: bool = False,
+        layers: bool = False,
         rules: Rules | None = None,
         on_blowup: str | list[Any] | Callable[[Alert], Any] = "warn",
         sinks: Iterable[Any] = (),
@@ -131,6 +134,7 @@ class HilbertMonitor(Callback):
             run_name=run_name,
             config=config,
             efficiency=efficiency,
+            layers=layers,
             rules=rules,
             on_blowup=on_blowup,
             sinks=sinks,

@@ -217,6 +217,7 @@ class Measurement:
     logits: LogitShape | None = None
     outcome: Outcome | None = None
     """Reads what a `TrustRegion` made of the step, where there is one."""
+    attention_logit: float | None = None
     backward_bound: float | None = None
     train_loss: float | None = None
     validation_loss: float | None = None

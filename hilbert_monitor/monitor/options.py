@@ -58,6 +58,7 @@ class MonitorOptions:
     run_name: str | None = None
     config: dict[str, Any] | None = None
     efficiency: bool = False
+    layers: bool = False
     rules: Rules | None = None
     on_blowup: Action | list[Any] = "warn"
     sinks: Iterable[Any] = ()

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from hilbert_monitor.runs.exposition import RunSamples
+from hilbert_monitor.runs.layers import LayerRecord
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from hilbert_monitor.runs.states import STALLED_AFTER
 
@@ -96,6 +97,11 @@ class Outputs:
                 self._log_queue.write(item)
         for sink in self._queues:
             sink.write(record)
+
+    def write_layers(self, record: LayerRecord) -> None:
+        """Write the layers of a step."""
+        if self._log_queue is not None:
+            self._log_queue.write(record)
 
     def alive(self) -> None:
         """Say that the run is doing something, though it makes no step."""

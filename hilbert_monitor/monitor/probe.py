@@ -69,6 +69,7 @@ class Probe:
         vocab_size: rows of the head that are tokens, if it is padded.
         logit_scale: factor between the head's output and the logits; by default that of the model's config, or 1.
         efficiency: also bracket, where the panel is due, how much descent the step makes of its diameter.
+        attention: also find the largest attention logit of the panel, see `attention`.
         schedulers: of the learning rate, one or several, or a function that returns them. Records then say whether the
             rate of a step was set by one.
         judge: blow-up rules. If the bounds of a step are higher than usual, its exact diameter is computed. If it is a
@@ -103,6 +104,7 @@ class Probe:
         immediate: bool = True,
         side_stream: bool = False,
         efficiency: bool = False,
+        attention: bool = False,
         world: int | None = None,
         process_group: ProcessGroup | None = None,
         guard: Guard | None = None,
@@ -139,6 +141,7 @@ class Probe:
             guard=self.guard,
             remark=self._remarks.inexact,
             efficiency=efficiency,
+            attention=attention,
             hidden=hidden,
             autocast=autocast,
         )
@@ -387,6 +390,10 @@ class Probe:
             blew_up = blew_up or self._verdict.is_blow_up(step)
         everybody, rank_zero = self.ranks.least([float(formable), float(blew_up)])
         return bool(everybody), bool(rank_zero)
+
+    def note(self, text: str) -> None:
+        """Add a sentence to the remarks of the run."""
+        self._remarks.note(text)
 
     def _note_doubt(self, text: str) -> None:
         self._remarks.doubt(text, step=self.step + 1)

@@ -17,6 +17,12 @@ class Remarks:
             self.texts.append(text)
             tell(f"identity not exact, {text}", stacklevel=3)
 
+    def note(self, text: str) -> None:
+        """Note something that a reader should know."""
+        if text not in self.texts:
+            self.texts.append(text)
+            tell(text, stacklevel=3)
+
     def doubt(self, text: str, *, step: int) -> None:
         """Note that D(S) is formed in another way than before, from a step on."""
         if not any(remark.endswith(text) for remark in self.texts):

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from hilbert_monitor import __version__
 from hilbert_monitor.runs.alerts import Judge
+from hilbert_monitor.runs.layer_alerts import LayerJudge
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from hilbert_monitor.runs.stops import requested_stop
 
@@ -26,6 +27,7 @@ from .guard import Guard
 from .head import NobodyMovesIt
 from .head_place import find_head_place
 from .hidden import AutocastFactory
+from .layers import LayerWatch, with_layers
 from .options import MonitorOptions
 from .outputs import Outputs
 from .owners import owning_optimizer
@@ -120,6 +122,8 @@ class MonitorSession:
         self.probe: Probe | None = None
         self.outputs: Outputs | None = None
         """Where the run is written, on rank zero while it trains."""
+        self._layers: LayerWatch | None = None
+        self._layer_judge: LayerJudge | None = None
         self._loop: TrainingLoop | None = None
         self._waiting: Waiting | None = None
         self._responses: Responses | None = None
@@ -213,7 +217,27 @@ class MonitorSession:
             tokens=self._tokens,
         )
         self._loss = self._validation_loss = None
-        self._pass_on(loop, probe, [(record, probe.alerts)] if record is not None else [], final=final)
+        record, more = self._take_layers(probe, record, final=final)
+        self._pass_on(loop, probe, [(record, [*probe.alerts, *more])] if record is not None else [], final=final)
+
+    def _take_layers(
+        self, probe: Probe, record: StepRecord | None, *, final: bool
+    ) -> tuple[StepRecord | None, list[Alert]]:
+        """Write the layers of the step, if they were measured; return its record with them, and their alerts."""
+        layers, alerts = self._layers, list[Alert]()
+        if layers is None:
+            return record, alerts
+        with self.guard("layers"):
+            measured = layers.end(probe.step) if layers.hooked else None
+            if measured is not None and record is not None:
+                if self._layer_judge is not None:
+                    alerts = self._layer_judge.judge(measured)
+                if self.outputs is not None:
+                    self.outputs.write_layers(measured)
+                record = with_layers(record, measured, layers.spent())
+        if not final:
+            layers.begin(probe.step + 1)
+        return record, alerts
 
     def flush(self) -> None:
         """Hand on the records of steps that are still on the device. Called on any rank, at any time."""
@@ -268,6 +292,9 @@ class MonitorSession:
                 self.flush()
             self._resumed = self.state_dict()
             self.probe.finish()
+        if self._layers is not None:
+            self._layers.end(0)
+        self._layers = self._layer_judge = None
         webhooks = self._responses.webhooks if self._responses is not None else []
         (self.outputs or Outputs(self.guard)).close(error, webhooks, stopped=stopped)
         texts = self._texts
@@ -285,12 +312,14 @@ class MonitorSession:
             return dict(self._resumed)
         with self.guard("record"):
             self.flush()
+        layers = {} if self._layer_judge is None else {"layers": self._layer_judge.state()}
         return {
             "step": self.probe.step,
             "tokens": self._tokens,
             "run": self.outputs.id if self.outputs is not None else self._resumed.get("run", ""),
             "name": self.options.run_name or "",
             "history": self.probe.judge.state(),
+            **layers,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -326,6 +355,7 @@ class MonitorSession:
             immediate=options.immediate or acts(options.on_blowup),
             side_stream=options.side_stream,
             efficiency=options.efficiency,
+            attention=options.layers,
             world=loop.ranks.world,
             process_group=loop.ranks.group,
             guard=self.guard,
@@ -335,6 +365,18 @@ class MonitorSession:
             with self.guard("outputs"):
                 self._open(loop, self.probe)
         self.probe.attach()
+        if options.layers and loop.ranks.rank == 0:
+            with self.guard("layers"):
+                self._watch_layers(loop, self.probe)
+
+    def _watch_layers(self, loop: TrainingLoop, probe: Probe) -> None:
+        """Begin to measure the layers, and go on with their history."""
+        head = probe.head.weight
+        self._layers = LayerWatch(loop.model, loop.optimizers, head, guard=self.guard, remark=probe.note)
+        self._layer_judge = LayerJudge(self.options.rules)
+        if "layers" in self._resumed:
+            self._layer_judge.restore(self._resumed["layers"])
+        self._layers.begin(probe.step + 1)
 
     def _schedulers(self) -> Sequence[Any]:
         """Those of the run, as they are now."""

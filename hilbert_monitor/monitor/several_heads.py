@@ -52,6 +52,7 @@ def options_of_each(options: MonitorOptions, heads: Sequence[str]) -> list[Monit
                 options,
                 head=head,
                 named=True,
+                layers=options.layers and number == 0,
                 run_name=_run_name(options, head),
                 sinks=sinks,
                 prometheus=prometheus,

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
+from hilbert_monitor.runs.layers import LayerRecord
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
@@ -118,8 +119,8 @@ class RunLog:
         """The run's folder, once it is open."""
         return None if self.writer is None else self.writer.folder
 
-    def write(self, record: StepRecord | Alert | RunInfo | Progress) -> None:
-        """Write what is known of the run, a step, an alert, or a sign of life."""
+    def write(self, record: StepRecord | Alert | LayerRecord | RunInfo | Progress) -> None:
+        """Write what is known of the run, a step, an alert, the layers of a step, or a sign of life."""
         if isinstance(record, RunInfo):
             known, self._info = self._info, record
             if self.writer is not None:
@@ -130,6 +131,8 @@ class RunLog:
             self.writer.write(record)
         elif isinstance(record, Alert):
             self.writer.alert(record)
+        elif isinstance(record, LayerRecord):
+            self.writer.layers(record)
         elif isinstance(record, Progress):
             self.writer.progress()
 

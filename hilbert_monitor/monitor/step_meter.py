@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import Module
 
 from hilbert_monitor.geometry import row_diameter_bracket
 
+from .attention import AttentionLogits
 from .guard import Guard
 from .head import WatchedHead
 from .head_rows import Matrix
@@ -49,6 +50,7 @@ class StepMeter:
         guard: counts what fails.
         remark: told why the identity is not exact.
         efficiency: also bracket how much descent the step makes of its diameter.
+        attention: also look at the attention logits of the panel.
         hidden: how to get hidden states from a model that never calls its head.
         autocast: makes the context in which the model runs its forward pass.
     """
@@ -61,11 +63,12 @@ class StepMeter:
         guard: Guard,
         remark: Callable[[str], None],
         efficiency: bool = False,
+        attention: bool = False,
         hidden: HiddenStates | None = None,
         autocast: AutocastFactory | None = None,
     ) -> None:
         self.model, self.ranks, self.guard, self.remark = model, ranks, guard, remark
-        self.efficiency, self.hidden, self.autocast = efficiency, hidden, autocast
+        self.efficiency, self.attention, self.hidden, self.autocast = efficiency, attention, hidden, autocast
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """What measuring has cost since the last record, by part."""
         self._increment: Matrix | None = None
@@ -239,7 +242,9 @@ class StepMeter:
         assert panel is not None
         H: Tensor | None = None
         with self.timed("panel", user_code=True):
-            H = self._hidden_states(head, panel)
+            with AttentionLogits() if self.attention else nullcontext() as attention:
+                H = self._hidden_states(head, panel)
+            step.attention_logit = None if attention is None else attention.largest
         if H is not None and self._increment is None:
             self.take_increment(head, step)
         S = self._increment

@@ -23,10 +23,10 @@ from .noise import LAG, MOST, Event, Noise
 from .rates import Rates
 from .record import Alert, StepRecord
 
-Kind = Literal["nonfinite", "ceiling", "diameter", "perturbation", "precision"]
+Kind = Literal["nonfinite", "ceiling", "diameter", "perturbation", "precision", "layer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """The rules, by what they look at: rows that are not finite, D(S) against its ceiling, D(S), the perturbation of the
-panel and the precision loss of its logits against their history."""
+panel and the precision loss of its logits against their history, and the layers (see `layer_alerts`)."""
 
 CEILING_FACTOR = 1.01
 """D(S) may exceed its ceiling by this factor, for rounding."""

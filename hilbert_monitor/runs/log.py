@@ -3,6 +3,7 @@
 ROOT/RUN/info.jsonl     one RunInfo an attempt; a later line for the same attempt replaces the earlier one
          steps.jsonl    the StepRecords; each attempt begins with a line like {"attempt": 2, "first_step": 120}
          alerts.jsonl   the Alerts, in the same form
+         layers.jsonl   the layers, where they are measured (see `layers`)
          end.jsonl      how each attempt ended; no line for one that was killed
          heartbeat      host and process; the process sets its time of change every few seconds
          claim-1        and so on, where the file system has no locks: which process writes
@@ -50,6 +51,7 @@ from ._reader import (
     find_runs,
 )
 from .json_values import clean, shown
+from .layers import LAYERS, LayerFile, LayerRecord
 from .record import Alert, RunInfo, StepRecord
 from .stops import requested_stop
 
@@ -85,8 +87,10 @@ class RunWriter:
     def __init__(self, folder: Path, info: RunInfo, steps: LineFile, claim: Claim | None = None) -> None:
         self.folder, self.info, self._steps, self._claim = folder, info, steps, claim
         self._closing = threading.Event()
+        self._layers = LayerFile(folder, info.attempt, info.first_step)
         with ExitStack() as files:
             files.callback(steps.close)
+            files.callback(self._layers.close)
             self._alerts, self._info, self._end = (
                 files.enter_context(closing(LineFile(folder / name))) for name in (ALERTS, INFO, END)
             )
@@ -155,6 +159,10 @@ class RunWriter:
     def alert(self, alert: Alert) -> None:
         """Add an alert."""
         self._alerts.append(_readable(alert, as_alert))
+
+    def layers(self, record: LayerRecord) -> None:
+        """Add the layers of a step."""
+        self._layers.append(record)
 
     def describe(self, **changes: Any) -> None:
         """Write new values of fields of the run's RunInfo."""
@@ -303,7 +311,7 @@ def _suits(folder: Path, info: RunInfo, first_step: int) -> bool:
         return same and (first_step > 0 or not _finished(folder))
     if folder.is_dir():
         names = {name for name in os.listdir(folder) if not is_claim(name)}
-        return names <= {INFO, STEPS, ALERTS, END, HEARTBEAT}
+        return names <= {INFO, STEPS, ALERTS, LAYERS, END, HEARTBEAT}
     return not os.path.lexists(folder)
 
 

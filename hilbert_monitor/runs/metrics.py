@@ -382,6 +382,35 @@ CATALOGUE = (
         " all rows alike.",
     ),
     Metric(
+        name="layer_step_max",
+        field="layer_step",
+        panel="layers",
+        label="largest relative step",
+        help="Largest step of a layer other than the LM head over its weight, each in its own ruler: spectral norm of a"
+        " matrix (a lower bound), largest row of an embedding, root mean square of a vector.",
+        axis="log",
+    ),
+    Metric(
+        name="layer_ratio_max",
+        field="layer_ratio",
+        panel="layers",
+        label="largest RMS(g / sqrt(v))",
+        help="Largest root mean square of the gradient over the square root of the second moment, of the layers whose"
+        " optimizer is like Adam: about 1 in a calm run.",
+        line="other",
+        axis="log",
+    ),
+    Metric(
+        name="attention_logit_max",
+        field="attention_logit",
+        panel="layers",
+        label="largest attention logit",
+        help="Largest absolute value of an attention logit on the validation panel, where the model calls torch's"
+        " scaled_dot_product_attention.",
+        line="dotted",
+        axis="log",
+    ),
+    Metric(
         name="spectral_norm",
         field="spectral_norm",
         panel="norms",

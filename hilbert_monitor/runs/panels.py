@@ -120,6 +120,15 @@ PANELS = (
         if_empty="Not measured: it is for runs whose logits have less than fp32, together with the validation panel.",
     ),
     RunPanel(
+        name="layers",
+        title="Layers",
+        section="What a step is worth",
+        axis_title="Largest over the layers",
+        help="The largest relative step of a layer other than the head, each in its own ruler, the largest RMS(g /"
+        " sqrt(v)), and the largest attention logit on the panel.",
+        if_empty="Not measured: HilbertMonitor(layers=True) does.",
+    ),
+    RunPanel(
         name="learning_rate",
         title="Learning rate",
         section="Training",

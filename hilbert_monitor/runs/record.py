@@ -164,6 +164,13 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     head_row_norm: float | None = None
     """Mean of the norms of the head's rows."""
 
+    attention_logit: float | None = None
+    """Largest |logit| of attention on the panel, where the model calls torch's scaled_dot_product_attention."""
+    layer_step: float | None = None
+    """Largest relative step of a layer other than the head, each in its own ruler; see `layers`."""
+    layer_ratio: float | None = None
+    """Largest RMS(g / sqrt(v)) of a layer whose optimizer keeps a second moment."""
+
     spectral_norm: float | None = None
     """The largest singular value of S."""
     gauge_waste: float | None = None

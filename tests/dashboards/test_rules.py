@@ -23,6 +23,7 @@ ALERTS = {
     "StepDiameterAboveCeiling",
     "HilbertPerturbationBlowUp",
     "LogitPrecisionLoss",
+    "LayerBlowUp",
     "IncrementNotFinite",
     "RunStalled",
     "RunKilled",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 from hilbert_monitor.runs.json_values import plain
 from hilbert_monitor.runs.record import Alert, RunInfo
 from hilbert_monitor.service.figures.downsampling import downsample
+from hilbert_monitor.service.figures.layer_map import layer_map
 from hilbert_monitor.service.following.columns import NUMBERS, PAIR_COLUMNS, SECONDS, WHOLE, Floats, Table, present
+from hilbert_monitor.service.following.layer_rows import layers_of
 from hilbert_monitor.service.following.pace import last_step, pace_of
 from hilbert_monitor.service.following.run_settings import settings
 from hilbert_monitor.service.following.snapshot import RunSnapshot, summary
@@ -79,6 +82,12 @@ def newest(run: RunSnapshot) -> tuple[Any, ...]:
 def stamp(run: RunSnapshot) -> tuple[Any, ...]:
     """A key that changes whenever the run does, and that no other run has."""
     return run.id, run.version, run.info.started, len(run.table)
+
+
+def layers(one: RunSnapshot, root: Path) -> dict[str, Any]:
+    """The heat map of a run's layers, read from its folder."""
+    found = layer_map(layers_of(root / one.id), one.table, one.info.head_name)
+    return {"id": one.id, "version": one.version, **plain(found)}
 
 
 def run(one: RunSnapshot, remarks: Remarks = NOTHING) -> dict[str, Any]:

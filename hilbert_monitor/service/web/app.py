@@ -213,6 +213,15 @@ def _add_runs(app: FastAPI, responder: Responder) -> None:
         key = (*answers.stamp(snapshot), tuple(names), rows.start, rows.stop, points)
         return responder.cached(request, key, lambda: answers.records(snapshot, names, rows, points))
 
+    @app.get(
+        "/api/runs/{id}/layers", tags=["runs"], summary="The layers of a run over time", responses=ok(schema.Layers)
+    )
+    def layers(request: Request, id: Id) -> Response:
+        """Empty for a run that does not measure its layers."""
+        snapshot = responder.run(id)
+        key = answers.stamp(snapshot)
+        return responder.cached(request, key, lambda: answers.layers(snapshot, index.root))
+
     @app.get("/api/alerts", tags=["runs"], summary="Alerts, the newest first", responses=ok(schema.Alerts))
     def alerts(
         request: Request,

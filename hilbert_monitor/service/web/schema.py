@@ -240,6 +240,25 @@ class Records(Answer):
     )
 
 
+class LayerRow(Answer):
+    """A layer over time."""
+
+    name: str = Field(description="Of the parameter.", examples=["blocks.0.q.weight"])
+    ruler: str = Field(description="How its steps are measured.", examples=["matrix", "embedding", "vector", "D(S)"])
+    usual: float | None = Field(description="Median of its relative step; of the head, of D(S).")
+    last: float | None
+    cells: list[float | None] = Field(description="For each column the value over the usual one; null where none is.")
+
+
+class Layers(Answer):
+    """The heat map of a run's layers."""
+
+    id: str
+    version: Version
+    steps: list[int] = Field(description="The last step of each column.")
+    rows: list[LayerRow] = Field(description="The head first, in D(S).")
+
+
 class RunFigures(Answer):
     """Figures of a run, for plotly."""
 

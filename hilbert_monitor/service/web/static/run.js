@@ -8,6 +8,7 @@ import { Controls } from "./controls.js";
 import { fill, h, renew, say, tool } from "./dom.js";
 import { unknownRun } from "./empties.js";
 import { clip, value, whole } from "./format.js";
+import { layerMap } from "./layers.js";
 import { coalesce } from "./live.js";
 import { alertList, figures, line, troubles } from "./run_head.js";
 import { attempts, configuration, cost, origin, tokenPairs } from "./run_parts.js";
@@ -32,6 +33,7 @@ export class Run {
       },
     );
     this.parts = Object.fromEntries([
+      "layers",
       "alerts",
       "cost",
       "tokens",
@@ -130,8 +132,9 @@ export class Run {
   }
 
   async describe() {
+    let layers;
     try {
-      this.answer = await fetchAnswer(runPath(this.id));
+      [this.answer, layers] = await Promise.all([fetchAnswer(runPath(this.id)), fetchAnswer(`${runPath(this.id)}/layers`)]);
     } catch (error) {
       return this.lost(error, this.details);
     }
@@ -140,6 +143,7 @@ export class Run {
     this.head(summary);
     const answer = this.answer;
     const part = (name, state, make) => renew(this.parts[name], state, make);
+    part("layers", layers, () => layerMap(layers));
     part("alerts", alerts.length, () => alertList(this.id, alerts));
     part("cost", answer.cost, () => cost(answer.cost));
     part("tokens", [answer.tokens, answer.token_rows], () => tokenPairs(answer));

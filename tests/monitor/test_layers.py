@@ -1,0 +1,246 @@
+"""Layers in their own rulers: the numbers of a decomposition, rules that name the first to move, and no trace left."""
+
+import copy
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.optim import SGD, AdamW
+
+from hilbert_monitor import Muon, watch
+from hilbert_monitor.monitor.attention import AttentionLogits
+from hilbert_monitor.monitor.guard import Guard
+from hilbert_monitor.monitor.layers import LayerWatch
+from hilbert_monitor.optim import ChainedOptimizer
+from hilbert_monitor.runs.alerts import Rules
+from hilbert_monitor.runs.layer_alerts import LayerJudge
+from hilbert_monitor.runs.layers import LAYERS, Layer, LayerRecord, read_layers
+from hilbert_monitor.runs.log import RunReader
+
+V, T = 31, 8
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Embedding(V, 16), nn.LayerNorm(16)
+        self.q, self.k, self.v = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.lm_head = nn.Linear(16, V, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        q, k, v = (part(x).view(*ids.shape, 2, 8).transpose(1, 2) for part in (self.q, self.k, self.v))
+        x = x + scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        return self.lm_head(self.norm(x))
+
+
+def batches(number):
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randint(V, (4, T + 1), generator=draw) for _ in range(number)]
+
+
+def chained(model):
+    matrices = [model.q.weight, model.k.weight, model.v.weight]
+    rest = [p for p in model.parameters() if all(p is not m for m in matrices)]
+    return ChainedOptimizer(Muon(matrices, lr=1e-2, weight_decay=0.1), AdamW(rest, lr=1e-2))
+
+
+MAKES = {
+    "AdamW": lambda model: AdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
+    "SGD": lambda model: SGD(model.parameters(), lr=0.1),
+    "Muon and AdamW": chained,
+}
+
+
+def train_step(model, optimizer, batch):
+    loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_each_layer_is_measured_in_its_own_ruler(make):
+    model = Model()
+    optimizer = MAKES[make](model)
+    layers = LayerWatch(model, [optimizer], model.lm_head.weight, guard=Guard(strict=True), every=1)
+    for number, batch in enumerate(batches(12)):
+        before = {name: p.detach().double().clone() for name, p in model.named_parameters()}
+        layers.begin(number + 1)
+        train_step(model, optimizer, batch)
+        record = layers.end(number + 1)
+    assert {*record.layers} == {name for name, _ in model.named_parameters()} - {"lm_head.weight"}
+    for name, p in model.named_parameters():
+        if name == "lm_head.weight":
+            continue
+        layer, after = record.layers[name], p.detach().double()
+        decay = 1 - layer.lr * (
+            0.1 if make == "AdamW" or (make != "SGD" and name[0] in "qkv") else 0.01 * (make != "SGD")
+        )
+        S = after - decay * before[name]
+        if layer.kind == "matrix":
+            expected = [float(torch.linalg.matrix_norm(x, 2)) for x in (S, after)]
+            assert 0.5 * expected[0] <= layer.step <= expected[0] * 1.001  # plain gradients turn from step to step
+            assert 0.9 * expected[1] <= layer.weight <= expected[1] * 1.001
+        else:
+            size = (
+                (lambda x: x.norm(dim=1).max()) if layer.kind == "embedding" else (lambda x: x.square().mean().sqrt())
+            )
+            assert layer.step == pytest.approx(float(size(S)), rel=2e-3)
+            assert layer.weight == pytest.approx(float(size(after)), rel=1e-5, abs=1e-8)
+        adam = make == "AdamW" or (make != "SGD" and layer.kind != "matrix")
+        assert (layer.ratio is not None) == adam
+    kinds = {name: layer.kind for name, layer in record.layers.items()}
+    assert (kinds["embed.weight"], kinds["q.weight"], kinds["norm.bias"]) == ("embedding", "matrix", "vector")
+
+
+def test_the_ratio_is_that_of_gradient_and_second_moment_and_upper_bounds_come_seldom():
+    model = Model()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    layers = LayerWatch(model, [optimizer], model.lm_head.weight, guard=Guard(strict=True), every=500)
+    for batch in batches(3):
+        train_step(model, optimizer, batch)
+    layers.begin(500)
+    train_step(model, optimizer, batches(4)[3])
+    layer = layers.end(500).layers["q.weight"]
+    v = optimizer.state[model.q.weight]["exp_avg_sq"].double() / (1 - 0.999**4)
+    expected = (model.q.weight.grad.double().square() / v).mean().sqrt()
+    assert layer.ratio == pytest.approx(float(expected), rel=1e-5)
+    assert layer.upper >= layer.step
+
+
+def test_between_measured_steps_nothing_is_hooked():
+    model = Model()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    layers = LayerWatch(model, [optimizer], model.lm_head.weight, guard=Guard(strict=True))
+    layers.begin(9)
+    assert not layers.hooked
+    layers.begin(10)
+    assert layers.hooked
+    train_step(model, optimizer, batches(1)[0])
+    assert layers.end(10) is not None
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert layers.end(11) is None
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_a_run_with_layers_is_bit_for_bit_the_run_without_and_its_file_is_read(make, tmp_path):
+    def trained(layers):
+        model = Model()
+        optimizer = MAKES[make](model)
+        panel = batches(1)[0][:, :-1]
+        options = {"layers": layers, "run_dir": str(tmp_path / str(layers)), "perturbation_every": 20, "strict": True}
+        options |= {"panel_size": 32}
+        torch.manual_seed(7)
+        with watch(model, optimizer, panel=panel, **options) as run:
+            for batch in batches(40):
+                run.step(loss=train_step(model, optimizer, batch))
+        return model, optimizer, torch.get_rng_state()
+
+    (plain, plain_optimizer, plain_rng), (model, optimizer, rng) = trained(False), trained(True)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a.grad, b.grad)
+    assert torch.equal(plain_rng, rng)
+    assert repr(plain_optimizer.state_dict()) == repr(optimizer.state_dict())
+    (folder,) = (tmp_path / "True").iterdir()
+    records = read_layers(folder)
+    assert [record.step for record in records] == [10, 20, 30, 40]
+    assert all("q.weight" in record.layers for record in records)
+    steps = {record.step: record for record in RunReader(folder).records()}
+    assert steps[20].layer_step == max(layer.relative for layer in records[1].layers.values())
+    assert steps[20].attention_logit > 0
+    assert steps[11].layer_step is None
+    (without,) = (tmp_path / "False").iterdir()
+    assert read_layers(without) == []
+    assert not (without / LAYERS).exists()
+
+
+def test_a_layer_that_cannot_be_measured_costs_numbers_and_not_the_run():
+    model = Model()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    guard = Guard(strict=False)
+    layers = LayerWatch(model, [optimizer], model.lm_head.weight, guard=guard, every=1)
+    layers.layers[0].source.form = lambda: 1 / 0
+    layers.begin(1)
+    with pytest.warns(UserWarning, match="layers"):
+        train_step(model, optimizer, batches(1)[0])
+    record = layers.end(1)
+    assert len(record.layers) == len(layers.layers) - 1
+    assert guard.failures["layers"] == 1
+
+
+# Attention
+
+
+@pytest.mark.parametrize("mask", ["causal", "bool", "float", "none"])
+def test_the_largest_attention_logit_is_that_of_positions_that_are_seen(mask):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 5, 4) for _ in range(3))
+    later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    masks = {"bool": ~later, "float": torch.zeros(5, 5).masked_fill(later, -torch.inf), "none": None, "causal": None}
+    plain = scaled_dot_product_attention(q, k, v, masks[mask], is_causal=mask == "causal")
+    with AttentionLogits() as seen:
+        assert seen.largest is None
+        output = scaled_dot_product_attention(q, k, v, masks[mask], is_causal=mask == "causal")
+    logits = (q.double() @ k.double().mT / 2).masked_fill(later & torch.tensor(mask != "none"), 0.0)
+    assert seen.largest == pytest.approx(float(logits.abs().max()), rel=1e-5)
+    assert torch.equal(plain, output)
+
+
+# Rules
+
+
+def layer_records(number, names=("a", "b", "c"), seed=0):
+    draw = random.Random(seed)
+    for step in range(10, 10 * number + 1, 10):
+        layers = {
+            name: Layer(kind="matrix", step=0.01 * math.exp(draw.gauss(0, 0.1)), weight=1.0, lr=0.1) for name in names
+        }
+        yield LayerRecord(step=step, time=float(step), layers=layers)
+
+
+def grown(record, factors):
+    layers = {
+        name: Layer(kind="matrix", step=layer.step * factors.get(name, 1.0), weight=layer.weight, lr=layer.lr)
+        for name, layer in record.layers.items()
+    }
+    return LayerRecord(step=record.step, time=record.time, layers=layers)
+
+
+def test_the_layer_that_moved_first_is_named_once():
+    judge, alerts = LayerJudge(), []
+    for record in layer_records(100):
+        factors = {"b": 8.0} if record.step >= 800 else {}
+        factors |= {"c": 20.0} if record.step >= 820 else {}
+        alerts += judge.judge(grown(record, factors))
+    assert [(alert.step, alert.kind) for alert in alerts] == [(800, "layer")]
+    assert alerts[0].message.startswith("b moved first")
+    assert alerts[0].value / alerts[0].expected == pytest.approx(8.0, rel=0.4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_calm_layers_share_one_dial(seed):
+    judge = LayerJudge(Rules(false_alarms_per_10k=1.0))
+    names = [str(n) for n in range(60)]
+    assert [alert for record in layer_records(150, names, seed) for alert in judge.judge(record)] == []
+
+
+def test_the_history_of_layers_survives_a_checkpoint():
+    judge = LayerJudge()
+    *earlier, last = layer_records(60)
+    for record in earlier:
+        judge.judge(record)
+    other = LayerJudge()
+    other.restore(copy.deepcopy(judge.state()))
+    assert (
+        [a.message for a in other.judge(grown(last, {"a": 9.0}))]
+        == [a.message for a in judge.judge(grown(last, {"a": 9.0}))]
+        != []
+    )
