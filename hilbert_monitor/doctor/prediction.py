@@ -10,7 +10,7 @@ import torch
 from hilbert_monitor.bench.increments import make_increment
 from hilbert_monitor.bench.overhead import device_seconds
 from hilbert_monitor.emulation.device import unavailable
-from hilbert_monitor.emulation.monitor_work import ROWS, WIDTH, monitor_work
+from hilbert_monitor.emulation.monitor_work import PANEL, grown_work
 from hilbert_monitor.geometry import covering_radius, full_precision, row_diameter, row_diameter_bracket, summarize_rows
 from hilbert_monitor.pretrain.device import Device
 from hilbert_monitor.pretrain.recipes import HEADS, Head
@@ -38,11 +38,11 @@ def _check(device: torch.device, head: Head, V: int, d: int) -> Outcome:
         "bounds": lambda: row_diameter_bracket(S),
         "D(S) and radius": lambda: (covering_radius(S, diameter=row_diameter(S)), summarize_rows(S)),
     }
-    work = monitor_work(head, ranks=1, autocast=False)
+    work = grown_work(head, ranks=1, autocast=False, rows=V, width=d, positions=PANEL)
     counted = (work.bracket, work.search)
     texts, ratios = [], []
     for (name, call), part in zip(calls.items(), counted, strict=True):
-        predicted = figures.seconds(part.grown(V * d / (ROWS * WIDTH)).count)
+        predicted = figures.seconds(part.count)
         measured = _seconds(call, device, repeat=3)
         ratios.append(measured / predicted)
         texts.append(f"{name} {measured * 1e3:.2f} ms measured, {predicted * 1e3:.2f} ms predicted")

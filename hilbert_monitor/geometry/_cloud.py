@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from .arithmetic import chunk_length, compute_dtype, power_of_two_scale
 
@@ -83,7 +84,7 @@ class PointCloud:
         """Load points (n, d), into `out` if it is given and has room."""
         rows = self.S[at] if isinstance(at, slice) else self.S.index_select(0, at)  # much faster than S[at]
         rows = rows.to(self.dtype)
-        rows = rows if self.pre_scale == 1.0 else rows * self.pre_scale
+        rows = _times(rows, self.pre_scale)
         rows = torch.sub(rows, self.centre, out=None if out is None else out[: len(rows)])
         return rows if self.post_scale == 1.0 else rows.mul_(self.post_scale)
 
@@ -108,6 +109,11 @@ class PointCloud:
             at = slice(start, start + length)
             yield at, self.points(at if index is None else index[at], memory)
 
+    def given_rows(self, at: Tensor) -> Tensor:
+        """Load rows (n, d) as they were given, in fp64: scaled, but not centred, so that differences are exact."""
+        rows = self.S.index_select(0, at).to(torch.float64)
+        return rows if self.pre_scale == self.post_scale == 1.0 else rows.mul_(self.pre_scale).mul_(self.post_scale)
+
     def pair_lengths(self, i: Tensor, j: Tensor) -> Tensor:
         """Return distances |x_i - x_j| (n,) of index pairs, in fp64 from the rows as they were given."""
         out = torch.empty(len(i), dtype=torch.float64, device=self.S.device)
@@ -115,10 +121,8 @@ class PointCloud:
         step = max(1, chunk_length(6 * self.width * 8, self.max_bytes, share=4, longest=cached))
         for at in range(0, len(i), step):
             part = slice(at, at + step)
-            a, b = (self.S.index_select(0, k[part]).double() for k in (i, j))
-            if self.pre_scale != 1.0:
-                a, b = a.mul_(self.pre_scale), b.mul_(self.pre_scale)
-            torch.linalg.vector_norm(a.sub_(b).mul_(self.post_scale), dim=1, out=out[part])
+            a, b = (self.given_rows(k[part]) for k in (i, j))
+            torch.linalg.vector_norm(a.sub_(b), dim=1, out=out[part])
         return out
 
     def survey(self, directions: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -138,15 +142,20 @@ class PointCloud:
 
     def norms(self, about: Tensor | None = None) -> Tensor:
         """Return the distances (V,) of all points from the centre, or from a point (d,) relative to it."""
-        if about is None and self._is_as_given:
+        if self._is_as_given:
             # One pass, and nothing is written but the result. On a CPU it takes half as long again as two.
-            return torch.cdist(self.S, self.centre[None], compute_mode="donot_use_mm_for_euclid_dist")[:, 0]
+            centre = self.centre if about is None else self.centre + about
+            return torch.cdist(self.S, centre[None], compute_mode="donot_use_mm_for_euclid_dist")[:, 0]
         if about is None:
             return self.survey(self.centre.new_empty(self.width, 0))[0]
         norms = torch.empty(len(self), dtype=self.dtype, device=self.S.device)
         for at, x in self.chunks():
             torch.linalg.vector_norm(x.sub_(about), dim=1, out=norms[at])
         return norms
+
+    def measured_from(self, about: Tensor) -> Tensor:
+        """Return the point (d,), relative to the centre and in fp64, that `norms` of this one are really about."""
+        return (self.centre + about).double() - self.centre.double() if self._is_as_given else about.double()
 
     def distinct(self, index: Tensor) -> Tensor:
         """Return places (n,) in `index`, in increasing order, of rows that are all different: one of each kind.
@@ -164,10 +173,10 @@ class PointCloud:
             new[at : at + step] = (one != other[: len(one)]).any(1)
         return order[new].sort().values
 
-    def recentred(self, *rows: Tensor) -> PointCloud:
-        """Return the same points about the mean of some rows, given by scalar tensors of their indices."""
-        chosen = self.S[torch.stack(rows)].to(self.dtype) * self.pre_scale
-        return replace(self, centre=chosen.mean(0))
+    def recentred(self, rows: Tensor) -> PointCloud:
+        """Return the same points about the mean of some rows, given by their indices (n,)."""
+        chosen = self.S.index_select(0, rows).to(self.dtype)
+        return replace(self, centre=_times(chosen, self.pre_scale).mean(0))
 
     def double(self) -> PointCloud:
         """Return the same points in fp64."""
@@ -233,8 +242,12 @@ def column_extremes(S: Tensor) -> tuple[Tensor, Tensor]:
 
 def _centre(S: Tensor, dtype: torch.dtype, pre: float, max_bytes: int) -> Tensor:
     """Return the mean (d,) of an even sample of rows, exact where they are equal."""
-    sample = S[_even_sample(S, dtype, max_bytes // 4)].to(dtype) * pre
+    sample = _times(S[_even_sample(S, dtype, max_bytes // 4)].to(dtype), pre)
     return sample[0] + (sample - sample[0]).mean(0)
+
+
+def _times(rows: Tensor, scale: float) -> Tensor:
+    return rows if scale == 1.0 else rows * scale
 
 
 def _even_sample(S: Tensor, dtype: torch.dtype, budget: int) -> slice:
@@ -247,13 +260,15 @@ def leading_directions(sample: Tensor, k: int) -> Tensor:
     """Estimate the k leading directions (d, k) of rows (n, d), orthonormal, by subspace iteration.
 
     Starts from rows of the sample, so no random numbers are drawn. Rows that are not finite, or whose squares are not,
-    give directions of no use.
+    give directions of no use. On a CPU the leading ones come first, elsewhere nearly so: an eigenvalue problem takes
+    longer there than all else, and whoever uses all k does not need their order.
     """
     k = min(k, *sample.shape)
-    start = sample[torch.linspace(0, len(sample) - 1, k, device=sample.device).long()]
-    basis, _ = torch.linalg.qr(start.T)
+    basis = normalize(sample[torch.linspace(0, len(sample) - 1, k, device=sample.device).long()], dim=1).T
     for _ in range(2):
         basis, _ = torch.linalg.qr(sample.T @ (sample @ basis))
+    if not on_host(sample):
+        return basis
     coordinates = sample @ basis
     _, order = torch.linalg.eigh((coordinates.T @ coordinates).nan_to_num(0.0, 0.0, 0.0))  # or it would raise
     directions: Tensor = basis @ order.flip(1)

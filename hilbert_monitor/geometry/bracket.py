@@ -7,7 +7,8 @@ midpoint, whichever is smaller.
 
 All of it is queued on the device of S without a look at a result, and ends in a few numbers. Whoever has them on the
 host resolves them, now or a step later. The same numbers tell whether the rows were finite, and in a range whose
-squares are safe. Rows that were not need another look, which is rare.
+squares are safe. Rows that were not need another look, which is rare. A launch costs more than what most of these
+kernels do, so the host does what it can with the numbers.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class PendingBracket:
     """
 
     numbers: Tensor
-    """(10,) in fp64, on the device of S: all that the host needs to know."""
+    """Up to 55 numbers in fp64, on the device of S: all that the host needs to know."""
     shape: tuple[int, int]
     """V and d."""
     dtype: torch.dtype
@@ -64,24 +65,26 @@ class PendingBracket:
     def resolve(self, numbers: list[float]) -> DiameterBracket | None:
         """Return the bounds; None if S needs another look, by `row_diameter_bracket`.
 
-        It needs one where its rows are equal, very small or very large, and where more than 16 rows are not finite of
-        which some hold an infinity and no nan.
+        It needs one where its rows are equal, very small, very large or not finite.
 
         Args:
             numbers: those of this bracket, as `tolist` gives them.
         """
         V, d = self.shape
-        length, reach, largest, centre, i, j, bad, first, with_nan, seen = numbers
-        if bad:
-            if max(with_nan, seen) < bad:  # a finite row whose square overflows has no finite norm either
-                return None
-            value, worst = math.nan if with_nan else math.inf, int(first)
-            return DiameterBracket(value, value, ordered(worst, 0 if worst else min(1, V - 1)), int(bad))
-        if self.scales is None and not in_safe_range(largest, centre, d, self.dtype):
+        most = min(2, V)
+        (length, place, centre), from_centre, from_midpoint = (
+            numbers[:3],
+            numbers[3:][:most],
+            numbers[3 + most :][:most],
+        )
+        walk = numbers[3 + 2 * most :]
+        if self.scales is None and not in_safe_range(from_centre[0], centre, d, self.dtype):
             return None
         pre, post = self.scales or (1.0, 1.0)
+        reach = min(sum(from_centre), sum(from_midpoint))
         upper = max(length * fp64_rounding(d), reach * (1 + rounding(d, self.dtype)))
-        return DiameterBracket(length / post / pre, rounded_up(upper / post / pre), ordered(int(i), int(j)), 0)
+        pair = ordered(*(int(walk[k]) for k in divmod(int(place), len(walk))))
+        return DiameterBracket(length / post / pre, rounded_up(upper / post / pre), pair, 0)
 
 
 @full_precision
@@ -132,21 +135,18 @@ def row_diameter_bracket(S: Tensor | RowShards, *, max_bytes: int = MAX_BYTES) -
 
 def _pending(cloud: PointCloud, scales: tuple[float, float] | None) -> PendingBracket:
     """Queue the two passes. Rows that are not finite, or out of range, spoil no more than the bounds."""
-    from_centre = cloud.norms()
-    outer = from_centre.topk(min(OUTER, len(cloud))).indices
-    walk = torch.cat([outer, _partners(cloud, outer, from_centre)])
-    from_midpoint = cloud.recentred(*_longest(cloud, walk)).norms()
-    i, j = _longest(cloud, torch.cat([walk, from_midpoint.topk(len(outer)).indices]))
-    reach = [norms.topk(min(2, len(norms))).values.double().sum() for norms in (from_centre, from_midpoint)]
-    lengths = [cloud.pair_lengths(i[None], j[None])[0], torch.minimum(*reach)]
-    bad = from_centre - from_centre  # nan where a norm is not finite
-    seen = cloud.S.index_select(0, outer)
-    seen = (seen - seen).isnan().any(1)
-    counts = [i, j, bad.isnan().sum(), bad.argmax(), from_centre.isnan().sum(), seen.sum()]
-    sizes = [from_centre.amax(), cloud.centre.abs().amax()]
-    numbers = torch.cat([torch.stack(part).double() for part in (lengths, sizes, counts)])
-    shape = (len(cloud), cloud.width)
-    return PendingBracket(numbers, shape, cloud.dtype, scales)
+    norms = cloud.norms()
+    outer = norms.topk(min(OUTER, len(cloud)))
+    walk = torch.cat([outer.indices, _partners(cloud, outer.indices, norms)])
+    _, place = _longest(cloud, walk)
+    far = cloud.recentred(_pairs(walk).index_select(1, place)[:, 0]).norms().topk(len(walk) // 2)
+    walk = torch.cat([walk, far.indices])
+    length, place = _longest(cloud, walk)
+    size = torch.linalg.vector_norm(cloud.centre, ord=math.inf)[None]
+    sizes = torch.cat([size, outer.values[:2], far.values[:2]]).double()
+    counts = torch.cat([place, walk]).double()
+    numbers = torch.cat([length, counts[:1], sizes, counts[1:]])
+    return PendingBracket(numbers, (len(cloud), cloud.width), cloud.dtype, scales)
 
 
 def _partners(cloud: PointCloud, rows: Tensor, norms: Tensor) -> Tensor:
@@ -157,12 +157,16 @@ def _partners(cloud: PointCloud, rows: Tensor, norms: Tensor) -> Tensor:
 
 
 def _longest(cloud: PointCloud, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices of the longest pair among a few rows, as scalar tensors on their device."""
-    x = cloud.points(rows).double()
-    norm2 = x.square().sum(1)
-    longest = torch.addmm(norm2 + norm2[:, None], x, x.T, alpha=-2).argmax()
-    i, j = rows[torch.stack([longest // len(rows), longest % len(rows)])]  # rows[longest // n] would wait for it
-    return i, j
+    """Return the fp64 length (1,) of the longest pair among n rows, and its place (1,) in the n^2 pairs of them."""
+    x = cloud.given_rows(rows)
+    length, place = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").view(1, -1).max(1)
+    return length, place
+
+
+def _pairs(rows: Tensor) -> Tensor:
+    """Return all pairs (2, n^2) of n rows."""
+    shape = (len(rows), len(rows))
+    return torch.stack([rows[:, None].expand(shape), rows.expand(shape)]).view(2, -1)
 
 
 def _sharded_bracket(shards: RowShards, max_bytes: int) -> DiameterBracket:

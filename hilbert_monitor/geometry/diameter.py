@@ -23,9 +23,8 @@ tiled all-pairs search. Where most pairs tie for the longest, it is one in fp64,
 exceed L by more than the certificate allows for.
 
 On an accelerator the host reads numbers after the walk, after each screen and after each tile of step 5, and at most
-twice more. An emulated device counted 5 or 6 reads, one or two waits more inside `eigh`, and 195 to 300 kernels, on
-optimizers' increments of up to 50,257 x 256. There the tiles are as large as the memory bound allows, all hubs meet at
-once, and one screen is left out.
+twice more. An emulated device counted 5 waits and 190 to 205 kernels on optimizers' increments of 50,257 x 512. There
+the tiles are as large as the memory bound allows, all hubs meet at once, and one screen is left out.
 
 Tried and dropped: no distinction between hubs and partners, which drops almost no row where one outlier is far from
 everything; and one slack for all pairs, scaled by the largest norm, which keeps two to nine times the hubs that a slack

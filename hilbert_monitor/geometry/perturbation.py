@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._cloud import SAMPLE, PointCloud, column_extremes, leading_directions
+from ._cloud import SAMPLE, PointCloud, column_extremes, leading_directions, on_host
 from ._sharded_survey import in_range
 from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, nonfinite, times_power_of_two
 from .shards import RowShards, row_shards
@@ -35,6 +35,7 @@ _TILE = 64  # positions
 _GUESSES = 64  # tiles whose outermost rows every position meets first
 _MANY_ROWS, _MANY_POSITIONS = 16384, 512  # fewer are not worth the bookkeeping
 _ROWS, _BLOCK = 512, 2048  # rows and positions of a product that stays in cache
+_LARGE_BLOCK = 8192  # positions of a product on an accelerator
 _HOPELESS, _SPARSE = 0.8, 0.25  # shares of rows left by the two bounds, above which the plain method is faster
 
 
@@ -213,17 +214,18 @@ class _Panel:
             self._stream()
 
     def _stream(self) -> None:
-        """Multiply all rows with all positions."""
-        block = min(len(self.H), _BLOCK)
+        """Multiply all rows with all positions: in tiles that stay in a CPU's cache, elsewhere in few large ones."""
+        here = on_host(self.H)
+        block = min(len(self.H), _BLOCK if here else _LARGE_BLOCK)
         scratch = self.high.new_empty(0)
-        for _, x in self.cloud.chunks(extra=2 * block * scratch.element_size(), longest=_ROWS):
+        for _, x in self.cloud.chunks(extra=2 * block * scratch.element_size(), longest=_ROWS if here else None):
             scratch = scratch if scratch.numel() else x.new_empty(len(x) * block)
             for start in range(0, len(self.H), block):
                 at = slice(start, start + block)
                 h = self.states(at)
                 product = torch.mm(h, x.T, out=scratch[: len(h) * len(x)].view(len(h), len(x)))
-                self.high[at] = torch.maximum(self.high[at], product.amax(1))
-                self.low[at] = torch.minimum(self.low[at], product.amin(1))
+                torch.maximum(self.high[at], product.amax(1), out=self.high[at])
+                torch.minimum(self.low[at], product.amin(1), out=self.low[at])
         self.products += len(self.cloud) * len(self.H)
 
     def _meet(self, rows: Tensor, positions: Tensor) -> None:

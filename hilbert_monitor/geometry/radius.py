@@ -266,7 +266,7 @@ class _Search:
             return [torch.cat([self.distances, z.new_zeros(1)]).amax()]
 
         (largest,) = self.shards.ranks.gather(make, ((), z.dtype))
-        self.z, self.largest = z.double(), largest.amax()
+        self.z, self.largest = self.cloud.measured_from(z), largest.amax()
 
     def widen(self, tolerance: float) -> None:
         """Note the ball of the last pass if it is the smallest so far, and add the rows farthest from its centre."""

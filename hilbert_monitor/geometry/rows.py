@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -69,19 +70,20 @@ def summarize_rows(A: Tensor | RowShards, *, number: int | None = None) -> RowSu
         assert not isinstance(A, RowShards)
         check_rows("A", A)
         parts = _summary(A, torch.arange(len(A), device=A.device), number)[None]
-    longest = parts[int(parts[:, 0].argmax())]
+    longest = parts[:, :2].index_select(0, parts[:, 0].argmax(0, keepdim=True))[0]
     total = parts[:, 2:].sum(0)
-    return RowSummary(float(longest[0]), int(longest[1]), float(torch.linalg.vector_norm(total[1:]) / total[0]))
+    norm, row, shift, norms = torch.cat([longest, torch.linalg.vector_norm(total[1:])[None], total[:1]]).tolist()
+    return RowSummary(norm, int(row), shift / norms if norms else math.nan)  # read in one piece: a device waits once
 
 
 def _summary(rows: Tensor, ids: Tensor, number: int | None) -> Tensor:
     """Return, in fp64, the largest norm of some rows and its id, the sum of their norms, and the sum of the rows."""
     A = rows.to(compute_dtype(rows))
     norms = torch.linalg.vector_norm(A, dim=1)  # (n,)
-    counted = norms if number is None else norms[ids < number]
-    place = counted.argmax() if len(counted) else None
-    longest = norms.new_tensor([-1.0, -1.0]) if place is None else torch.stack([counted[place], ids[place]])
-    return torch.cat([longest.double(), norms.double().sum()[None], A.sum(0).double()])
+    counted = norms if number is None else norms.masked_fill(ids >= number, -1.0)
+    longest, place = counted.max(0, keepdim=True) if len(counted) else (norms.new_tensor([-1.0]), None)
+    row = norms.new_tensor([-1.0]) if place is None else ids.index_select(0, place)
+    return torch.cat([longest.double(), row.double(), norms.double().sum(0, keepdim=True), A.sum(0).double()])
 
 
 @full_precision

@@ -38,23 +38,40 @@ def formula_of(optimizer: Optimizer, options: Group) -> Formula | None:
 
 
 def adam(p: Tensor, state: Group, options: Group, out: Tensor | None) -> Tensor:
-    """-lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps), with the largest v so far under amsgrad."""
-    b1, b2 = options["betas"]
-    t, dtype = _count(state["step"]), compute_dtype(p)
-    scale, root = -options["lr"] / (1 - b1**t), (1 - b2**t) ** 0.5
+    """-lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps), with the largest v so far under amsgrad.
+
+    It is formed as m / (factor sqrt(v) + term), seven passes over memory: the scale of S is in the denominator. Where
+    the learning rate is nearly zero, or a tensor, S is formed for a rate of one and then multiplied.
+    """
+    dtype, lr = compute_dtype(p), options["lr"]
     V = state["max_exp_avg_sq"] if options["amsgrad"] else state["exp_avg_sq"]
     S = torch.empty_like(p, dtype=dtype) if out is None else out
+    divides = not isinstance(lr, Tensor) and abs(lr) > 1e-30
+    factor, term = _denominator(state["step"], options, lr if divides else 1.0, dtype)
     for s, m, v in zip(*(cache_chunks(A, S) for A in (S, state["exp_avg"], V)), strict=True):
         torch.sqrt(v.to(dtype), out=s)
-        torch.div(m.to(dtype), s.div_(root).add_(options["eps"]), out=s).mul_(scale)
+        if isinstance(factor, Tensor):
+            torch.addcmul(term, s, factor, out=s)
+        else:  # faster on a CPU
+            torch.add(term, s, alpha=factor, out=s)
+        torch.div(m.to(dtype), s, out=s)
+        if not divides:
+            s.mul_(lr)
     return S
 
 
-def _count(step: float | Tensor) -> float | Tensor:
-    """The optimizer's count of steps in fp64, as 1 - 0.999^t needs it; an accelerator is not waited for."""
-    if isinstance(step, Tensor) and step.device.type not in ("cpu", "mps"):
-        return step.double()
-    return float(step)
+def _denominator(step: float | Tensor, options: Group, lr: float, dtype: torch.dtype) -> tuple[float | Tensor, Tensor]:
+    """Return by what sqrt(v) is multiplied, and what is added to it, so that it divides m to the step.
+
+    The count of steps is taken in fp64, as 1 - 0.999^t needs it; an accelerator that has it is not waited for.
+    """
+    on_device = isinstance(step, Tensor) and step.device.type not in ("cpu", "mps")
+    t = step.double() if isinstance(step, Tensor) and on_device else float(step)
+    b1, b2 = options["betas"]
+    first, root = (1 - b1**t) / -lr, (1 - b2**t) ** 0.5
+    if isinstance(first, Tensor):
+        return (first / root).to(dtype), (first * options["eps"]).to(dtype)
+    return first / root, torch.tensor(first * options["eps"], dtype=dtype)
 
 
 def sgd(p: Tensor, state: Group, options: Group, out: Tensor | None) -> Tensor:

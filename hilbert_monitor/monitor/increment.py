@@ -249,9 +249,14 @@ class IncrementSource:
             self._before = self._weights().clone() if measure else None
 
     def stands(self) -> bool:
-        """Whether the weights are those that the last step left; if not, updates are measured from now on."""
+        """Whether the weights are those that the last step left; if not, updates are measured from now on.
+
+        Without checks nothing is compared here: what has moved them is still seen when the next step begins.
+        """
+        if not self.checks:
+            return True
         self._kept.compare()
-        if self.checks and not self._by_update and self._kept.moved():
+        if not self._by_update and self._kept.moved():
             self._follow_updates(self._elsewhere())
             return False
         return True

@@ -13,9 +13,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from hilbert_monitor.emulation.counts import Count
-from hilbert_monitor.emulation.monitor_work import PANEL, ROWS, WIDTH, MonitorWork, Work, monitor_work
+from hilbert_monitor.emulation.monitor_work import MonitorWork, Work, grown_work
 from hilbert_monitor.geometry._sharded_survey import OUTER
-from hilbert_monitor.geometry.arithmetic import MAX_BYTES
 
 from .device import Device
 from .recipes import Recipe
@@ -63,6 +62,7 @@ def monitor_costs(r: Recipe, device: Device) -> dict[str, MonitorCost]:
     alone = r.strategy == "ddp"
     on_one = replace(r, devices=1, nodes=1, micro_batch=1, global_batch=1) if alone else r
     work, ranks = rank_work(on_one), on_one.world
+    panel = work.quality + work.product
     agreements = AGREEMENTS if r.world > 1 else 0
     often, seldom = (0, agreements) if alone else (agreements, 0)  # nothing is agreed on in a step that is read later
     forward = forward_flops(r.model, panel_rows(r), head=False)
@@ -72,25 +72,25 @@ def monitor_costs(r: Recipe, device: Device) -> dict[str, MonitorCost]:
         "forming S": _cost(r, device, 1.0, _agreed(work.forming, often), ranks),
         "bracket": _cost(r, device, 1 - searches, work.bracket, ranks),
         "exact search, typical": _cost(r, device, searches, _agreed(work.search, seldom), ranks),
-        "panel": _cost(r, device, panels, _agreed(work.panel, PANEL_AGREEMENTS if r.world > 1 else 0), ranks) + passes,
+        "panel": _cost(r, device, panels, _agreed(panel, PANEL_AGREEMENTS if r.world > 1 else 0), ranks) + passes,
     }
 
 
 def rank_work(r: Recipe) -> MonitorWork:
     """Return what a rank does for each part, at the size of the recipe's head, with its rows on all ranks."""
     ranks = min(r.world, MOST_RANKS)
-    chunks = math.ceil(own_rows(r) / max(1, MAX_BYTES // (4 * 3 * FP32 * r.width)))
-    work = monitor_work(r.head, ranks=ranks, autocast=r.autocast, chunks=min(chunks, ROWS // ranks))
-    rows = own_rows(r) / (ROWS / ranks)
-    entries = rows * r.width / WIDTH
-    quality = replace(work.panel, count=work.panel.count - work.product.count).grown(entries)
-    product = Work((r.panel_size / PANEL) * rows * work.product.count).grown(r.width / WIDTH)
-    return MonitorWork(
-        forming=work.forming.grown(entries),
-        bracket=replace(work.bracket.grown(entries), received=bracket_received(r)),
-        search=replace(work.search.grown(entries), received=_search_received(r)),
-        panel=replace(quality, count=quality.count + product.count),
-        product=product,
+    work = grown_work(
+        r.head,
+        ranks=ranks,
+        autocast=r.autocast,
+        rows=own_rows(r) * ranks,
+        width=r.width,
+        positions=r.panel_size,
+    )
+    return replace(
+        work,
+        bracket=replace(work.bracket, received=bracket_received(r)),
+        search=replace(work.search, received=_search_received(r)),
     )
 
 

@@ -39,8 +39,9 @@ def show(plan: Plan, console: Console) -> None:
     if not plan.monitor:
         return
     console.print(
-        "The monitor's kernels, waits, bytes and FLOPs are those of this code on an emulated device, counted at a head"
-        f" of {ROWS:,} x {WIDTH} and grown to this one. Its time assumes {d.launch * 1e6:.0f} µs a kernel,"
+        "The monitor's kernels, waits, bytes and FLOPs are those of this code on an emulated device, counted at heads"
+        f" of {ROWS:,} x {WIDTH} to {2 * ROWS:,} x {2 * WIDTH} and continued to this one. Its time assumes"
+        f" {d.launch * 1e6:.0f} µs a kernel,"
         f" {d.wait * 1e6:.0f} µs a wait, {d.factorisation * 1e6:.0f} µs an eigenvalue problem or QR factorisation and"
         f" {d.collective * 1e6:.0f} µs a collective, one after the other; what is left beside the next forward pass is"
         " that of parts that wait, and of others the time in which the device is busy. It leaves out that a sort or a"

@@ -13,12 +13,12 @@ V, WIDTH, PANEL = 4000, 32, 256
 
 
 CASES = {
-    "bracket": (lambda S, G, H: g.row_diameter_bracket(S), 120, 1),
-    "pending bracket": (lambda S, G, H: g.pending_bracket(S).numbers, 120, 0),
+    "bracket": (lambda S, G, H: g.row_diameter_bracket(S), 50, 1),
+    "pending bracket": (lambda S, G, H: g.pending_bracket(S).numbers, 50, 0),
     "exact": (lambda S, G, H: g.row_diameter(S), 300, 10),
-    "perturbation": (lambda S, G, H: g.hilbert_perturbation(S, H), 200, 12),
+    "perturbation": (lambda S, G, H: g.hilbert_perturbation(S, H), 100, 12),
     "radius": (lambda S, G, H: g.covering_radius(S), 200, 25),
-    "rows": (lambda S, G, H: g.summarize_rows(S), 20, 6),
+    "rows": (lambda S, G, H: g.summarize_rows(S), 20, 1),
     "centred rows": (lambda S, G, H: g.center_rows(S), 20, 0),
     "row norm": (lambda S, G, H: g.row_norm(S), 60, 6),
     "projected row norm": (lambda S, G, H: g.projected_row_norm(S), 60, 6),

@@ -9,9 +9,9 @@ from hilbert_monitor.pretrain.monitor_cost import rank_work
 from hilbert_monitor.pretrain.plan import plan
 from hilbert_monitor.pretrain.recipes import recipe
 
-MOST = {"190M": 0.0105, "380M": 0.0067, "640M": 0.0049}
+MOST = {"190M": 0.0057, "380M": 0.0038, "640M": 0.0028}
 """Largest share of an update, if every kernel of the monitor were waited for: with room, so that a wait that creeps in
-is seen."""
+is seen. Our aim is 0.7, 0.4 and 0.3 %."""
 
 
 def test_the_monitor_is_a_small_share_of_an_update_on_eight_devices():

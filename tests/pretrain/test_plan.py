@@ -42,13 +42,15 @@ SIZES = [
 def _made_up_counts(monkeypatch):
     """Counts as they could be: tests on the emulated device count them."""
 
-    def made_up(head, *, ranks, autocast, chunks=1):
-        def work(kernels, waits, entries):
-            return Work(Count(kernels, waits=waits, bytes=8e6 * entries / ranks, flops=1e6 * entries / ranks), 5)
+    def made_up(head, *, ranks, autocast, rows, width, positions):
+        def work(kernels, waits, passes):
+            entries = passes * rows * width / ranks
+            return Work(Count(kernels, waits=waits, bytes=8 * entries, flops=entries), 5)
 
-        return MonitorWork(work(20, 0, 1), work(90, 0, 2), work(300, 10, 9), work(900, 40, 30), work(150, 10, 20))
+        product = work(150, 10, 2 + positions / 100)
+        return MonitorWork(work(20, 0, 1), work(90, 0, 2), work(300, 10, 9), work(900, 40, 10), product)
 
-    monkeypatch.setattr(monitor_cost, "monitor_work", made_up)
+    monkeypatch.setattr(monitor_cost, "grown_work", made_up)
     for module in (plan_module, plan_tables):
         monkeypatch.setattr(module, "unavailable", lambda: "")
 
