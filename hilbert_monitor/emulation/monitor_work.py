@@ -185,8 +185,9 @@ def grown_work(
     one, twice, wider = counted(), counted(rows=2 * ROWS), counted(rows=2 * ROWS, width=2 * WIDTH)
 
     def grown(name: str) -> Work:
-        first, *others = (getattr(work, name) for work in (one, twice, wider))
-        return first.extended(*others, rows / ROWS, width / WIDTH, tiled=name == "product")
+        first, second, third = (getattr(work, name) for work in (one, twice, wider))
+        whole: Work = first.extended(second, third, rows / ROWS, width / WIDTH, tiled=name == "product")
+        return whole
 
     return MonitorWork(**{f.name: grown(f.name) for f in fields(MonitorWork)})
 
@@ -310,7 +311,8 @@ def _optimizer(model: _Head, head: Literal["rownorm", "adamw"]) -> Optimizer:
 def _gradients(model: _Head) -> Iterator[None]:
     """Give the head the gradient of another batch of made-up text, without end."""
     weight = model.lm_head.weight
-    data = NextTokens(*weight.shape, torch.Generator().manual_seed(0), decay=1.0, shuffled=True)
+    V, d = weight.shape
+    data = NextTokens(V, d, torch.Generator().manual_seed(0), decay=1.0, shuffled=True)
     while True:
         gradient = softmax_gradient(weight.detach().cpu(), *data.sample(BATCH))
         weight.grad = gradient.to(weight.device)

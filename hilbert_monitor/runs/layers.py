@@ -57,8 +57,8 @@ class LayerFile:
     """
 
     def __init__(self, folder: Path, attempt: int, first_step: int) -> None:
-        self.path, self._marker, self._file = folder / LAYERS, Marker(attempt, first_step), None
-        self._file: LineFile | None
+        self.path, self._marker = folder / LAYERS, Marker(attempt, first_step)
+        self._file: LineFile | None = None
 
     def append(self, record: LayerRecord) -> None:
         """Add a record."""
