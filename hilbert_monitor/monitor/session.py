@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from hilbert_monitor import __version__
 from hilbert_monitor.runs.alerts import Judge
-from hilbert_monitor.runs.layer_alerts import LayerJudge
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from hilbert_monitor.runs.stops import requested_stop
 
@@ -27,7 +26,8 @@ from .guard import Guard
 from .head import NobodyMovesIt
 from .head_place import find_head_place
 from .hidden import AutocastFactory
-from .layers import LayerWatch, with_layers
+from .layer_records import LayerRecords
+from .layers import LayerWatch
 from .options import MonitorOptions
 from .outputs import Outputs
 from .owners import owning_optimizer
@@ -122,8 +122,7 @@ class MonitorSession:
         self.probe: Probe | None = None
         self.outputs: Outputs | None = None
         """Where the run is written, on rank zero while it trains."""
-        self._layers: LayerWatch | None = None
-        self._layer_judge: LayerJudge | None = None
+        self._layers: LayerRecords | None = None
         self._loop: TrainingLoop | None = None
         self._waiting: Waiting | None = None
         self._responses: Responses | None = None
@@ -217,27 +216,13 @@ class MonitorSession:
             tokens=self._tokens,
         )
         self._loss = self._validation_loss = None
-        record, more = self._take_layers(probe, record, final=final)
-        self._pass_on(loop, probe, [(record, [*probe.alerts, *more])] if record is not None else [], final=final)
-
-    def _take_layers(
-        self, probe: Probe, record: StepRecord | None, *, final: bool
-    ) -> tuple[StepRecord | None, list[Alert]]:
-        """Write the layers of the step, if they were measured; return its record with them, and their alerts."""
-        layers, alerts = self._layers, list[Alert]()
-        if layers is None:
-            return record, alerts
-        with self.guard("layers"):
-            measured = layers.end(probe.step) if layers.hooked else None
-            if measured is not None and record is not None:
-                if self._layer_judge is not None:
-                    alerts = self._layer_judge.judge(measured)
-                if self.outputs is not None:
-                    self.outputs.write_layers(measured)
-                record = with_layers(record, measured, layers.spent())
-        if not final:
-            layers.begin(probe.step + 1)
-        return record, alerts
+        alerts = probe.alerts
+        if self._layers is not None:
+            record, more = self._layers.take(record, probe.step, self.outputs)
+            alerts = [*alerts, *more]
+            if not final:
+                self._layers.go_on(probe.step + 1)
+        self._pass_on(loop, probe, [(record, alerts)] if record is not None else [], final=final)
 
     def flush(self) -> None:
         """Hand on the records of steps that are still on the device. Called on any rank, at any time."""
@@ -293,8 +278,8 @@ class MonitorSession:
             self._resumed = self.state_dict()
             self.probe.finish()
         if self._layers is not None:
-            self._layers.end(0)
-        self._layers = self._layer_judge = None
+            self._layers.close()
+        self._layers = None
         webhooks = self._responses.webhooks if self._responses is not None else []
         (self.outputs or Outputs(self.guard)).close(error, webhooks, stopped=stopped)
         texts = self._texts
@@ -312,7 +297,7 @@ class MonitorSession:
             return dict(self._resumed)
         with self.guard("record"):
             self.flush()
-        layers = {} if self._layer_judge is None else {"layers": self._layer_judge.state()}
+        layers = {} if self._layers is None else {"layers": self._layers.state()}
         return {
             "step": self.probe.step,
             "tokens": self._tokens,
@@ -367,16 +352,9 @@ class MonitorSession:
         self.probe.attach()
         if options.layers and loop.ranks.rank == 0:
             with self.guard("layers"):
-                self._watch_layers(loop, self.probe)
-
-    def _watch_layers(self, loop: TrainingLoop, probe: Probe) -> None:
-        """Begin to measure the layers, and go on with their history."""
-        head = probe.head.weight
-        self._layers = LayerWatch(loop.model, loop.optimizers, head, guard=self.guard, remark=probe.note)
-        self._layer_judge = LayerJudge(self.options.rules)
-        if "layers" in self._resumed:
-            self._layer_judge.restore(self._resumed["layers"])
-        self._layers.begin(probe.step + 1)
+                head, note = self.probe.head.weight, self.probe.note
+                layers = LayerWatch(loop.model, loop.optimizers, head, guard=self.guard, remark=note)
+                self._layers = LayerRecords(layers, options.rules, self.probe.step + 1, self._resumed.get("layers"))
 
     def _schedulers(self) -> Sequence[Any]:
         """Those of the run, as they are now."""
