@@ -21,20 +21,21 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from hilbert_monitor.geometry import compute_dtype
-from hilbert_monitor.optim import Group, LastStep, MatrixOptimizer, Muon, RowNorm, options_of
+from hilbert_monitor.optim import Group, options_of
 
 from .decay import Decay, WeightDecay
 from .device_numbers import reads_later
-from .formulas import formula_of, sgd, state_of, steps_as
+from .formulas import state_of
 from .head_rows import HeadRows
 from .head_step import HeadStep, learning_rate
 from .kept_rows import KeptRows
 from .observers import Outcome, observe
 from .owners import group_of, inner_optimizers, stepping_optimizer
 from .ranks import Ranks
+from .state_increment import StateIncrement
 from .step_hooks import hook_steps
 
 Basis = Literal["state", "step", "update"]
@@ -72,6 +73,7 @@ class IncrementSource:
         self.optimizer = stepping_optimizer(optimizer, param)
         self.param = param
         self.rows = rows or HeadRows(param, Ranks.of(param.device, 1))
+        self._by_state = StateIncrement(self.optimizer, param, self.rows)
         self.last: HeadStep | None = None
         self.decay = WeightDecay(self.optimizer, decay)
         self._kept = self._watched()
@@ -87,7 +89,6 @@ class IncrementSource:
         """What the forward pass casts the weights to, if it is less than they have."""
         self._seen_before: Tensor | None = None
         self._next: Group | None = None  # options at the end of the last update, if the next step starts there
-        self._gradient: LastStep | None = None
         self._doubt: Callable[[str], None] = lambda text: None
         self.outcome: Outcome | None = None
         """Reads what a `TrustRegion` made of the last step, where there is one."""
@@ -106,13 +107,7 @@ class IncrementSource:
     @property
     def from_state(self) -> bool:
         """Whether the increment is formed without a copy of the weights."""
-        group = group_of(self.optimizer, self.param)
-        if group is None or not self._trusted:
-            return False
-        if isinstance(self.optimizer, MatrixOptimizer):
-            alone = isinstance(self.optimizer, RowNorm) and group["center"] == "none"
-            return alone or not self.rows.sharded  # of a shard others need what the ranks tell each other
-        return formula_of(self.optimizer, group) is not None
+        return self._trusted and self._by_state.known
 
     @property
     def is_rounded(self) -> bool:
@@ -124,15 +119,15 @@ class IncrementSource:
         """Whether the increment is lost soon: formed from the gradient, or from weights that are held."""
         if self._has_holder and not self.from_state:
             return True  # the weights tell it until they are held
-        return self.from_state and (self._is_plain_sgd() or isinstance(self.optimizer, Muon))
+        return self.from_state and self._by_state.needs_gradient(self.last)
 
     @property
     def formable(self) -> bool:
         """Whether the increment of the last step can still be formed: nothing has moved the weights since."""
         if self.last is None or self._kept.are_others():
             return False
-        if self.from_state and self._is_plain_sgd():
-            return self._has_gradient()
+        if self.from_state and self._by_state.is_plain_sgd(self.last):
+            return self._by_state.has_gradient
         if self._by_update:
             return self._before is not None and self._next is None
         return self.from_state or self._before is not None
@@ -277,7 +272,7 @@ class IncrementSource:
     def take_rows(self, rows: HeadRows) -> None:
         """Measure other entries of the parameter from now on."""
         self.forget()
-        self.rows = rows
+        self.rows = self._by_state.rows = rows
         self._kept = self._watched()
 
     def forget(self) -> None:
@@ -313,22 +308,21 @@ class IncrementSource:
         options["lr"] = learning_rate(self.optimizer, options, state_of(self.optimizer, self.param))
         skipped, overflow = self._skipped()
         self.last, self._next, self._has_stepped = HeadStep(skipped, options, group_lr, overflow), None, True
-        if steps_as(self.optimizer, SGD) and self.param.grad is not None:
-            self._gradient = LastStep.of(self.param.grad, self.last.options)
-        elif self._is_plain_sgd() and not self.last.skipped and self._trusted:
+        if self._by_state.note(self.last) and self._trusted:
             self._distrust(f"a step of {type(self.optimizer).__name__} clears its gradient")
         self._kept.see()
         return self.last
 
     def _likelier(self, *candidates: Group) -> Group:
         """The options with which the rows that were kept moved: a schedule may set them before a step or after it."""
-        before, formula = self._kept.before, formula_of(self.optimizer, candidates[0])
-        if before is None or not len(before) or formula is None or not self.from_state or self._is_plain_sgd():
+        before = self._kept.before
+        if before is None or not len(before) or not self.from_state or self._by_state.is_plain_sgd(self.last):
             return candidates[0]
-        rows = self._state(lambda x: self._kept.of(self.rows.of(x)))
 
         def gap(options: Group) -> float:
-            S = formula(before, rows, options, None)
+            S = self._by_state.of_rows(before, options, self._kept.of)
+            if S is None:
+                return 0.0
             kept = before.to(S.dtype) * (1 - self.decay.share(HeadStep("", options)))
             return float((self._kept.now().to(S.dtype) - kept - S).abs().amax())
 
@@ -357,7 +351,7 @@ class IncrementSource:
             return None
         if self._by_update or not self.from_state:
             return self.stored()
-        S = self._from_state(self.last, out)
+        S = self._by_state.form(self._weights(), self.last, out)
         fresh = self._next is None and not self._is_held  # or the rows of before the step are no longer kept
         if self.checks and fresh and not self._agrees(S, self.last):
             return None
@@ -368,7 +362,7 @@ class IncrementSource:
         """Return the increment of the last step as the optimizer's state says it was, without a check."""
         if self.last is None or not self.from_state:
             raise RuntimeError("there has been no step whose increment can be formed from the optimizer's state")
-        return self._rounded(self._from_state(self.last, None))
+        return self._rounded(self._by_state.form(self._weights(), self.last, None))
 
     def _rounded(self, S: Tensor) -> Increment:
         """Bound what is lost in weights of less than fp32."""
@@ -415,17 +409,6 @@ class IncrementSource:
         assert self._before is not None
         return (self._before != self._weights()).sum(), self._before.numel()
 
-    def _from_state(self, last: HeadStep, out: Tensor | None) -> Tensor:
-        if isinstance(self.optimizer, MatrixOptimizer):
-            part = self.rows.part if self.rows.dim == 0 else None
-            S = self.optimizer.increment(self.param, out=out if part or not self.rows.part else None, rows=part)
-            return S if part else self.rows.of(S)
-        if self._is_plain_sgd() and not self._has_gradient():
-            raise RuntimeError("the gradient of the last step is gone or changed, and SGD's increment needs it")
-        formula = formula_of(self.optimizer, last.options)
-        assert formula is not None
-        return formula(self._weights(), self._state(self.rows.of), last.options, out)
-
     def _agrees(self, S: Tensor, last: HeadStep) -> bool:
         """Whether the rows that were kept moved as `S` says."""
         before = self._kept.before
@@ -453,15 +436,6 @@ class IncrementSource:
         """This rank's entries of the parameter, as they are now."""
         return self.rows.of(self.param.detach())
 
-    def _state(self, of: Callable[[Tensor], Tensor]) -> Group:
-        """The optimizer's state of some entries of the parameter; the gradient too."""
-        state = {**state_of(self.optimizer, self.param), "gradient": self.param.grad}
-        if isinstance(self.param.grad, Tensor) and self.param.grad.is_sparse:
-            state["gradient"] = self.param.grad.to_dense()
-        return {
-            name: of(x) if isinstance(x, Tensor) and x.shape == self.param.shape else x for name, x in state.items()
-        }
-
     def _distrust(self, why: str) -> None:
         self._trusted, self._found_out = False, True
         self._doubt(f"{why}: the increment is the difference of the weights from now on")
@@ -475,13 +449,6 @@ class IncrementSource:
             f"something besides the step of {type(self.optimizer).__name__} moves the head's weights (Lookahead, a"
             " patched step, swapped or projected weights?)"
         )
-
-    def _is_plain_sgd(self) -> bool:
-        last = self.last
-        return last is not None and formula_of(self.optimizer, last.options) is sgd and not last.options["momentum"]
-
-    def _has_gradient(self) -> bool:
-        return self._gradient is not None and self._gradient.had(self.param.grad)
 
     def _skipped(self) -> tuple[str, Tensor | None]:
         """Why nothing moved, or empty; and what says so on the device, where that is read later."""
