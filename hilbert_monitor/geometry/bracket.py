@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._cloud import PointCloud, column_extremes, in_safe_range, rounding
+from ._cloud import PointCloud, column_extremes, in_safe_range, on_host, rounding
 from ._sharded_survey import Survey, ordered, survey
 from .arithmetic import MAX_BYTES, check_rows, full_precision, nonfinite
 from .shards import RowShards, row_shards
@@ -159,8 +159,14 @@ def _partners(cloud: PointCloud, rows: Tensor, norms: Tensor) -> Tensor:
 def _longest(cloud: PointCloud, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the fp64 length (1,) of the longest pair among n rows, and its place (1,) in the n^2 pairs of them."""
     x = cloud.given_rows(rows)
-    length, place = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").view(1, -1).max(1)
-    return length, place
+    if not on_host(x):
+        length, place = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").view(1, -1).max(1)
+        return length, place
+    y = x - x[0]  # a product has the longest pair sooner, and then its length needs its own look
+    norm2 = y.square().sum(1)
+    place = torch.addmm(norm2 + norm2[:, None], y, y.T, alpha=-2).view(1, -1).argmax(1)
+    i, j = (x.index_select(0, end) for end in (place // len(x), place % len(x)))
+    return torch.linalg.vector_norm(i - j, dim=1), place
 
 
 def _pairs(rows: Tensor) -> Tensor:
