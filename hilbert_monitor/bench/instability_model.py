@@ -79,7 +79,8 @@ class Decoders:
         V, d = self.sizes.vocab_size, self.sizes.width
         rows = tokens.flatten(1) + V * torch.arange(R)[:, None]
         x = self.weights["embed"].view(R * V, d)[rows]  # (R, N, d)
-        largest, inputs = [], {}
+        largest: list[Tensor] = []
+        inputs: dict[str, Tensor] = {}
         for block in range(self.sizes.blocks):
             part = {name: self.weights[f"{block}.{name}"] for name in MATRICES}
             h = _norm(x)

@@ -57,11 +57,10 @@ def first_direction(A: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(A, dim=-1)  # (..., m)
     at = norms.argmax(-1)[..., None, None].expand(*A.shape[:-2], 1, n)
     longest = _unit(A.gather(-2, at)[..., 0, :])
-    mean = longest + 0.5 * fixed
-    return mean / torch.linalg.vector_norm(mean, dim=-1, keepdim=True)
+    return _unit(longest + 0.5 * fixed)
 
 
 def _unit(x: Tensor) -> Tensor:
     """Return vectors of norm one; one that is zero stays zero."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / norm.where(norm != 0, 1.0)
+    return torch.div(x, norm.where(norm != 0, 1.0))
