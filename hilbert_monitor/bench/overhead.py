@@ -9,6 +9,9 @@ from statistics import median
 import torch
 
 from hilbert_monitor.emulation.synthetic import synthetic_text
+from hilbert_monitor.monitor.guard import Guard
+from hilbert_monitor.monitor.layers import EVERY as LAYERS_EVERY
+from hilbert_monitor.monitor.layers import LayerWatch
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.optim import pretraining_optimizer
@@ -63,6 +66,33 @@ def overhead(device: torch.device, V: int, d: int, steps: int, head: Head) -> It
     )
     case = f"{head} head ({V:,} x {d})"
     yield BenchResult("monitored training step", case, "with", step_time + extra, "without", step_time, note)
+
+
+def layer_overhead(device: torch.device, V: int, d: int, steps: int, head: Head) -> Iterator[BenchResult]:
+    """Time steps of the same decoder with `layers=True` and without, one measured step in ten.
+
+    As above, only what happens in the optimizer's step and around it is timed twice.
+    """
+    plain, watched = (_Training(device, V, d, head) for _ in range(2))
+    weight = watched.model.lm_head.weight
+    layers = LayerWatch(watched.model, [watched.optimizer], weight, guard=Guard(strict=True), every=1)
+    passes, without, extra = [], [], list[float]()
+    for step in range(1, steps + 3):  # two to warm up
+        passes.append(plain.gradient(step))
+        without.append(plain.update())
+        watched.take_gradient(plain)
+        start = time.perf_counter()
+        layers.begin(step)
+        begun = time.perf_counter() - start
+        number = step
+        extra.append(begun + watched.update(lambda number=number: layers.end(number)) - without[-1])  # type: ignore[misc]
+    measured, update = max(0.0, median(extra[2:])), median(without[2:])
+    step_time = median(passes[2:]) + update
+    share = measured / LAYERS_EVERY / step_time
+    note = f"{share:.2%} more: {len(layers.layers)} layers {measured * 1e3:.1f} ms every {LAYERS_EVERY}th"
+    case = f"{head} head ({V:,} x {d}), layers=True"
+    seconds = step_time + measured / LAYERS_EVERY
+    yield BenchResult("layers of a training step", case, "with", seconds, "without", step_time, note)
 
 
 class _Training:

@@ -76,6 +76,7 @@ def monitor_jobs(*, quick: bool) -> Iterator[Job]:
     cpu = torch.device("cpu")
     yield "monitor, AdamW head", lambda: overhead.overhead(cpu, V, d, steps, "adamw")
     yield "monitor, RowNorm head", lambda: overhead.overhead(cpu, V, d, steps, "rownorm")
+    yield "layers", lambda: overhead.layer_overhead(cpu, V, d, steps, "rownorm")
 
 
 def optimizer_jobs(*, quick: bool) -> Iterator[Job]:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from ._lines import LineFile, Marker, blocks, items, line_of
+from .json_values import plain
 
 LAYERS = "layers.jsonl"
 
@@ -66,7 +67,7 @@ class LayerFile:
             file = LineFile(self.path)
             file.append(line_of(self._marker))
             self._file = file
-        self._file.append(msgspec.json.encode(msgspec.to_builtins(record)))
+        self._file.append(msgspec.json.encode(plain(msgspec.to_builtins(record))))
 
     def close(self) -> None:
         """Force the records to the disk, and close the file."""

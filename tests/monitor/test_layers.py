@@ -153,7 +153,7 @@ def test_a_run_with_layers_is_bit_for_bit_the_run_without_and_its_file_is_read(m
     records = read_layers(folder)
     assert [record.step for record in records] == [10, 20, 30, 40]
     assert all("q.weight" in record.layers for record in records)
-    steps = {record.step: record for record in RunReader(folder).records()}
+    steps = {record.step: record for record in RunReader(folder).steps()}
     assert steps[20].layer_step == max(layer.relative for layer in records[1].layers.values())
     assert steps[20].attention_logit > 0
     assert steps[11].layer_step is None
