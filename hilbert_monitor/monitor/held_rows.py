@@ -119,12 +119,13 @@ class HeldRows:
             error = unit * (2 * self.width**0.5 * entry + 2 * length + (self.width + 4) * far)
             distances[at], unsure[at] = far, ~(far + error <= radius)
         unsure[distances.topk(min(2 * TOP, self.number)).indices] = True
-        for at, _ in self._places(unsure):
-            distances[at] = self._exact_distances(at, mean)
+        for places, _ in self._places(unsure):
+            distances[places] = self._exact_distances(places, mean)
         return torch.nan_to_num(distances, torch.inf, torch.inf)
 
     def _exact_distances(self, at: slice | Tensor, mean: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(self._step(at, self._decayed(at)).sub_(mean), dim=1)
+        distances: Tensor = torch.linalg.vector_norm(self._step(at, self._decayed(at)).sub_(mean), dim=1)
+        return distances
 
     def centred(self, mean: Tensor) -> Matrix:
         """S less its mean row, in fp32, for a search of its diameter. (V, d)."""
@@ -259,7 +260,8 @@ class HeldRows:
     def _slack(self, lengths: Tensor) -> Tensor:
         """How far rounding may move rows of these lengths."""
         unit, least = max(part.unit_roundoff for part in self.parts), max(part.least for part in self.parts)
-        return unit * lengths + self.width**0.5 * least / 2
+        slack: Tensor = unit * lengths + self.width**0.5 * least / 2
+        return slack
 
     def _longest_row(self) -> Tensor:
         """The largest |c U_i| of all ranks."""

@@ -6,6 +6,7 @@ record.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -172,7 +173,7 @@ class PanelPerturbation:
 class HeldPart:
     """What a `TrustRegion` made of the step."""
 
-    trust_limit: float
+    trust_limit: float | None
     made_diameter: float | None
     held_rows: int | None
     held_share: float | None
@@ -183,7 +184,7 @@ class HeldPart:
         """Take what the region says. Of a step that was left out, nothing is known but that."""
         made = not step.left_out
         return cls(
-            trust_limit=step.limit,
+            trust_limit=step.limit if math.isfinite(step.limit) else None,
             made_diameter=step.made_upper if made else None,
             held_rows=step.held if made else None,
             held_share=step.held / step.rows if made else None,

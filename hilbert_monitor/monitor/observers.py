@@ -7,7 +7,7 @@ it believes of the optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -28,7 +28,7 @@ class Observer(Protocol):
         """Take notice of what was made of it; None where steps are held no more."""
 
 
-_observers = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]  # lists, by their weights
+_observers: Any = WeakIdKeyDictionary()  # lists of them, by their weights
 
 
 def observe(weight: Tensor, observer: Observer) -> Callable[[], None]:

@@ -186,9 +186,9 @@ class Region:
         head, gradients = self._head, self._gradients
         assert head is not None
         assert gradients is not None
-        _ = self.last
         gradients.restore()  # of a step that raised
         self._is_left_out = gradients.check()
+        _ = self.last  # now that the device has nothing left to do
         if self._is_left_out:
             return
         weights = [_rows(head, source) for source in _sources(head)]

@@ -154,6 +154,16 @@ def test_the_first_update_has_no_learning_rate_and_the_last_a_tenth(data, tmp_pa
     assert steps[-1].learning_rate == pytest.approx(0.1 * peak)
 
 
+def test_a_trust_region_holds_the_steps_of_the_head(data, tmp_path):
+    fit(data, tmp_path, head="adamw", trust_region=1e-3, updates=6, warmup=0.5)
+    (run,) = find_runs(tmp_path / "runs")
+    records = list(run.steps())
+    assert all(record.trust_limit == 1e-3 and record.made_diameter <= 1e-3 for record in records)
+    assert records[0].held_rows == 0, "the first update has no learning rate"
+    assert max(record.held_share for record in records) > 0.5
+    assert max(record.diameter_lower for record in records) > 1e-3
+
+
 def test_the_resolved_recipe_is_part_of_the_runs_info(data, tmp_path):
     fit(data, tmp_path, updates=2)
     info = RunReader(tmp_path / "runs" / "run").info

@@ -1,0 +1,51 @@
+"""A TrustRegion on the emulated device: the CPU's weights, and one wait a step, for the gradients."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from hilbert_monitor import TrustRegion
+from hilbert_monitor.emulation.device import NAME, EmulatedDevice
+from tests.emulated.test_training import OPTIMIZERS, TEXT, V
+from tests.support.decoders import Plain, seeded
+
+
+def trained(make, device, limit, how, updates=3):
+    """The weights after some updates, what was held in each, and the region."""
+    text, model = TEXT.to(device), seeded(Plain, V=V, d=16).to(device)
+    optimizer = OPTIMIZERS[make](model)
+    region, held = TrustRegion(limit, how=how), []
+    with region.watch(model, optimizer):
+        for _ in range(updates):
+            optimizer.zero_grad()
+            cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
+            optimizer.step()
+            held.append(region.last)
+    return [p.detach().cpu() for p in model.parameters()], held
+
+
+@pytest.mark.parametrize(("make", "how"), [("AdamW", "rows"), ("AdamW, lr a tensor", "rows"), ("SGD", "scale")])
+def test_steps_are_held_as_on_the_cpu(make, how):
+    with EmulatedDevice():
+        for limit in (1e-3, 10.0):
+            ours, held = trained(make, NAME, limit, how)
+            theirs, on_cpu = trained(make, "cpu", limit, how)
+            assert [(one.held, one.tokens) for one in held] == [(one.held, one.tokens) for one in on_cpu]
+            for a, b in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_waits_for_the_gradients_alone():
+    with EmulatedDevice() as device:
+        text, model = TEXT.to(NAME), seeded(Plain, V=V, d=16).to(NAME)
+        optimizer = OPTIMIZERS["AdamW foreach"](model)
+        with TrustRegion(1e-3).watch(model, optimizer) as region:
+            for _ in range(2):
+                cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
+                with device.counted() as counts:
+                    optimizer.step()
+        ours = {line: n for (_, line), n in counts.waited.items() if line.startswith("monitor/")}
+        last = [line for line in ours if not line.startswith(("monitor/finite_gradients.py", "monitor/held_step.py"))]
+        assert last == [], counts.table()
+        assert sum(n for line, n in ours.items() if "finite_gradients" in line) == 1
+        assert region.clipped == 2
