@@ -226,7 +226,7 @@ def instabilities(
 
 
 def guard(json: JsonFile = None, quick: Quick = False) -> None:
-    """Put faults into small training runs under safeguards, and see what each costs: half an hour.
+    """Put faults into small training runs under safeguards, and see what each costs: twenty minutes.
 
     A trust region at the head stands beside gradient clipping, StableAdamW's update clipping, and steps that are
     skipped by loss and gradient norm. What counts is the validation loss 50 and 200 steps later, beside a clean twin.
@@ -251,10 +251,10 @@ def diameter_curve(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Train small runs whose steps of the head are held to a range of diameters, and compare their losses: an hour.
+    """Train small runs whose steps of the head are held to a range of diameters, and compare their losses.
 
     AdamW held by rows and by scaling stands beside RowNorm, SGD held by rows, and AdamW whose learning rate is lowered
-    instead. The dashboard's page Diameter and the report draw the curves from the runs.
+    instead: a quarter of an hour. The dashboard's page Diameter and the report draw the curves from the runs.
 
     Example: hilbert-monitor bench diameter-curve --runs runs/diameter --json curve.json
     """

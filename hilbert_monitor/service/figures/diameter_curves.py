@@ -153,7 +153,8 @@ def _figure(sweep: DiameterSweep, name: str, title: str, *, log: bool = False) -
         traces += [trace for point in points if not is_limited(point) for trace in _level(curve, point, name, places)]
     if name == "made" and places:
         traces.append(_diagonal(places))
-    figure = style.figure(title, style.name_groups(traces), PLAIN, log=log)
+    y_range = None if log else _readable_range(traces)
+    figure = style.figure(title, style.name_groups(traces), PLAIN, log=log, **({"range": y_range} if y_range else {}))
     figure["layout"]["xaxis"] = {
         "title": {"text": ALLOWED},
         "type": "log",
@@ -164,6 +165,18 @@ def _figure(sweep: DiameterSweep, name: str, title: str, *, log: bool = False) -
         "unifiedhovertitle": {"text": "%{x:.4~g} times RowNorm's"},
     }
     return figure
+
+
+def _readable_range(traces: Sequence[Trace]) -> list[float] | None:
+    """A range of y in which all curves but the highest are whole: one that runs away would flatten the others."""
+    highest: dict[str, float] = {}
+    for trace in traces:
+        highest[trace["name"]] = max([highest.get(trace["name"], -math.inf), *trace["y"]])
+    if len(highest) < 3:
+        return None
+    low, high = min(y for trace in traces for y in trace["y"]), sorted(highest.values())[-2]
+    margin = (high - low) / 20
+    return [low - margin, high + margin] if margin > 0 else None
 
 
 def is_limited(point: CurvePoint) -> bool:

@@ -10,7 +10,7 @@ import { WHOLE, change, get, written } from "./state.js";
 import { runs } from "./store.js";
 
 const PANELS = [
-  { key: "loss", title: "Final validation loss", about: "The final validation loss over the diameter that a step of the LM head may have. Lines are means over seeds, bands one sample standard deviation." },
+  { key: "loss", title: "Final validation loss", about: "The final validation loss over the diameter that a step of the LM head may have. Lines are means over seeds, bands one sample standard deviation. A curve that leaves at the top goes on in the table below." },
   { key: "made", title: "Diameter made", about: "The median diameter of the steps that were made. On the dashed line all that is allowed is used." },
 ];
 
