@@ -11,6 +11,7 @@ rules together.
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -313,6 +314,7 @@ class Judge:
                 if lasting.calm >= CALM:
                     del self._lasting[kind]
             return False
+        value = value if math.isfinite(value) else sys.float_info.max  # nothing doubles it, and JSON can hold it
         new = lasting is None or value > 2 * lasting.reported
         lasting = self._lasting.setdefault(kind, BlowUp(value))
         lasting.reported = value if new else lasting.reported
