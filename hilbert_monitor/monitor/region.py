@@ -86,7 +86,7 @@ class Region:
         self._largest: float | None = None  # norm of a hidden state, before it was attached
         self._head: WatchedHead | None = None
         self._gradients: FiniteGradients | None = None
-        self._remove: Callable[[], None] = lambda: None
+        self._remove: Callable[[], None] | None = None
         self._copies: list[Tensor] = []
         self._pending: Callable[[], RegionStep] | None = None
         self._last: RegionStep | None = None
@@ -140,8 +140,9 @@ class Region:
 
     def detach(self) -> None:
         """Hold nothing any more; the optimizer is left without a trace."""
-        self._remove()
-        self._remove = lambda: None
+        if self._remove is not None:
+            self._remove()
+        self._remove = None
         _ = self.last
         if self._gradients is not None:
             self._gradients.restore()

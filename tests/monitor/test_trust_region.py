@@ -10,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
@@ -461,10 +464,13 @@ def test_detached_region_leaves_no_trace():
 # Several ranks
 
 
-def ranks_train(rank, world, sharded, name, how):
+def ranks_train(rank, world, layout, name, how):
     model = Model(bias=True)
-    if sharded:
+    if layout == "fsdp":
         fully_shard(model.lm_head)
+    if layout == "tp":
+        mesh = init_device_mesh("cpu", (world,))
+        parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
     rest = [model.embedding.weight]
     head = [model.lm_head.weight] if name in ("RowNorm", "Muon") else [model.lm_head.weight, model.lm_head.bias]
     rest += [] if len(head) == 2 else [model.lm_head.bias]
@@ -477,18 +483,18 @@ def ranks_train(rank, world, sharded, name, how):
             backward(model, seed)
             if seed == 1 and rank == world - 1:
                 gradient = model.lm_head.weight.grad
-                (gradient.to_local() if sharded else gradient)[-1, 0] = math.nan
+                (gradient.to_local() if layout else gradient)[-1, 0] = math.nan
             optimizer.step()
             results.append(region.last)
     weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.lm_head.parameters()]
     return results, [w.detach() for w in weights]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_sharded_heads_are_held_as_whole_ones(tmp_path, world):
+@pytest.mark.parametrize(("world", "layout"), [(2, "fsdp"), (3, "fsdp"), (2, "tp")])
+def test_sharded_heads_are_held_as_whole_ones(tmp_path, world, layout):
     for name, how in (("AdamW", "rows"), ("RowNorm", "rows"), ("AdamW", "scale")):
-        sharded = in_ranks(ranks_train, tmp_path / f"{name} {how}", True, name, how, world=world)
-        whole, weights = ranks_train(0, 1, False, name, how)
+        sharded = in_ranks(ranks_train, tmp_path / f"{name} {how}", layout, name, how, world=world)
+        whole, weights = ranks_train(0, 1, "", name, how)
         for results, mine in sharded:
             assert results == sharded[0][0]
             for one, other in zip(results, whole, strict=True):
@@ -499,6 +505,6 @@ def test_sharded_heads_are_held_as_whole_ones(tmp_path, world):
 
 
 def test_ranks_leave_out_a_step_together(tmp_path):
-    for results, weights in in_ranks(ranks_train, tmp_path, False, "AdamW", "rows"):
+    for results, weights in in_ranks(ranks_train, tmp_path, "", "AdamW", "rows"):
         assert [one.left_out for one in results] == [False, True, False]
         assert all(w.isfinite().all() for w in weights)
