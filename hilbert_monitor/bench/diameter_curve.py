@@ -32,7 +32,7 @@ from statistics import median
 from torch.optim import SGD, AdamW, Optimizer
 
 from hilbert_monitor.geometry import row_diameter
-from hilbert_monitor.monitor.region import How
+from hilbert_monitor.monitor.held_step import How
 from hilbert_monitor.monitor.trust_region import TrustRegion
 from hilbert_monitor.monitor.watch import watch
 from hilbert_monitor.optim import ChainedOptimizer, RowNorm, pretraining_optimizer
