@@ -247,7 +247,7 @@ def guard(json: JsonFile = None, quick: Quick = False) -> None:
 def diameter_curve(
     runs: Annotated[
         Path, typer.Option(help="Folder for the run logs. Runs that are finished there are not made again.")
-    ] = Path("runs/diameter"),
+    ] = Path("diameter/runs"),
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
@@ -256,7 +256,7 @@ def diameter_curve(
     AdamW held by rows and by scaling stands beside RowNorm, SGD held by rows, and AdamW whose learning rate is lowered
     instead: a quarter of an hour. The dashboard's page Diameter and the report draw the curves from the runs.
 
-    Example: hilbert-monitor bench diameter-curve --runs runs/diameter --json curve.json
+    Example: hilbert-monitor bench diameter-curve --runs diameter/runs --json curve.json
     """
     from rich.console import Console
 
