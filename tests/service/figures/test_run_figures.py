@@ -61,7 +61,7 @@ def test_all_figures_are_there_when_a_run_measures_all():
     whole = {"train_loss": 1.0, "learning_rate": 0.1, "share": 0.01, "seconds": {"diameter": 0.5}}
     whole |= {"diameter": 1.0, "ceiling": 2.0, "perturbation_rms": 0.5, "hidden_norm": 3.0, "hidden_norm_rms": 2.0}
     whole |= {"spectral_norm": 1.5, "gauge_waste": 0.1, "moment_efficiency_lower": 0.7, "moment_efficiency_upper": 0.8}
-    whole |= {"log_z_rms": 9.0, "precision_loss_rms": 0.01}
+    whole |= {"log_z_rms": 9.0, "precision_loss_rms": 0.01, "layer_step": 0.01}
     assert tuple(drawn([record(1, **whole)])) == tuple(service.PANELS)
 
 
