@@ -156,7 +156,8 @@ class LayerWatch:
         self._ends = []
         for layer in self.layers:
             layer.source.forget()
-        found, self._found = self._found, {}
+        found = {layer.name: self._found[layer.name] for layer in self.layers if layer.name in self._found}
+        self._found = {}
         return LayerRecord(step=step, time=time.time(), layers=found) if found else None
 
     def spent(self) -> float:
