@@ -87,7 +87,9 @@ class StudyRuns:
         log_z = torch.logsumexp(used, -1)
         target = used.gather(-1, targets[..., None])[..., 0]
         total = (log_z - target).mean(1) + self.z_loss * log_z.square().mean(1)
-        gradients = dict(zip(self.weights, torch.autograd.grad(total.sum(), [*self.weights.values()]), strict=True))
+        found = torch.autograd.grad(total.sum(), [*self.weights.values()])
+        # a product's gradient may be laid out as its transpose, which the fused kernel would take for another matrix
+        gradients = {name: g.contiguous() for name, g in zip(self.weights, found, strict=True)}
         with torch.no_grad():
             norm = self._prepare(gradients)
             before = {name: w.clone() for name, w in self.weights.items()}

@@ -71,12 +71,12 @@ class WatchedLayer:
             S, W = S.flatten(1), W.flatten(1)
             along_step, along_weight = leading_direction(S, self.of_step), leading_direction(W, self.of_weight)
             self.of_step, self.of_weight = along_step.right, along_weight.right
-            sizes = along_step.norm, along_weight.norm
+            sizes = [along_step.norm, along_weight.norm]
             upper = spectral_norm(S).upper if exact else None
         elif self.kind == "embedding":
-            sizes = tuple(torch.linalg.vector_norm(x.float(), dim=1).amax() for x in (S, W))
+            sizes = [torch.linalg.vector_norm(x.float(), dim=1).amax() for x in (S, W)]
         else:
-            sizes = tuple(x.float().square().mean().sqrt() for x in (S, W))
+            sizes = [x.float().square().mean().sqrt() for x in (S, W)]
         numbers = torch.stack([size.float() for size in (*sizes, *self._ratio())]).tolist()
         lr = step.options.get("lr")
         return Layer(

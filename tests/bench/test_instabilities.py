@@ -185,7 +185,7 @@ def test_the_command_trains_once_and_judges_what_there_is(tmp_path):
     assert first.exit_code == 0, first.output
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "study").iterdir()}
     assert len(files) == len(study.StudyPlan.quick().jobs())
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = json.loads((tmp_path / "out.json").read_text())["results"]
     assert {"signals", "runs", "clean twins"} <= {*found}
     next(iter(files)).unlink()
     again = CliRunner().invoke(app, words)
