@@ -4,6 +4,7 @@ import torch
 
 from hilbert_monitor.bench import projection
 from hilbert_monitor.bench.opponents import all_pairs_matmul
+from hilbert_monitor.pretrain import plan as plan_module
 from hilbert_monitor.pretrain.device import Device
 from hilbert_monitor.pretrain.monitor_cost import rank_work
 from hilbert_monitor.pretrain.plan import plan
@@ -14,16 +15,14 @@ MOST = {"190M": 0.0057, "380M": 0.0038, "640M": 0.0028}
 is seen. Our aim is 0.7, 0.4 and 0.3 %."""
 
 
-def test_the_monitor_is_a_small_share_of_an_update_on_eight_devices():
+def test_the_monitor_is_a_small_share_of_an_update_and_its_search_ten_times_faster_than_all_pairs():
+    plan_module.HEADS_ELSEWHERE = ()  # which take as long to count again; this process is the test's own
     for size, most in MOST.items():
         found = plan(recipe(size, head="adamw"))
         share = found.monitor_share["seconds"]
         assert 0 < found.overlapped_share <= share <= most, (size, found.monitor)
         assert found.monitor_share["flops"] < 2e-4
-
-
-def test_an_exact_search_is_ten_times_faster_than_all_pairs_on_the_same_device():
-    device, r = Device(), recipe("190M", devices=1, global_batch=32).resolved
+    device, r = Device(), recipe("190M", head="adamw", devices=1, global_batch=32).resolved
     search = device.seconds(rank_work(r).search.count)
     all_pairs = device.seconds(projection.all_pairs_count(r.vocab_size, r.width))
     assert all_pairs > 10 * search, (all_pairs, search)
