@@ -65,7 +65,7 @@ class WatchedLayer:
         if increment is None:
             return None
         S, W = increment.S, self.source.param.detach()
-        sizes: tuple[Tensor, ...]
+        sizes: list[Tensor]
         upper = None
         if self.kind == "matrix":
             S, W = S.flatten(1), W.flatten(1)
