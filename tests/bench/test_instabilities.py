@@ -169,7 +169,9 @@ def test_arms_do_what_they_say():
     for name in ("no head decay", "independent head decay", "z-loss", "head alone", "beta2 0.999", "bf16 logits"):
         assert not torch.equal(weights["head"][by_name[name]], weights["head"][0]), name
     losses = [runs.table(place)["loss"][0] for place in range(len(ARMS))]
-    assert losses == pytest.approx([losses[0]] * len(ARMS), abs=0.02)  # one seed, before the first step
+    assert losses == pytest.approx(
+        [losses[0]] * len(ARMS), abs=0.1
+    )  # one seed, before the first step; a tied head begins elsewhere
 
 
 def test_the_lower_bound_of_the_diameter_is_one():
