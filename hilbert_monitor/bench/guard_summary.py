@@ -140,7 +140,9 @@ def show(summary: GuardSummary, console: Console) -> None:
 
 
 def _fault_table(summary: GuardSummary, place: int, when: str) -> Table:
-    table = Table(title=f"Validation loss above that of the clean twin, {when}; in brackets, steps left out")
+    table = Table(
+        title=f"Validation loss above that of the clean twin, {when}; in brackets, steps left out, less the twin's"
+    )
     for name in ("fault", "head"):
         table.add_column(name)
     for arm in ARMS:
