@@ -239,19 +239,27 @@ HEADS = ("AdamW", "RowNorm", "RMSprop")
 STEPS, FAULT = 60, 40
 JOBS = ("hilbert-runs", "hilbert-service")
 """Both scrape the same runs, as a service does that another Prometheus's targets are known to."""
-UNCAST = {"hilbert_seen_diameter": "its forward pass casts no weight"}
-FP32 = UNCAST | dict.fromkeys(
+PLAIN = {
+    "hilbert_seen_diameter": "its forward pass casts no weight",
+    "hilbert_attention_logit_max": "its model has no attention",
+}
+FP32 = PLAIN | dict.fromkeys(
     ("hilbert_stored_diameter", "hilbert_moved_share", "hilbert_precision_loss_rms"), "its head is in fp32"
+)
+FREE = dict.fromkeys(
+    ("hilbert_trust_limit", "hilbert_made_diameter", "hilbert_held_share"), "no trust region holds its steps"
 )
 LACKS = {
     "AdamW": {"hilbert_step_diameter_rounding": "its increments are formed from its state", **FP32},
-    "RowNorm": {"hilbert_step_diameter_rounding": "it says itself what its increments are", **FP32},
+    "RowNorm": {"hilbert_step_diameter_rounding": "it says itself what its increments are", **FP32, **FREE},
     "RMSprop": {
         "hilbert_step_diameter_ceiling": "there is no theorem for it",
         "hilbert_step_diameter_saturation": "it has no ceiling",
         "hilbert_moment_efficiency_lower": "it keeps no average of its gradients",
         "hilbert_moment_efficiency_upper": "it keeps no average of its gradients",
-        **UNCAST,
+        "hilbert_layer_ratio_max": "it keeps no average of its gradients",
+        **PLAIN,
+        **FREE,
     },
 }
 
@@ -263,7 +271,7 @@ def train(folder, ports):
     import torch
     from torch.utils.data import DataLoader
 
-    from hilbert_monitor import HilbertMonitor
+    from hilbert_monitor import HilbertMonitor, TrustRegion
     from tests.support.training import Module, Text
 
     class Broken:
@@ -313,15 +321,17 @@ def train(folder, ports):
             run_name=f"{heads[0]} 1",
             sinks=[Broken()],
             efficiency=True,
+            layers=True,
             prometheus_port=ports[0],
         )
+        regions = [TrustRegion(limit=0.05)] if heads[0] == "AdamW" else []
         trainer = lightning.Trainer(
             accelerator="cpu",
             max_steps=STEPS + 1,
             max_epochs=-1,
             val_check_interval=6,
             limit_val_batches=2,
-            callbacks=[monitor, Course(lambda: fit(heads[1:], ports[1:]))],
+            callbacks=[monitor, *regions, Course(lambda: fit(heads[1:], ports[1:]))],
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
