@@ -260,11 +260,12 @@ def leading_directions(sample: Tensor, k: int) -> Tensor:
     """Estimate the k leading directions (d, k) of rows (n, d), orthonormal, by subspace iteration.
 
     Starts from rows of the sample, so no random numbers are drawn. Rows that are not finite, or whose squares are not,
-    give directions of no use. On a CPU the leading ones come first, elsewhere nearly so: an eigenvalue problem takes
-    longer there than all else, and whoever uses all k does not need their order.
+    give directions of no use. On a CPU the leading ones come first, elsewhere nearly so: a factorisation takes longer
+    there than all else, and whoever uses all k does not need their order.
     """
     k = min(k, *sample.shape)
-    basis = normalize(sample[torch.linspace(0, len(sample) - 1, k, device=sample.device).long()], dim=1).T
+    start = sample[torch.linspace(0, len(sample) - 1, k, device=sample.device).long()]
+    basis = torch.linalg.qr(start.T).Q if on_host(sample) else normalize(start, dim=1).T
     for _ in range(2):
         basis, _ = torch.linalg.qr(sample.T @ (sample @ basis))
     if not on_host(sample):
