@@ -150,8 +150,9 @@ class _Sums:
         low, high = logits.amin(1), logits.amax(1)
         self.largest[at] = torch.maximum(self.largest[at], torch.maximum(high, -low).double())
         self.total[at] += logits.sum(1, dtype=torch.float64)
-        here = (self.has[at] & (self.place[at] >= rows.start) & (self.place[at] < rows.stop)).nonzero().squeeze(1)
-        self.target[at][here] = logits[here, self.place[at][here] - rows.start].double()
+        here = self.has[at] & (self.place[at] >= rows.start) & (self.place[at] < rows.stop)
+        place = (self.place[at] - rows.start).clamp(0, logits.shape[1] - 1)  # without a wait for how many there are
+        self.target[at] = logits.gather(1, place[:, None])[:, 0].double().where(here, self.target[at])
         highest = torch.maximum(self.high[at], high.double())
         mass = logits.sub_(highest.to(logits.dtype)[:, None]).exp_().sum(1, dtype=torch.float64)
         earlier = self.mass[at] * (self.high[at] - highest).exp()

@@ -12,6 +12,6 @@ def less_text():
     files = standard_library()[::6]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(small_run, "standard_library", lambda: files)
-        small_run._corpus.cache_clear()
+        small_run.small_corpus.cache_clear()
         yield
-    small_run._corpus.cache_clear()
+    small_run.small_corpus.cache_clear()
