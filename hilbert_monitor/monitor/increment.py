@@ -94,7 +94,7 @@ class IncrementSource:
         """Reads what a `TrustRegion` made of the last step, where there is one."""
         self._has_holder = False
         self._is_held = False  # since the step was seen, so that the weights say nothing of it any more
-        self._see_step: Callable[[], None] = lambda: None
+        self._see_step: Callable[[], None] | None = None
         _ = self.group  # refuses a parameter of somebody else
 
     # What is known
@@ -208,12 +208,14 @@ class IncrementSource:
         def stop() -> None:
             leave()
             remove()
+            self._see_step = None
 
         return stop
 
     def before_hold(self) -> None:
         """See the step that was made, before a `TrustRegion` writes to the weights."""
-        self._see_step()
+        if self._see_step is not None:
+            self._see_step()
 
     def held(self, outcome: Outcome | None) -> None:
         """Note what was made of the step: the weights are believed to be as it left them."""

@@ -138,6 +138,7 @@ ARGUMENTS = {
     "run_name": [None, "first try"],
     "config": [None, {"width": 64, "data": {"shards": [1, 2]}}],
     "efficiency": [True, False],
+    "layers": [True, False],
     "rules": [None, {"false_alarms_per_10k": 0.5}],
     "on_blowup": ["stop", ["warn", "checkpoint", "https://example.org/hook"], [f"{HERE}.told"], []],
     "sinks": [[], [{"class_path": f"{HERE}.Prints"}], [{"class_path": f"{HERE}.Prints", "init_args": {"prefix": "x"}}]],
