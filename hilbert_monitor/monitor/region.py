@@ -36,18 +36,8 @@ Limit = float | Callable[[int], float]
 class Region:
     """Holds each step of an LM head to a limit of its diameter D(S), and leaves out steps that are not finite.
 
-    A context manager: ``with region.watch(model, optimizer): ...``, or `attach` and `detach`.
-
-    Args:
-        limit: largest D(S) that a step may have, or a function of the step's number, from 1. Infinity holds nothing.
-        nats: in place of a limit, how far a step may move the log-odds of two tokens, at any hidden state of norm H.
-        hidden_norm: H; by default it is found, see `HiddenNorm`.
-        how: "rows" projects the centred rows of S onto the ball of radius limit / 2; "scale" scales all of S by
-            limit / D(S), which takes a search for D(S) in every step.
-        head: the LM head, its name or that of its weight; by default it is looked for.
-        decay: how an optimizer that is not known uses weight_decay.
-        logit_scale: factor between the head's output and the logits; by default that of the model's config, or 1.
-        stop_after: steps in a row with gradients that are not finite, after which NonFiniteGradients is raised.
+    A context manager: ``with region.watch(model, optimizer): ...``, or `attach` and `detach`. The arguments
+    are those of `TrustRegion`.
     """
 
     def __init__(
