@@ -397,7 +397,7 @@ def prometheus(tmp_path_factory):
     *ports, own = (free_port() for _ in range(len(HEADS) + 1))
     target = {"static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports]}]}
     config = {
-        "global": {"scrape_interval": "250ms", "scrape_timeout": "250ms"},
+        "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
         "scrape_configs": [{"job_name": job, **target} for job in JOBS],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -461,9 +461,10 @@ def test_variables_have_values_and_all_of_them_by_default(prometheus, board):
 @pytest.mark.parametrize("name", BOARDS)
 def test_blow_ups_are_marked_where_they_were(prometheus, name):
     (marks,) = BOARDS[name]["annotations"]["list"]
+    patient = {"__rate_interval": "10s"}  # on a busy machine scrapes may be missing for seconds
     for chosen, _ in choices(name):
-        assert prometheus.drawn(filled(marks["expr"], chosen))
-    assert len(prometheus.drawn(filled(marks["expr"], EVERY))) < len(prometheus.drawn("hilbert_step"))
+        assert prometheus.drawn(filled(marks["expr"], chosen | patient))
+    assert len(prometheus.drawn(filled(marks["expr"], EVERY | patient))) < len(prometheus.drawn("hilbert_step"))
 
 
 @pytest.mark.parametrize("name", BOARDS)
