@@ -1,7 +1,7 @@
 """Does any signal come before a loss spike? The study of docs/instabilities.md: its grid, its runs, its table.
 
-Runs are trained some at a time, on one thread. A run that has ended is a file in the folder of the study, and is not
-trained again.
+Runs are trained four at a time, by processes of one thread. A run that has ended is a file in the folder of the study,
+and is not trained again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .instability_arms import ARMS, CLEAN, Arm, Job, without_qk_norm
 from .instability_events import WINDOW, instabilities
 from .instability_model import StudySizes
 from .instability_runs import StudyRuns
+from .workers import in_processes
 
 SIX = 6.0
 """Deviations from which OLMo-core skips a step."""
@@ -32,16 +33,16 @@ class StudyPlan:
 
     sizes: StudySizes = field(default_factory=StudySizes)
     seeds: tuple[int, ...] = (0,)
-    clean_seeds: tuple[int, ...] = (100, 101, 102, 103, 104)
+    clean_seeds: tuple[int, ...] = (100, 101, 102)
     both_bases: bool = False
     """Whether arms are also tried with QK norm."""
     arms: tuple[Arm, ...] = ARMS
-    side_by_side: int = 6
+    side_by_side: int = 4
 
     @classmethod
     def full(cls) -> StudyPlan:
         """Return the plan for a night."""
-        return cls(StudySizes(updates=10_000), (0, 1, 2), tuple(range(100, 106)), both_bases=True)
+        return cls(seeds=(0, 1, 2), clean_seeds=tuple(range(100, 106)), both_bases=True)
 
     @classmethod
     def quick(cls) -> StudyPlan:
@@ -62,18 +63,21 @@ Told = Callable[[str], None]
 
 
 def train(plan: StudyPlan, folder: Path, tell: Told = lambda text: None) -> None:
-    """Train the runs that have no file in a folder yet."""
+    """Train the runs that have no file in a folder yet, by a process for each processor."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = [job for job in plan.jobs() if not _file(folder, job).exists()]
-    for first in range(0, len(missing), plan.side_by_side):
-        jobs = missing[first : first + plan.side_by_side]
-        runs = StudyRuns(jobs, plan.sizes)
-        for update in range(1, plan.sizes.updates + 1):
-            runs.step()
-            if update % 250 == 0 or update == plan.sizes.updates:
-                tell(f"{', '.join(job.key for job in jobs)}: {update} of {plan.sizes.updates} updates")
-        for place, job in enumerate(jobs):
-            _save(_file(folder, job), runs.table(place))
+    groups = [missing[first : first + plan.side_by_side] for first in range(0, len(missing), plan.side_by_side)]
+    work = [(group, plan.sizes, folder) for group in groups]
+    in_processes(_train, work, workers=max(1, min(len(groups), os.cpu_count() or 1)), after_each=tell)
+
+
+def _train(jobs: Sequence[Job], sizes: StudySizes, folder: Path) -> str:
+    runs = StudyRuns(jobs, sizes)
+    for _ in range(sizes.updates):
+        runs.step()
+    for place, job in enumerate(jobs):
+        _save(_file(folder, job), runs.table(place))
+    return f"{', '.join(job.key for job in jobs)}: {sizes.updates} updates"
 
 
 def _file(folder: Path, job: Job) -> Path:
@@ -116,7 +120,7 @@ def results(plan: StudyPlan, folder: Path) -> StudyResults:
         if _file(folder, job).exists():
             with np.load(_file(folder, job)) as file:
                 table = {name: file[name] for name in file.files}
-            events = instabilities(table["loss"], job.arm.warmup)
+            events = instabilities(table["panel loss"], job.arm.warmup)
             judged.append((job, Judged(job.key, scores_of(table), events, job.arm.warmup + WINDOW)))
     clean = [run for job, run in judged if job.is_clean and not run.events]
     unclean = [run.label for job, run in judged if job.is_clean and run.events]

@@ -25,14 +25,14 @@ SQUARE, WIDE, NARROW = ("q", "k", "v", "out"), ("gate", "up"), ("down",)
 class StudySizes:
     """Sizes and rate of the runs."""
 
-    updates: int = 1500
+    updates: int = 10_000
     vocab_size: int = 2048
     width: int = 64
     head_dim: int = 32
     blocks: int = 2
     context: int = 16
-    batch: int = 16
-    rate: float = 0.03
+    batch: int = 8
+    rate: float = 0.2
     """The high rate; a clean twin has a tenth of it."""
 
 

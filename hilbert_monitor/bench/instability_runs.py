@@ -24,6 +24,8 @@ from .small_run import small_corpus
 
 DECAY, CLIP = 0.1, 1.0
 Z_LOSS, INDEPENDENT_DECAY = 1e-4, 1e-4
+PANEL = 8
+"""Windows of held-out text whose loss says what an update did, free of the noise of batches."""
 
 Floats = NDArray[np.float64]
 
@@ -45,7 +47,10 @@ class StudyRuns:
             with torch.no_grad():
                 self.weights["head"][tied] = self.weights["embed"][tied]
         self.tied = torch.tensor([arm.tied for arm in arms])
-        self.text = torch.from_numpy(small_corpus(sizes.vocab_size).train.astype("int64"))
+        corpus = small_corpus(sizes.vocab_size)
+        self.text, held_out = (torch.from_numpy(part.astype("int64")) for part in (corpus.train, corpus.validation))
+        windows = torch.linspace(0, len(held_out) - sizes.context - 1, PANEL).long()
+        self.panel = held_out[windows[:, None] + torch.arange(sizes.context + 1)].expand(len(jobs), -1, -1)
         self.draws = [torch.Generator().manual_seed(10_000 + job.seed) for job in jobs]
         self.optimizer = AdamW([group for r in range(len(jobs)) for group in self._groups(r)], eps=1e-8, fused=True)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -155,6 +160,7 @@ class StudyRuns:
         )
         moved = [torch.linalg.vector_norm(step, dim=(1, 2)) ** 2 * self._once(name) for name, step in steps.items()]
         signals |= {
+            "panel loss": self._panel_loss(),
             "gradient norm": norm,
             "update norm": torch.stack(moved).sum(0).sqrt(),
             "attention logit": result.attention,
@@ -165,6 +171,12 @@ class StudyRuns:
             signals |= self._of_layers(parts, steps, result)
         self._names = [*signals]
         self._values.append(torch.stack([*signals.values()]).float())  # (signals, R)
+
+    def _panel_loss(self) -> Tensor:
+        """The cross entropy (R,) of the panel with the weights as they are now."""
+        states, targets = self.model.run(self.panel[..., :-1]).states, self.panel[..., 1:].flatten(1)
+        logits = states @ self.weights["head"].mT
+        return (torch.logsumexp(logits, -1) - logits.gather(-1, targets[..., None])[..., 0]).mean(1)
 
     def _ratios(self) -> dict[str, Tensor]:
         """RMS(g / sqrt(v)) of each tensor: the gradient that the optimizer saw over its own second moment."""

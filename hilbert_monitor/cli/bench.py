@@ -197,7 +197,7 @@ def instabilities(
         Path, typer.Option(help="Folder of the study. Runs that have ended there are not trained again.")
     ] = Path("instabilities"),
     full: Annotated[
-        bool, typer.Option("--full", help="The whole grid, with runs of 10,000 updates and three seeds: a night.")
+        bool, typer.Option("--full", help="The whole grid, on both bases and with three seeds: a night.")
     ] = False,
     table: Annotated[bool, typer.Option("--table", help="Train nothing; judge the runs that have ended.")] = False,
     json: JsonFile = None,
@@ -206,7 +206,7 @@ def instabilities(
     """Train small models at a high learning rate, and see which signals come before their loss spikes: an hour.
 
     Every signal has the same detector, and a threshold from clean twins. The definitions are in docs/instabilities.md.
-    It trains on one thread, and goes on where it was stopped.
+    It trains by a process of one thread for each processor, and goes on where it was stopped.
 
     Example: hilbert-monitor bench instabilities --folder instabilities --json instabilities.json
     """
