@@ -164,7 +164,7 @@ APART = ("prometheus_port", "stalled_after")
 ROUNDS = [
     {name: values[k % len(values)] for name, values in ARGUMENTS.items() if name not in APART}
     for k in range(max(map(len, ARGUMENTS.values())))
-] + [{name: ARGUMENTS[name][k] for name in APART} for k in range(2)]
+] + [{name: value} for name in APART for value in ARGUMENTS[name]]
 """Configs that have every value between them."""
 
 
@@ -180,7 +180,7 @@ def test_an_argument_is_read_printed_and_read_back(arguments, tmp_path, capsys):
 
 def assert_got(monitor, name, value):
     if name == "prometheus_port":
-        assert (monitor.options.prometheus and monitor.options.prometheus.port) == value
+        assert monitor.options.prometheus == (None if value is None else Prometheus(port=value))
         return
     got = monitor.progress_bar if name == "progress_bar" else getattr(monitor.options, name)
     if name == "rules" and value is not None:
