@@ -1,6 +1,8 @@
 """Every example runs, as a reader would start it: in a process of its own, from any folder."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,7 +86,8 @@ def test_a_head_sharded_by_fsdp_is_measured_in_a_loop_of_ones_own():
 
 
 def test_a_head_sharded_by_fsdp_is_measured_under_lightning():
-    output_of(EXAMPLES / "sharded_lightning.py")
+    command = [sys.executable, EXAMPLES / "sharded_lightning.py"]
+    subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     run = RunReader(Path("runs/sharded"))
     records = list(run.steps())
     assert [record.step for record in records] == list(range(1, 21))

@@ -1,5 +1,7 @@
 """The paper's recipe, from its numbers to real runs: killed, resumed, and over two processes."""
 
+import subprocess
+import sys
 import time
 
 import lightning
@@ -235,7 +237,8 @@ def test_two_processes_follow_one_to_rounding(data, tmp_path):
     more = ["--set=updates=12", "--set=checkpoint_every=12", "--set=perturbation_every=4"]
     one = Program(*command(data, tmp_path / "one", *more, "--set=micro_batch=8"))
     two = command(data, tmp_path / "two", *more, "--devices=2")
-    finish(Program(*two))
+    done = subprocess.run([sys.executable, *two], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
     finish(one)
     a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
     for name in a:
