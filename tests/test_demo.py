@@ -18,7 +18,8 @@ from hilbert_monitor.cli import app
 from hilbert_monitor.runs.log import find_runs
 
 SMALL = ["--set=vocab_size=300", "--set=width=32", "--set=blocks=1", "--set=head_dim=16", "--set=context=16"]
-SMALL += ["--text", str(Path(hilbert_monitor.__file__).parent)]  # the standard library takes ten seconds to tokenize
+SMALL += ["--set=validation_tokens=512", "--set=panel_size=128"]
+SMALL += ["--text", str(Path(hilbert_monitor.__file__).parent / "geometry")]  # the standard library takes ten seconds
 
 
 def begin(*arguments):

@@ -62,6 +62,7 @@ def test_the_monitor_is_measured_under_both_heads(tmp_path):
     ]
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_bench_of_the_optimizers_has_time_and_memory(tmp_path):
     result, text = run("bench", "optimizers", "--quick", "--json", tmp_path / "out.json")
     assert result.exit_code == 0, text

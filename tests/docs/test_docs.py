@@ -158,20 +158,22 @@ def test_alerts_and_runbooks_are_the_same_and_all_in_the_table():
     assert table == ALERTS == {path.stem for path in RUNBOOKS.glob("*.md")}
 
 
-CLASSES = {
-    node.name
-    for path in PACKAGE.rglob("*.py")
-    for node in ast.walk(ast.parse(path.read_text()))
-    if isinstance(node, ast.ClassDef)
-}
+@pytest.fixture(scope="module")
+def classes():
+    """Names of all classes of the package."""
+    return {
+        name for path in PACKAGE.rglob("*.py") for name in re.findall(r"^ *class (\w+)[(:]", path.read_text(), re.M)
+    }
+
+
 OTHERS = {"YourSink", "ColwiseParallel", "RowwiseParallel", "MixedPrecisionPolicy", "ModelParallelStrategy"}
 """Names in code that are not ours."""
 
 
 @each_text
-def test_every_alert_and_class_that_is_named_exists(name):
+def test_every_alert_and_class_that_is_named_exists(name, classes):
     named = {word for span in spans(TEXTS[name]) for word in re.findall(r"^[A-Z][a-z]+(?:[A-Z][a-z0-9]+)+\b", span)}
-    assert named <= ALERTS | CLASSES | OTHERS
+    assert named <= ALERTS | classes | OTHERS
 
 
 @each_text

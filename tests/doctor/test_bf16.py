@@ -12,6 +12,7 @@ import pytest
 
 from hilbert_monitor.doctor import bf16
 from hilbert_monitor.pretrain.shards import write_shard
+from tests.support.warm import Program
 
 LETHAL = """
 import os, signal
@@ -104,19 +105,23 @@ app()
 """
 
 
-def run(*arguments, site, folder):
-    """Run Python on a machine that a sitecustomize makes; return the exit code and what was printed, in one line."""
+def machine(site, folder):
+    """The environment of a machine that a sitecustomize makes."""
     (folder / "sitecustomize.py").write_text(site)
     path = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
     environment = {name: value for name, value in os.environ.items() if name != bf16.VARIABLE}
-    environment |= {"PYTHONPATH": path, "COLUMNS": "250", "NO_COLOR": "1"}
-    process = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=folder)
-    return process.returncode, " ".join((process.stdout + process.stderr).replace("│", " ").split())
+    return environment | {"PYTHONPATH": path, "COLUMNS": "250", "NO_COLOR": "1"}
+
+
+def one_line(text):
+    return " ".join(text.replace("│", " ").split())
 
 
 def test_the_doctor_names_the_cause_and_the_variable_and_lives_to_check_the_rest(tmp_path):
-    code, text = run("-c", DOCTOR, "doctor", "--json", "out.json", site=KILLS_TORCH, folder=tmp_path)
-    assert code == 1, text
+    command = [sys.executable, "-c", DOCTOR, "doctor", "--json", "out.json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=machine(KILLS_TORCH, tmp_path))
+    text = one_line(done.stdout + done.stderr)
+    assert done.returncode == 1, text
     findings = json.loads((tmp_path / "out.json").read_text())["findings"]
     assert [(f["claim"], f["verdict"]) for f in findings] == [("processor", "FAILED"), ("exactness", "ok")]
     assert "announces AMX and lacks it: set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16" in findings[0]["measured"]
@@ -131,7 +136,8 @@ def test_pretraining_on_such_a_cpu_is_refused_in_bf16_and_not_in_fp32(precision,
     numbers += ["global_batch=2", "micro_batch=2", "validation_tokens=16", f"precision={precision}"]
     command = ["-m", "hilbert_monitor", "pretrain", "--size", "demo", "--data", str(tmp_path), "--accelerator", "cpu"]
     command += ["--quiet", *(part for number in numbers for part in ("--set", number))]
-    code, text = run(*command, site=KILLS_THE_PROBE, folder=tmp_path)
+    program = Program(*command, env=machine(KILLS_THE_PROBE, tmp_path))
+    code, text = program.wait(), one_line(program.output)
     if precision == "32-true":
         assert code == 0, text
         return

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from hilbert_monitor import HilbertMonitor, Probe, geometry
 from hilbert_monitor.bench.measure import BenchResult
 from hilbert_monitor.cli import app
-from hilbert_monitor.doctor import ddp, exactness, increment, interference, other_work, overhead, report
+from hilbert_monitor.doctor import ddp, exactness, increment, interference, other_work, overhead, prediction, report
 from hilbert_monitor.doctor.device import CheckSizes, choose
 from hilbert_monitor.doctor.finding import CLAIMS, Check, Finding, Outcome, examine
 from hilbert_monitor.doctor.other_work import OtherWork
@@ -66,6 +66,7 @@ def assert_failed(outcome, claim, words):
 @pytest.mark.usefixtures("warm_ranks")
 def test_every_claim_holds_here_and_the_json_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(overhead, "LIMIT", 5.0)  # the machine of a test has other things to do
+    monkeypatch.setattr(prediction, "HEADS", ("rownorm",))  # another takes as long to count again
     result, text = doctor("--quick", "--device", "cpu", "--json", tmp_path / "doctor.json")
     assert result.exit_code == 0, text
     assert "every claim holds on" in text
@@ -75,8 +76,9 @@ def test_every_claim_holds_here_and_the_json_says_so(tmp_path, monkeypatch):
     assert document["device"]["type"] == "cpu"
     assert {f["claim"] for f in document["findings"]} == set(CLAIMS)
     for finding in document["findings"]:
-        skipped = finding["claim"] == "prediction"  # which is of accelerators
-        assert finding["verdict"] == ("skipped" if skipped else "ok"), finding
+        predicted = finding["claim"] == "prediction"  # which is of accelerators: a CPU's has no verdict
+        assert finding["verdict"] == ("skipped" if predicted else "ok"), finding
+        assert not predicted or re.search("ms measured.*ms predicted", finding["measured"])
         assert finding["case"].split(",")[0] in text
         assert finding["seconds"] >= 0
 

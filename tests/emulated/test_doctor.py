@@ -1,15 +1,14 @@
-"""The doctor's checks on the emulated device."""
+"""The doctor's checks on the emulated device. Predictions are checked where the monitor's work is counted."""
 
 import pytest
-import torch
 
-from hilbert_monitor.doctor import exactness, increment, prediction
+from hilbert_monitor.doctor import exactness, increment
 from hilbert_monitor.doctor.device import CheckSizes
 from hilbert_monitor.doctor.finding import examine
 from hilbert_monitor.emulation.device import EmulatedDevice
 
 SMALL = CheckSizes(cloud=(700, 16, 64), updates=2, head=(2048, 32), turns=1, patience=300)
-ROOMS = {"exactness": exactness, "increment": increment, "prediction": prediction}
+ROOMS = {"exactness": exactness, "increment": increment}
 
 
 @pytest.mark.parametrize("claim", ROOMS)
@@ -20,14 +19,4 @@ def test_every_claim_holds_on_an_accelerator(claim):
     assert {f.verdict for f in findings} <= {"ok", "skipped", "not known"}, [
         f for f in findings if f.verdict == "FAILED"
     ]
-    if claim == "prediction":
-        assert all("measured" in f.measured and "predicted" in f.measured for f in findings)
-    else:
-        assert sum(f.verdict == "ok" for f in findings) > 5
-
-
-def test_a_cpu_is_predicted_without_a_verdict():
-    findings = [examine(check) for check in prediction.checks(torch.device("cpu"), SMALL)]
-    assert [f.verdict for f in findings] == ["skipped"] * 2
-    assert "ms measured" in findings[0].measured
-    assert "ms predicted" in findings[0].measured
+    assert sum(f.verdict == "ok" for f in findings) > 5

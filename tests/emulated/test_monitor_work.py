@@ -3,7 +3,11 @@
 import torch
 
 from hilbert_monitor.bench.increments import make_increment
+from hilbert_monitor.doctor import prediction
+from hilbert_monitor.doctor.device import CheckSizes
+from hilbert_monitor.doctor.finding import examine
 from hilbert_monitor.emulation import monitor_work
+from hilbert_monitor.emulation.device import EmulatedDevice
 from hilbert_monitor.emulation.ranks import in_emulated_ranks
 from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_diameter_bracket
 
@@ -38,7 +42,13 @@ def test_bounds_move_what_two_passes_move():
     assert chunked.bracket.count.bytes < 1.1 * work.bracket.count.bytes
 
 
-def test_bytes_grow_as_those_of_a_larger_head_do():
+def test_bytes_grow_as_those_of_a_larger_head_do_and_the_doctor_predicts_by_them():
+    """In one process, which counts the three heads once."""
+    bytes_grow_as_those_of_a_larger_head_do()
+    the_doctor_predicts_an_accelerator()
+
+
+def bytes_grow_as_those_of_a_larger_head_do():
     V, d = 24_000, 320
     S = make_increment("rownorm", V, d, steps=10, panel=1).S
     grown = monitor_work.grown_work("rownorm", ranks=1, autocast=False, rows=V, width=d, positions=64)
@@ -48,9 +58,19 @@ def test_bytes_grow_as_those_of_a_larger_head_do():
         assert counted.kernels <= 1.1 * part.count.kernels
 
 
+def the_doctor_predicts_an_accelerator():
+    prediction.HEADS = ("rownorm",)  # another takes as long to count again; this process is the test's own
+    sizes = CheckSizes(cloud=(700, 16, 64), updates=2, head=(2048, 32), turns=1, patience=300)
+    with EmulatedDevice() as device:
+        findings = [examine(check) for check in prediction.checks(device.device, sizes)]
+    assert [f.verdict in ("ok", "not known") for f in findings] == [True], findings
+    assert all("measured" in f.measured and "predicted" in f.measured for f in findings)
+
+
 def test_counts_made_in_another_process_are_the_same():
-    here = monitor_work.monitor_work("rownorm", ranks=1, autocast=False)
-    assert monitor_work._counted_apart("rownorm", 1, False, 1) == here
+    sizes = {"positions": 64, "rows": 2048, "width": 32}
+    here = monitor_work.monitor_work("rownorm", ranks=1, autocast=False, **sizes)
+    assert monitor_work._counted_apart("rownorm", 1, False, 1, **sizes) == here
 
 
 def test_kernels_hardly_depend_on_the_size_of_the_head():

@@ -13,9 +13,9 @@ from tests.support.warm import Program
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def output_of(example, *arguments):
-    """What an example prints, errors included; it has to end well."""
-    program = Program(EXAMPLES / example, *arguments)
+def output_of(*arguments):
+    """What a program prints, errors included; it has to end well."""
+    program = Program(*arguments)
     assert program.wait() == 0, program.output
     return program.output
 
@@ -37,7 +37,7 @@ def test_there_is_a_test_for_every_example():
 
 
 def test_the_callback_reports_a_learning_rate_accident_in_its_step():
-    output = output_of("lightning_callback.py")
+    output = output_of(EXAMPLES / "lightning_callback.py")
     assert "step 45: D(S) = " in output
     assert "the learning rate went from 0.001 to 0.01" in output
     run = RunReader(Path("runs/lightning-example"))
@@ -46,13 +46,13 @@ def test_the_callback_reports_a_learning_rate_accident_in_its_step():
 
 
 def test_a_loop_of_ones_own_has_a_record_for_every_step():
-    output = output_of("own_loop.py")
+    output = output_of(EXAMPLES / "own_loop.py")
     assert output.count("D(S) = ") == 10
     assert output.count("of its worst case") == 2
 
 
 def test_a_bare_loop_has_a_run_folder_and_tells_its_logger():
-    output = output_of("bare_loop.py")
+    output = output_of(EXAMPLES / "bare_loop.py")
     assert re.findall(r"step (\d+): D\(S\) = ", output) == ["10", "20", "30"]
     run = RunReader(Path("runs/bare-loop"))
     records = list(run.steps())
@@ -68,7 +68,7 @@ def test_a_bare_loop_has_a_run_folder_and_tells_its_logger():
 )
 def test_other_trainers_need_one_line_or_two(example, needs):
     pytest.importorskip(needs)
-    assert set(re.findall(r"step (\d+): D\(S\) = ", output_of(example))) == {"10", "20"}
+    assert set(re.findall(r"step (\d+): D\(S\) = ", output_of(EXAMPLES / example))) == {"10", "20"}
     (run,) = Path("runs").iterdir()
     assert [record.step for record in RunReader(run).steps()] == list(range(1, 21))
     assert RunReader(run).state().status == "finished"
@@ -76,13 +76,12 @@ def test_other_trainers_need_one_line_or_two(example, needs):
 
 def test_a_hugging_face_model_needs_nothing_beyond_the_one_line():
     pytest.importorskip("transformers")
-    assert output_of("hugging_face.py").count("D(S) = ") == 2
+    assert output_of(EXAMPLES / "hugging_face.py").count("D(S) = ") == 2
 
 
 def test_a_head_sharded_by_fsdp_is_measured_in_a_loop_of_ones_own():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command.append(EXAMPLES / "sharded_loop.py")
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    output = output_of(*torchrun, EXAMPLES / "sharded_loop.py")
     assert re.findall(r"step (\d+): D\(S\) = ", output) == ["5", "10", "15", "20"]
 
 
@@ -99,7 +98,7 @@ def test_a_head_sharded_by_fsdp_is_measured_under_lightning():
 
 def test_the_monitor_stands_in_the_yaml_of_a_lightning_cli():
     pytest.importorskip("jsonargparse")
-    output_of("lightning_cli/main.py", "fit", "--config", EXAMPLES / "lightning_cli" / "config.yaml")
+    output_of(EXAMPLES / "lightning_cli" / "main.py", "fit", "--config", EXAMPLES / "lightning_cli" / "config.yaml")
     (run,) = Path("runs").iterdir()
     assert run.name == "lightning-cli-example"
     assert RunReader(run).info.config["width"] == 32

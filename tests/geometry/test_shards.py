@@ -1,7 +1,8 @@
 """Rows on several ranks: the answers are those of the whole matrix, the same on every rank, and little is moved."""
 
 import math
-from functools import cached_property
+from functools import cache, cached_property
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from hilbert_monitor.geometry import (
 from hilbert_monitor.geometry._sharded_directions import SampleScatter
 from tests.support.ranks import in_ranks
 
-SHAPES = [(1001, 16), (3000, 40), (700, 8), (5, 3), (3, 2), (2, 4), (1, 3)]
+SHAPES = [(1001, 16), (3000, 40), (5, 3), (3, 2), (2, 4), (1, 3)]
 KINDS = ("gauss", "heavy", "sphere", "signs", "equal", "nan", "inf", "tiny", "bf16", "huge")
 
 
@@ -73,19 +74,30 @@ def answers(S, H):
 
 
 def _measured_by_parts(rank, world):
-    """For every case what the ranks and what the whole matrix gives."""
+    """For every case what the ranks give, and on the first what the whole matrix does."""
     results = {}
     for V, d in SHAPES:
         H = torch.randn(20, d, generator=torch.Generator().manual_seed(d))
         for kind in KINDS:
             S = rows(V, d, kind)
-            results[V, d, kind] = answers(RowShards.split(S), H), answers(S, H), S
+            results[V, d, kind] = answers(RowShards.split(S), H), None if rank else answers(S, H), S
     return results
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def measured(request, tmp_path_factory):
-    return in_ranks(_measured_by_parts, tmp_path_factory.mktemp("ranks"), world=request.param)
+@pytest.fixture(scope="module")
+def found_by(tmp_path_factory):
+    """What so many ranks found of a case, in the order of the ranks. They start once for all of their cases."""
+    ranks = cache(lambda world: in_ranks(_all_cases, tmp_path_factory.mktemp("ranks"), world=world))
+    return lambda case, world: [rank[case.__name__] for rank in ranks(world)]
+
+
+def _all_cases(rank, world):
+    return {case.__name__: case(rank, world) for case in CASES[world]}
+
+
+@pytest.fixture
+def measured(found_by):
+    return found_by(_measured_by_parts, 3)
 
 
 def test_every_rank_has_the_same_answers(measured):
@@ -161,8 +173,8 @@ def _without_padding(rank, world):
     return ours, answers(S[:V], H)
 
 
-def test_padding_rows_that_each_rank_cuts_are_not_measured(tmp_path):
-    ranks = in_ranks(_without_padding, tmp_path, world=3)
+def test_padding_rows_that_each_rank_cuts_are_not_measured(found_by):
+    ranks = found_by(_without_padding, 3)
     for ours, whole in ranks:
         assert repr(ours) == repr(ranks[0][0])
         assert same(ours["exact"][0], whole["exact"][0])
@@ -201,9 +213,9 @@ def _layouts(rank, world):
     return results
 
 
-def test_any_layout_of_rows_over_a_mesh_gives_the_answers_of_the_whole_matrix(tmp_path):
+def test_any_layout_of_rows_over_a_mesh_gives_the_answers_of_the_whole_matrix(found_by):
     """Replicas, nested shards, and the strided ones of FSDP over tensor parallelism; with empty shards."""
-    ranks = in_ranks(_layouts, tmp_path, world=4)
+    ranks = found_by(_layouts, 4)
     assert all(repr(results) == repr(ranks[0]) for results in ranks)
     for placements, ours, whole, centred in ranks[0]:
         assert same(ours["exact"][0], whole["exact"][0]), placements
@@ -228,8 +240,8 @@ def _moved(rank, world):
     return counts
 
 
-def test_a_bracket_and_a_radius_move_a_few_rows_and_an_exact_search_its_hubs(tmp_path):
-    (collectives, share), (_, exact_share), (radius_collectives, radius_share) = in_ranks(_moved, tmp_path, world=2)[0]
+def test_a_bracket_and_a_radius_move_a_few_rows_and_an_exact_search_its_hubs(found_by):
+    (collectives, share), (_, exact_share), (radius_collectives, radius_share) = found_by(_moved, 2)[0]
     assert collectives <= 8
     assert share <= 0.01
     assert exact_share <= 0.1
@@ -250,7 +262,11 @@ def _work(rank, world):
         searches.append(search(*args))
         return searches[-1]
 
-    _cloud.PointCloud.points, diameter.search = counted, kept
+    with mock.patch.object(_cloud.PointCloud, "points", counted), mock.patch.object(diameter, "search", kept):
+        return _shares(loaded, searches)
+
+
+def _shares(loaded, searches):
     shares = {}
     for head in ("adamw", "rownorm"):
         S = make_increment(head, 4000, 64, panel=1).S
@@ -267,8 +283,8 @@ def _work(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_rank_does_its_share_of_the_work_in_eight_collectives(tmp_path, world):
-    for shares in in_ranks(_work, tmp_path, world=world):
+def test_a_rank_does_its_share_of_the_work_in_eight_collectives(found_by, world):
+    for shares in found_by(_work, world):
         for case, (rows_loaded, pairs, collectives) in shares.items():
             assert rows_loaded <= 1.2 / world, case
             assert pairs <= 1.2 / world, case
@@ -285,14 +301,15 @@ def _with_other_directions(rank, world):
         computed.append((self, right))
         return right.flip(1) if rank else right
 
-    SampleScatter.directions = cached_property(other)
-    SampleScatter.directions.__set_name__(SampleScatter, "directions")
-    value = row_diameter(RowShards.split(S)).value
-    return value == row_diameter(S).value, [torch.equal(each.directions, right) for each, right in computed]
+    directions = cached_property(other)
+    directions.__set_name__(SampleScatter, "directions")
+    with mock.patch.object(SampleScatter, "directions", directions):
+        value = row_diameter(RowShards.split(S)).value
+        return value == row_diameter(S).value, [torch.equal(each.directions, right) for each, right in computed]
 
 
-def test_ranks_that_compute_other_directions_take_those_of_the_first(tmp_path):
-    for right_value, same_directions in in_ranks(_with_other_directions, tmp_path, world=2):
+def test_ranks_that_compute_other_directions_take_those_of_the_first(found_by):
+    for right_value, same_directions in found_by(_with_other_directions, 2):
         assert right_value
         assert same_directions == [True, True]  # of the survey, and of a screen along more
 
@@ -308,8 +325,8 @@ def _one_rank_fails(rank, world):
     return failure, row_diameter(RowShards.split(S)).value == row_diameter(S).value and total.item() == world
 
 
-def test_a_rank_that_fails_costs_a_measurement_on_all_of_them_and_no_more(tmp_path):
-    (first, works), (second, still_works) = in_ranks(_one_rank_fails, tmp_path, world=2, patience=120)
+def test_a_rank_that_fails_costs_a_measurement_on_all_of_them_and_no_more(found_by):
+    (first, works), (second, still_works) = found_by(_one_rank_fails, 2)
     assert "max_bytes=64" in first
     assert second.startswith("RankError: another rank failed")
     assert works
@@ -328,5 +345,13 @@ def _refused(rank, world):
     return True
 
 
-def test_columns_on_several_ranks_are_refused_with_what_to_do(tmp_path):
-    assert in_ranks(_refused, tmp_path, world=2) == [True, True]
+def test_columns_on_several_ranks_are_refused_with_what_to_do(found_by):
+    assert found_by(_refused, 2) == [True, True]
+
+
+CASES = {
+    2: (_moved, _work, _with_other_directions, _one_rank_fails, _refused),
+    3: (_measured_by_parts, _without_padding, _work),
+    4: (_layouts, _work),
+}
+"""What so many ranks are started for."""

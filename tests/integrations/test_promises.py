@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -94,25 +95,19 @@ def test_records_go_on_through_a_resume_as_if_there_had_been_none(adapter, tmp_p
     assert [record.step for record in log.steps()] == list(range(1, UPDATES + 1))
 
 
-@each_adapter
-def test_an_increment_that_is_not_finite_is_an_alert_in_its_step_and_can_stop_the_run(adapter, tmp_path):
-    told = []
-    options = {"on_blowup": [told.append, "stop"]}
-    run = train(adapter, Run(tmp_path, options, broken=4))
-    assert [alert.step for alert in told] == [4]
-    assert [alert.step for alert in log_of(tmp_path).alerts()] == [4]
-    assert run.steps == 4
-
-
 def said(caught):
     return [str(warning.message) for warning in caught if "hilbert_monitor" in str(warning.message)]
 
 
 @each_adapter
-def test_a_run_that_stops_says_why_in_a_sentence(adapter, tmp_path):
+def test_an_increment_that_is_not_finite_is_an_alert_in_its_step_and_can_stop_the_run_which_says_why(adapter, tmp_path):
+    told = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(adapter, Run(tmp_path, {"on_blowup": "stop"}, broken=4))
+        run = train(adapter, Run(tmp_path, {"on_blowup": [told.append, "stop"]}, broken=4))
+    assert [alert.step for alert in told] == [4]
+    assert [alert.step for alert in log_of(tmp_path).alerts()] == [4]
+    assert run.steps == 4
     (sentence,) = said(caught)
     assert 'step 4: training is to end here, as on_blowup="stop" asks: ' in sentence
     assert "rows of the increment are not finite, that of token" in sentence
@@ -144,8 +139,13 @@ def test_a_sink_that_fails_costs_the_run_nothing(adapter, tmp_path):
     assert [record.step for record in log.steps()] == list(range(1, UPDATES + 1))
 
 
-def run_of_a_rank(rank, world, adapter, folder):
+def runs_of_a_rank(rank, world, folder, adapters):
+    """Runs by each adapter, one after the other: processes take longer to start."""
     rank_environment(rank, world)
+    return {adapter: run_of_a_rank(rank, world, adapter, folder / adapter) for adapter in adapters}
+
+
+def run_of_a_rank(rank, world, adapter, folder):
     torch.manual_seed(1)
     runs = []
     for options in (None, {"sinks": [kept := Recorder()]}):
@@ -156,13 +156,20 @@ def run_of_a_rank(rank, world, adapter, folder):
     return same, records, [all_pairs_diameter(run.changes[step]) for step in sorted(run.changes)]
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The folder of the runs of two processes, and what each has of them."""
+    folder, accelerate = tmp_path_factory.mktemp("two"), find_spec("accelerate")
+    adapters = [name for name in ADAPTERS if accelerate or not name.startswith(("accelerate", "transformers"))]
+    return folder, in_ranks(runs_of_a_rank, folder, folder, adapters)
+
+
 @each_adapter
-def test_two_processes_measure_together_and_train_as_without(adapter, tmp_path):
-    if adapter.startswith(("accelerate", "transformers")):
-        pytest.importorskip("accelerate")
-    (same, records, changes), (other_same, other_records, other_changes) = in_ranks(
-        run_of_a_rank, tmp_path, adapter, tmp_path
-    )
+def test_two_processes_measure_together_and_train_as_without(adapter, two):
+    folder, ranks = two
+    if adapter not in ranks[0]:
+        pytest.skip("needs accelerate")
+    (same, records, changes), (other_same, other_records, other_changes) = (rank[adapter] for rank in ranks)
     assert same
     assert other_same
     assert [step for step, _, _ in records] == list(range(1, UPDATES + 1))
@@ -171,5 +178,5 @@ def test_two_processes_measure_together_and_train_as_without(adapter, tmp_path):
     for step, diameter, _ in records:
         assert diameter is None or diameter == pytest.approx(changes[step - 1], rel=1e-5)
     assert records[-1][2] > 0
-    assert log_of(tmp_path).info.world_size == 2
+    assert log_of(folder / adapter).info.world_size == 2
     tried(model=OURS, optimizer="AdamW", strategy="DDP, 2 ranks", **TRAINERS[adapter])

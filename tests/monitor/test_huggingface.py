@@ -25,10 +25,10 @@ V, WIDTH, UPDATES, POSITIONS = 211, 32, 6, 60
 LR, DECAY, IGNORED = 1e-2, 0.1, -100
 
 
-def gpt2(**options):
+def gpt2(n_layer=2, **options):
     """A small GPT-2 with the dropout that it has by default, its weights a function of the seed."""
     config = transformers.GPT2Config(
-        vocab_size=V, n_positions=WIDTH, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, **options
+        vocab_size=V, n_positions=WIDTH, n_embd=32, n_layer=n_layer, n_head=2, bos_token_id=0, eos_token_id=0, **options
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -263,7 +263,7 @@ def test_a_probe_in_a_plain_loop_measures_it_and_leaves_it_as_it_was(compiled):
 
     for watched in (False, True):
         torch.compiler.reset()
-        model = gpt2(tie_word_embeddings=False).train()
+        model = gpt2(n_layer=1, tie_word_embeddings=False).train()  # each layer takes seconds to compile
         called = torch.compile(model, backend=eager) if compiled else model
         optimizer = AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
         panel = Panel.of_batches(validation(), POSITIONS)

@@ -27,8 +27,9 @@ from tests.support.ranks import in_ranks
 from tests.support.sinks import Recorder
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-V, UPDATES, ACCUMULATE = 37, 50, 2
+V, UPDATES, ACCUMULATE = 37, 40, 2
 MAKES = ("adamw", "rownorm", "torch")
+TOGETHER = ("rownorm", "torch")  # a chain and a panel of the loader, AdamW for all and the paper's panel
 
 
 class Augmentation:
@@ -245,7 +246,7 @@ def test_one_process_ends_bit_for_bit_where_it_would_without_the_monitor(make, t
     plain, watched, records = pair_of_runs(make, tmp_path)
     check_records(records)
     assert plain["progress"][0] == UPDATES
-    assert len(plain["log"]["val_loss"]) == 6
+    assert len(plain["log"]["val_loss"]) == 5
     assert any(g is not None and bool(g.any()) for g in plain["gradients"].values())
     assert differences(plain, watched) == []
 
@@ -263,12 +264,12 @@ def all_pairs_of_runs(rank, world, folder, port):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    return {make: pair_of_runs(make, folder, world) for make in MAKES}
+    return {make: pair_of_runs(make, folder, world) for make in TOGETHER}
 
 
 def test_two_processes_end_bit_for_bit_where_they_would_without_the_monitor(tmp_path):
     first, second = in_ranks(all_pairs_of_runs, tmp_path / "ranks", tmp_path, 29511)
-    for make in MAKES:
+    for make in TOGETHER:
         for rank, (plain, watched, records) in enumerate((first[make], second[make])):
             assert plain["progress"][0] == UPDATES
             assert differences(plain, watched) == [], f"{make}, rank {rank}"
@@ -431,14 +432,14 @@ BROKEN = {
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
     """A short run without the monitor."""
-    return run("rownorm", tmp_path_factory.mktemp("short"), updates=12, workers=0)
+    return run("rownorm", tmp_path_factory.mktemp("short"), updates=9, workers=0)
 
 
 @pytest.mark.parametrize("kind", [HilbertMonitor, *BROKEN], ids=lambda kind: kind.__name__)
 def test_a_monitor_that_interferes_is_noticed(kind, short, tmp_path):
     monitor = kind(diameter_every=2, perturbation_every=4, panel_size=20)
     try:
-        found = set(differences(short, run("rownorm", tmp_path, monitor, updates=12, workers=0)))
+        found = set(differences(short, run("rownorm", tmp_path, monitor, updates=9, workers=0)))
     finally:
         torch.set_autocast_cache_enabled(True)
     assert found >= BROKEN.get(kind, set())

@@ -6,7 +6,7 @@ import signal
 import time
 import warnings
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -106,16 +106,11 @@ def train(layout, world, name, *, make=Plain, watched=True, vocab_size=None, str
     return numbers, weights, remarks, [record.increment_from for record in records]
 
 
-def all_of_a_rank(rank, world, layout, names):
+@cache
+def whole(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: (train(layout, world, name), train(layout, world, name, watched=False)[1]) for name in names}
-
-
-def whole(name, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return train("one", 1, name, **options)
+        return train("one", 1, name)
 
 
 def check(numbers, expected):
@@ -128,19 +123,44 @@ def check(numbers, expected):
                 assert record[field] == other[field], field
 
 
-@pytest.mark.parametrize(
-    ("layout", "world", "names"),
-    [
-        ("FSDP", 2, tuple(OPTIMIZERS)),
-        ("FSDP", 3, ("AdamW", "RowNorm")),
-        ("tensor parallel", 2, ("AdamW", "RowNorm", "SGD", "RMSprop")),
-        ("both", 4, ("AdamW", "RowNorm", "centred RowNorm")),
-        ("DDP", 2, tuple(OPTIMIZERS)),
-        ("DDP", 3, ("AdamW", "RowNorm")),
-    ],
-)
-def test_ranks_measure_what_one_process_measures_and_change_nothing(layout, world, names, tmp_path):
-    ranks = in_ranks(all_of_a_rank, tmp_path, layout, names, world=world)
+LAYOUTS = {
+    ("FSDP", 2): tuple(OPTIMIZERS),
+    ("FSDP", 3): ("AdamW", "RowNorm"),
+    ("tensor parallel", 2): ("AdamW", "RowNorm", "SGD", "RMSprop"),
+    ("both", 4): ("AdamW", "RowNorm", "centred RowNorm"),
+    ("DDP", 2): tuple(OPTIMIZERS),
+    ("DDP", 3): ("AdamW", "RowNorm"),
+}
+
+
+def all_of_a_rank(rank, world):
+    """All that so many ranks do, one after the other: processes take longer to start than any of it."""
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for (layout, ranks), names in LAYOUTS.items():
+            if ranks == world:
+                found[layout] = {
+                    name: (train(layout, world, name), train(layout, world, name, watched=False)[1]) for name in names
+                }
+        if world == 2:
+            found |= {case: team(rank, world, case) for case in TEAMS}
+            found |= {act.__name__: act(rank, world) for act in (columns_sharded, heads_that_part)}
+            found |= {where: failing_rank(rank, world, where) for where in PLACES}
+        if world == 4:
+            found["pipeline"] = pipeline(rank, world)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks_of(tmp_path_factory):
+    """What each of so many ranks found."""
+    return cache(lambda world: in_ranks(all_of_a_rank, tmp_path_factory.mktemp("ranks"), world=world))
+
+
+@pytest.mark.parametrize(("layout", "world"), LAYOUTS)
+def test_ranks_measure_what_one_process_measures_and_change_nothing(layout, world, ranks_of):
+    names, ranks = LAYOUTS[layout, world], [rank[layout] for rank in ranks_of(world)]
     for name in names:
         expected = whole(name)
         for (numbers, weights, remarks, origin), unwatched in (rank[name] for rank in ranks):
@@ -233,24 +253,24 @@ def sharded(case, model, mesh):
     fully_shard(model, reshard_after_forward=False, **options)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "tied",
-        "padded",
-        "bias",
-        "head and norm in one unit",
-        "fused loss",
-        "vocabulary-parallel loss",
-        "mixed precision",
-    ],
+TEAMS = (
+    "tied",
+    "padded",
+    "bias",
+    "head and norm in one unit",
+    "fused loss",
+    "vocabulary-parallel loss",
+    "mixed precision",
 )
-def test_a_sharded_head_is_measured_as_teams_shard_it(case, tmp_path):
+
+
+@pytest.mark.parametrize("case", TEAMS)
+def test_a_sharded_head_is_measured_as_teams_shard_it(case, ranks_of):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected, unchanged, _ = team(0, 1, case)
     assert unchanged
-    for numbers, unchanged, _ in in_ranks(team, tmp_path, case, world=2):
+    for numbers, unchanged, _ in (rank[case] for rank in ranks_of(2)):
         assert unchanged
         if case == "mixed precision":  # other numbers than in fp32, but not by much
             for record, other in zip(numbers[1::2], expected[1::2], strict=True):
@@ -271,8 +291,8 @@ def columns_sharded(rank, world):
     return str(error.value)
 
 
-def test_a_head_sharded_by_columns_is_refused_with_what_to_do(tmp_path):
-    first, second = in_ranks(columns_sharded, tmp_path)
+def test_a_head_sharded_by_columns_is_refused_with_what_to_do(ranks_of):
+    first, second = (rank["columns_sharded"] for rank in ranks_of(2))
     assert first == second
 
 
@@ -296,8 +316,8 @@ def heads_that_part(rank, world):
     return records
 
 
-def test_ranks_with_heads_of_their_own_leave_measuring_to_rank_zero(tmp_path):
-    (together, alone), (others, _) = in_ranks(heads_that_part, tmp_path)
+def test_ranks_with_heads_of_their_own_leave_measuring_to_rank_zero(ranks_of):
+    (together, alone), (others, _) = (rank["heads_that_part"] for rank in ranks_of(2))
     assert together == [None, *alone[1:]]  # the first step shows that they part
     assert others == [None] * 4
 
@@ -326,8 +346,8 @@ def pipeline(rank, world):
     return probe.ranks.rank, [{field: getattr(record, field) for field in FIELDS} for record in records]
 
 
-def test_in_a_pipeline_only_the_stage_with_the_head_measures(tmp_path):
-    first, second, third, fourth = in_ranks(pipeline, tmp_path, world=4)
+def test_in_a_pipeline_only_the_stage_with_the_head_measures(ranks_of):
+    first, second, third, fourth = (rank["pipeline"] for rank in ranks_of(4))
     assert first is second is None
     assert (third[0], fourth[0]) == (0, 1)
     assert third[1] == fourth[1]
@@ -364,12 +384,15 @@ def failing_rank(rank, world, where):
     return diameters, dict(probe.guard.failures), [p.full_tensor() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("where", ["increment", "search"])
-def test_a_rank_that_fails_costs_a_measurement_and_never_the_run(where, tmp_path):
+PLACES = ("increment", "search")
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_rank_that_fails_costs_a_measurement_and_never_the_run(where, ranks_of):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         weights = train("one", 1, "AdamW", watched=False)[1]
-    first, second = in_ranks(failing_rank, tmp_path, where)
+    first, second = (rank[where] for rank in ranks_of(2))
     assert first[0] == second[0]
     assert [d is None for d in first[0]] == [False, True, False, False]
     assert second[1]

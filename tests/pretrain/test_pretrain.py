@@ -102,21 +102,26 @@ def fit(data, tmp_path, name="run", callbacks=(), **changes):
     return train(r, places, accelerator="cpu", quiet=True, callbacks=callbacks, monitor=monitor)
 
 
-def test_validation_comes_every_so_many_updates_and_after_the_last_whatever_the_accumulation(data, tmp_path):
-    for micro in (8, 2):
-        fit(data, tmp_path, f"micro{micro}", updates=11, validation_every=4, micro_batch=micro)
-        steps = list(RunReader(tmp_path / "runs" / f"micro{micro}").steps())
+@pytest.fixture(scope="module")
+def accumulated(data, tmp_path_factory):
+    """Runs of one recipe: in one micro-batch to an update, in four of them, and with a chunked loss."""
+    folder = tmp_path_factory.mktemp("accumulated")
+    for name, changes in (("whole", {}), ("micro", {"micro_batch": 2}), ("chunked", {"loss_chunk": 10})):
+        fit(data, folder, name, **{"updates": 11, "validation_every": 4, "micro_batch": 8} | changes)
+    return {name: RunReader(folder / "runs" / name) for name in ("whole", "micro", "chunked")}
+
+
+def test_validation_comes_every_so_many_updates_and_after_the_last_whatever_the_accumulation(accumulated):
+    for name in ("whole", "micro"):
+        steps = list(accumulated[name].steps())
         assert [r.step for r in steps] == list(range(1, 12))
         assert [r.step for r in steps if r.validation_loss is not None] == [4, 8, 11]
         assert steps[-1].tokens == 11 * 8 * 16
         assert steps[-1].perturbation_rms > 0
 
 
-def test_accumulation_changes_no_number_beyond_rounding(data, tmp_path):
-    runs = []
-    for micro in (8, 2):
-        fit(data, tmp_path, f"micro{micro}", updates=6, micro_batch=micro)
-        runs.append(list(RunReader(tmp_path / "runs" / f"micro{micro}").steps()))
+def test_accumulation_changes_no_number_beyond_rounding(accumulated):
+    runs = [list(accumulated[name].steps()) for name in ("whole", "micro")]
     for a, b in zip(*runs, strict=True):
         assert a.train_loss == pytest.approx(b.train_loss, rel=1e-4)
     assert runs[0][-1].validation_loss == pytest.approx(runs[1][-1].validation_loss, rel=1e-4)
@@ -164,17 +169,19 @@ def test_a_trust_region_holds_the_steps_of_the_head(data, tmp_path):
     assert max(record.diameter_lower for record in records) > 1e-3
 
 
-def test_the_resolved_recipe_is_part_of_the_runs_info(data, tmp_path):
-    fit(data, tmp_path, updates=2)
-    info = RunReader(tmp_path / "runs" / "run").info
+def test_the_resolved_recipe_is_part_of_the_runs_info(accumulated):
+    info = accumulated["whole"].info
     assert info.config["parameters"] == 2 * 128 * 32 + 16 * 32**2
-    assert (info.config["updates"], info.config["head"], info.seed, info.head_optimizer) == (2, "rownorm", 0, "RowNorm")
+    assert (info.config["updates"], info.config["head"], info.seed, info.head_optimizer) == (
+        11,
+        "rownorm",
+        0,
+        "RowNorm",
+    )
 
 
-def test_a_chunked_loss_trains_the_same_model_and_the_monitor_sees_its_states(data, tmp_path):
-    for name, chunk in (("whole", None), ("chunked", 10)):
-        fit(data, tmp_path, name, updates=5, loss_chunk=chunk)
-    whole, chunked = (list(RunReader(tmp_path / "runs" / n).steps())[-1] for n in ("whole", "chunked"))
+def test_a_chunked_loss_trains_the_same_model_and_the_monitor_sees_its_states(accumulated):
+    whole, chunked = (list(accumulated[name].steps())[-1] for name in ("whole", "chunked"))
     assert chunked.train_loss == pytest.approx(whole.train_loss, rel=1e-4)
     assert chunked.perturbation_rms == pytest.approx(whole.perturbation_rms, rel=1e-2)
 
@@ -204,22 +211,22 @@ def weights(folder):
 
 
 def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(data, tmp_path):
-    more = ["--set=updates=150", "--set=checkpoint_every=7", "--set=head=adamw"]
+    more = ["--set=updates=100", "--set=checkpoint_every=7", "--set=head=adamw"]
     whole = Program(*command(data, tmp_path / "whole", *more))
     killed = Program(*command(data, tmp_path / "killed", *more))
     log = RunReader(tmp_path / "killed" / "runs" / "run")
     deadline = time.monotonic() + 300
-    while sum(1 for _ in log.steps()) < 60 and time.monotonic() < deadline:
+    while sum(1 for _ in log.steps()) < 25 and time.monotonic() < deadline:
         time.sleep(0.02)
     killed.kill()
     seen = max(r.step for r in log.steps())
-    assert 60 <= seen < 150
+    assert 25 <= seen < 100
     finish(Program(*command(data, tmp_path / "killed", *more)))
     finish(whole)
     a, b = weights(tmp_path / "whole"), weights(tmp_path / "killed")
     assert all(torch.equal(a[name], b[name]) for name in a)
     steps = list(log.steps())
-    assert [r.step for r in steps] == list(range(1, 151))
+    assert [r.step for r in steps] == list(range(1, 101))
     assert len(log.attempts) == 2
     assert log.attempts[1].first_step % 7 == 0
     clean = {r.step: r for r in RunReader(tmp_path / "whole" / "runs" / "run").steps()}
