@@ -262,8 +262,7 @@ def story(tmp_path_factory):
 
         cluster.before = {system: cluster.page.told(system) for system in SYSTEMS}
         end(cluster.serving)
-        cluster.wait_told("MonitorServiceDown", "")
-        time.sleep(6)  # longer than `plain` may be silent
+        cluster.wait_told("MonitorServiceDown", "")  # after 12 s: for longer than `plain` may be silent
         cluster.serve()
         cluster.wait_for(f'hilbert_steps_total{{run="long"}} > {LONG}', "the long log")
         time.sleep(5)

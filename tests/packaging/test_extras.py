@@ -62,6 +62,13 @@ trainer.fit(Model(), batches, batches)
 print("records", [record.step for news in run.follow(0) for record in news.records])
 """
 
+CATCH = """
+try:
+    from hilbert_monitor import {0}
+except ModuleNotFoundError as error:
+    print(error.name, error)
+"""
+
 
 def child(code, without=(), arguments=()):
     """Run code in a fresh interpreter that cannot import some packages."""
@@ -89,18 +96,14 @@ def test_a_run_is_fitted_logged_and_exported_without_what_the_dashboard_needs():
     assert "\nhilbert_step_diameter{" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["HilbertMonitor", "RowNorm", "row_diameter"])
-def test_a_name_that_needs_torch_names_the_extra(name):
-    done = child(f"from hilbert_monitor import {name}", without=PACKAGES["train"])
-    *_, sentence = done.stderr.splitlines()
-    missing = "lightning" if name == "HilbertMonitor" else "torch"
-    assert sentence.endswith(
-        f'hilbert_monitor.{name} needs {missing}, which is not installed: pip install "hilbert-monitor[train]"'
-    )
-    caught = (
-        f"try:\n    from hilbert_monitor import {name}\nexcept ModuleNotFoundError as error:\n    print(error.name)"
-    )
-    assert child(caught, without=PACKAGES["train"]).stdout == f"{missing}\n"
+def test_a_name_that_needs_torch_names_the_extra():
+    needed = {"RowNorm": "torch", "row_diameter": "torch", "HilbertMonitor": "lightning"}
+    done = child("".join(CATCH.format(name) for name in needed), PACKAGES["train"])
+    remedy = 'pip install "hilbert-monitor[train]"'
+    said = [f"hilbert_monitor.{name} needs {one}, which is not installed: {remedy}" for name, one in needed.items()]
+    assert done.stdout.splitlines() == [
+        f"{one} {sentence}" for one, sentence in zip(needed.values(), said, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(

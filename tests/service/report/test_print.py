@@ -7,17 +7,41 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.service.report.test_report import invoke, page_of, write_six_runs
-from tests.support.browser import chromium_fixture, until, visible_text, visit_fixture  # noqa: F401
+from tests.support.browser import Visitor, chromium_fixture, until, visible_text, visit_fixture  # noqa: F401
 
 VISIBLE = "(name) => [...document.querySelectorAll(name)].filter((element) => element.checkVisibility()).length"
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder of six runs."""
+    folder = tmp_path_factory.mktemp("report") / "runs"
+    write_six_runs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(runs):
+    """The address of their report."""
+    place = runs.parent / "report.html"
+    place.write_text(page_of(runs))
+    return place.as_uri()
+
+
+@pytest.fixture(scope="module")
+def visitor(chromium, report):
+    """One browser with the report in its tab."""
+    visitor = Visitor(chromium, report, color_scheme="dark", viewport={"width": 680, "height": 950})
+    drawn(visitor.open(""))
+    yield visitor
+    visitor.leave()
+
+
 @pytest.fixture
-def report(tmp_path):
-    """The address of a report of six runs."""
-    write_six_runs(tmp_path / "runs")
-    (tmp_path / "report.html").write_text(page_of(tmp_path / "runs"))
-    return (tmp_path / "report.html").as_uri()
+def page(visitor):
+    (page,) = visitor.context.pages
+    yield page
+    assert not visitor.troubles
 
 
 def drawn(page):
@@ -30,12 +54,11 @@ def visible(page, *names):
     return [page.evaluate(VISIBLE, name) for name in names]
 
 
-def test_a_figure_is_saved_as_the_file_that_the_command_writes(visit, report, tmp_path):
-    page = drawn(visit(report, color_scheme="dark").open(""))
+def test_a_figure_is_saved_as_the_file_that_the_command_writes(page, runs, tmp_path):
     with page.expect_download() as download:
         page.locator("figure").nth(1).get_by_role("button", name="Save as SVG").click()
     assert download.value.suggested_filename == "diameter.svg"
-    invoke("report", tmp_path / "runs", "--out", tmp_path / "again.html", "--figures", tmp_path / "figures")
+    invoke("report", runs, "--out", tmp_path / "again.html", "--figures", tmp_path / "figures")
     saved, written = (ElementTree.parse(path) for path in (download.value.path(), tmp_path / "figures/diameter.svg"))
     assert ElementTree.canonicalize(ElementTree.tostring(saved.getroot())) == ElementTree.canonicalize(
         ElementTree.tostring(written.getroot())
@@ -49,9 +72,7 @@ def test_without_javascript_the_figures_are_there(visit, report):
     assert not page.locator(".save").first.is_visible()
 
 
-@pytest.mark.parametrize("size", ["A4", "Letter"])
-def test_on_paper_figures_are_vectors_in_light_colours_without_controls(visit, report, size):
-    page = drawn(visit(report, color_scheme="dark", viewport={"width": 680, "height": 950}).open(""))
+def test_on_paper_figures_are_vectors_in_light_colours_without_controls(page):
     assert visible(page, ".plot", ".save", ".drawing") == [4, 4, 0]
     page.emulate_media(media="print")
     assert visible(page, ".plot", ".save", ".modebar", ".drawing") == [0, 0, 0, 4]
@@ -64,10 +85,11 @@ def test_on_paper_figures_are_vectors_in_light_colours_without_controls(visit, r
         page.evaluate("[...document.querySelectorAll('figure')].map((f) => getComputedStyle(f).breakInside)")
     ) == {"avoid"}
     page.emulate_media(media="screen")
-    pdf = page.pdf(format=size)
-    assert b"/Subtype /Image" not in pdf
-    streams = [_inflated(stream) for stream in re.findall(rb"stream\r?\n(.*?)\r?\nendstream", pdf, re.S)]
-    assert sum(stream.count(b" l\n") for stream in streams) > 40, "curves are lines"
+    for size in ("A4", "Letter"):
+        pdf = page.pdf(format=size)
+        assert b"/Subtype /Image" not in pdf
+        streams = [_inflated(stream) for stream in re.findall(rb"stream\r?\n(.*?)\r?\nendstream", pdf, re.S)]
+        assert sum(stream.count(b" l\n") for stream in streams) > 40, "curves are lines"
     assert visible(page, ".plot", ".save", ".drawing") == [4, 4, 0], "the screen is as before"
 
 
@@ -78,7 +100,9 @@ def _inflated(stream):
         return b""
 
 
-def test_on_a_phone_nothing_is_wider_than_the_screen(visit, report):
-    page = drawn(visit(report, viewport={"width": 390, "height": 800}).open(""))
+def test_on_a_phone_nothing_is_wider_than_the_screen(page):
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.reload()
+    drawn(page)
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert "Figure 4." in visible_text(page)

@@ -34,7 +34,7 @@ PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touc
 
 
 def write_more(root):
-    """To the zoo: a run as hostile as can be, one that was gone on with, and two without a panel in common."""
+    """To the zoo: a run as hostile as can be, one that was gone on with, two without a common panel, and odd ones."""
     blown = [
         Alert(step=step, time=time.time() + step, kind=HOSTILE, value=9.0, expected=3.0, pair=(1, 2), message=HOSTILE)
         for step in (2, 3)
@@ -57,16 +57,27 @@ def write_more(root):
             head_optimizer=head,
             panel_hash=panel,
         )
+    write_run(root, "bare", [record(s, pair_text=None) for s in range(1, 11)], model="Bare")
+    for name in ("good", "nan", "far", "stopped"):
+        at = {"nan": float("nan"), "far": 1e300}.get(name, 1e9)
+        write_run(root, name, [record(s, time=at) for s in (1, 2)], model="Odd")
+    info, end = root / "nan" / "info.jsonl", root / "stopped" / "end.jsonl"
+    info.write_text(re.sub(r'"started":[^,]*', '"started":"nan"', info.read_text()))
+    end.write_text(end.read_text().replace("}", ',"stopped":"SIGTERM"}'))
 
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory):
-    """A service over runs of every kind, none of which goes on; and its folder."""
+    """A service over runs of every kind; `live` has not ended."""
     root = tmp_path_factory.mktemp("zoo")
     write_zoo(root)
     write_more(root)
+    live = RunWriter.open(root, RunInfo(name="live", head_optimizer="RowNorm", model="Live", last_step=14_500))
+    for step in range(1, 101):
+        live.write(record(step, time=time.time() + 0.5 * step))
     with background(root, cache=False) as place:
         yield place.url
+    live.close()
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +94,7 @@ def view(visitor):
     """Views of the zoo, made anew in a tab that is open."""
 
     def show(path):
-        (page,) = visitor.context.pages
+        page, *_ = visitor.context.pages
         go(page, "/alerts")
         go(page, path)
         return page
@@ -125,24 +136,23 @@ INK = "getComputedStyle(document.querySelector('[data-panel] .xtick text')).fill
 # How it looks
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_view_is_drawn_without_a_word_on_the_console(zoo, visit, scheme):
-    visitor = visit(zoo, color_scheme=scheme, **WIDE)
-    page = visitor.open("/")
-    for path, panels in VIEWS.items():
-        go(page, path)
-        settled(page, panels)
-        wait_until_live(page)
-        assert (light(page.evaluate(GROUND)) < 60) == (scheme == "dark"), path
-        if panels:
-            assert (light(page.evaluate(INK)) > 120) == (scheme == "dark"), path
-        assert not visitor.troubles, path
-
-
-def test_the_page_follows_the_system_when_it_turns_dark(zoo, visit):
-    page = visit(zoo, color_scheme="light", **WIDE).open("/?model=GPT")
+def test_every_view_is_drawn_without_a_word_on_the_console_and_follows_the_system(zoo, visit):
+    visitor = visit(zoo, color_scheme="light", **WIDE)
+    page = visitor.open("/?model=GPT")
     wait_for_panels(page)
-    for scheme in ("dark", "light"):
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for path, panels in VIEWS.items():
+            go(page, path)
+            settled(page, panels)
+            wait_until_live(page)
+            assert (light(page.evaluate(GROUND)) < 60) == (scheme == "dark"), path
+            if panels:
+                assert (light(page.evaluate(INK)) > 120) == (scheme == "dark"), path
+            assert not visitor.troubles, path
+    go(page, "/?model=GPT")
+    wait_for_panels(page)
+    for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         until(page, f"(dark) => dark === ({INK}.match(/[\\d.]+/g)[0] > 120)", scheme == "dark")
         assert (light(page.evaluate(GROUND)) < 60) == (scheme == "dark")
@@ -164,9 +174,7 @@ def test_nothing_is_wider_than_a_phone(zoo, visit):
 BY_ID = f"/runs/{quote(f'{IMAGE} two')}"
 
 
-def test_what_others_wrote_is_shown_as_text_in_every_view(zoo, visit):
-    visitor = visit(zoo, **WIDE)
-    page = visitor.open("/runs")
+def test_what_others_wrote_is_shown_as_text_in_every_view(visitor, view):
     name, ids = quote(HOSTILE, safe=""), f"{quote(HOSTILE)},{quote(f'{IMAGE} two')}"
     for path, panels in {
         "/runs": (),
@@ -177,7 +185,7 @@ def test_what_others_wrote_is_shown_as_text_in_every_view(zoo, visit):
         f"/alerts?kind={name}&run={name}": (),
         f"/runs/{name}": (),
     }.items():
-        go(page, path)
+        page = view(path)
         settled(page, panels)
         until(page, "document.querySelector('main').textContent.includes('<img src=x onerror')")
         made = (
@@ -279,8 +287,8 @@ def test_the_runs_that_take_part_are_chosen_with_boxes(view):
     wait_for_text(page, "2 pairs by seed")
 
 
-def test_the_address_holds_all_that_the_page_shows(zoo, visit):
-    page = visit(zoo, **WIDE).open("/?model=GPT")
+def test_the_address_holds_all_that_the_page_shows(zoo, view, visit):
+    page = view("/?model=GPT")
     wait_for_panels(page)
     for name, value in (("axis", "tokens"), ("scale", "linear"), ("group", "run")):
         page.locator(f"label:has(input[name={name}][value={value}])").click()
@@ -363,32 +371,21 @@ def test_a_run_shows_bracket_ceiling_bound_tokens_cost_and_configuration(view):
     assert "500 ms" in page.locator(".part.cost").inner_text()
 
 
-def test_tokens_without_texts_are_shown_by_their_ids(tmp_path, visit):
-    write_run(tmp_path, "bare", [record(s, pair_text=None) for s in range(1, 11)])
-    with background(tmp_path, cache=False) as place:
-        visitor = visit(place.url, **WIDE)
-        page = visitor.open("/runs/bare")
-        until(page, "document.querySelector('table.tokens tbody tr')")
-        text = page.locator(".part.tokens").inner_text()
-        assert "token 1" in text
-        assert "token 7" in text
-        assert "\u201c" not in text
-        visitor.leave()
+def test_tokens_without_texts_are_shown_by_their_ids(view):
+    page = view("/runs/bare")
+    until(page, "document.querySelector('table.tokens tbody tr')")
+    text = page.locator(".part.tokens").inner_text()
+    assert "token 1" in text
+    assert "token 7" in text
+    assert "\u201c" not in text
 
 
-def test_a_run_shows_its_pace_and_the_time_that_is_left(tmp_path, visit):
-    writer = RunWriter.open(tmp_path, RunInfo(name="live", head_optimizer="RowNorm", last_step=14_500))
-    for step in range(1, 101):
-        writer.write(record(step, time=time.time() + 0.5 * step))
-    with background(tmp_path, cache=False) as place:
-        visitor = visit(place.url, **WIDE)
-        page = visitor.open(f"/runs/{writer.id}")
-        until(page, "document.querySelector('.stats').innerText.includes('tokens a second')")
-        stats = " ".join(page.locator(".stats").inner_text().split())
-        assert "2 steps a second 2,000 tokens a second 2 h left" in stats
-        assert "step 100 of 14,500" in page.locator(".run-line").inner_text()
-        visitor.leave()
-    writer.close()
+def test_a_run_shows_its_pace_and_the_time_that_is_left(view):
+    page = view("/runs/live")
+    until(page, "document.querySelector('.stats').innerText.includes('tokens a second')")
+    stats = " ".join(page.locator(".stats").inner_text().split())
+    assert "2 steps a second 2,000 tokens a second 2 h left" in stats
+    assert "step 100 of 14,500" in page.locator(".run-line").inner_text()
 
 
 def test_a_link_to_a_step_marks_it_and_shows_its_alert(view):
@@ -421,9 +418,12 @@ def test_a_run_without_curves_says_what_is_the_matter(view, id, word):
     wait_for_text(view(f"/runs/{id}"), word)
 
 
-def test_an_address_of_no_view_is_answered_with_a_sentence(zoo, visit):
-    page = visit(zoo, troubled=True, **WIDE).open("/?axis=nonsense")
+def test_an_address_of_no_view_is_answered_with_a_sentence(visitor, view):
+    page = view("/?axis=nonsense")
     wait_for_text(page, "That cannot be shown")
+    assert visitor.troubles
+    assert all("422" in trouble for trouble in visitor.troubles)
+    visitor.troubles.clear()
     page.get_by_role("link", name="Show it without these settings").click()
     wait_for_panels(page, "loss")
 
@@ -496,13 +496,20 @@ def test_alerts_are_newest_first_and_lead_to_their_step(view):
 # The keyboard
 
 
-def test_the_keyboard_reaches_everything(zoo, visit):
-    page = visit(zoo, **WIDE).open("/?model=GPT")
-    wait_for_panels(page)
+def test_the_keyboard_skips_the_bar_reaches_everything_and_has_shortcuts(visitor, view):
+    page = visitor.open("/runs")
+    until(page, "document.querySelector('tr[data-run]')")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
-    box = page.locator(".skip").bounding_box()
-    assert box["y"] >= 0
+    assert page.locator(".skip").bounding_box()["y"] >= 0
+    page.keyboard.press("Enter")
+    until(page, "document.activeElement.id === 'main'")
+    assert page.locator("tr[data-run]").count() > 10
+    page.keyboard.press("Tab")
+    until(page, "document.activeElement.closest('main')")
+
+    page.goto(visitor.base + "/?model=GPT&x0=10&x1=20")
+    wait_for_panels(page)
     reached = set()
     name = """(({tagName, name, className, dataset, id}) =>
         `${tagName} ${dataset.key ?? dataset.view ?? (name || id || className)}`)(document.activeElement)"""
@@ -521,21 +528,7 @@ def test_the_keyboard_reaches_everything(zoo, visit):
     }
     assert wanted <= reached, reached
 
-
-def test_the_skip_link_leads_past_the_bar(zoo, visit):
-    page = visit(zoo, **WIDE).open("/runs")
-    until(page, "document.querySelector('tr[data-run]')")
-    page.keyboard.press("Tab")
-    page.keyboard.press("Enter")
-    until(page, "document.activeElement.id === 'main'")
-    assert page.locator("tr[data-run]").count() > 10
-    page.keyboard.press("Tab")
-    until(page, "document.activeElement.closest('main')")
-
-
-def test_shortcuts_go_to_views_filter_and_explain_themselves(zoo, visit):
-    page = visit(zoo, **WIDE).open("/?model=GPT&x0=10&x1=20")
-    wait_for_panels(page)
+    page.evaluate("document.activeElement.blur()")
     page.keyboard.press("0")
     until(page, "!location.search.includes('x0')")
     page.keyboard.press("g")
@@ -559,29 +552,23 @@ def test_shortcuts_go_to_views_filter_and_explain_themselves(zoo, visit):
     page.keyboard.press("c")
     until(page, "location.pathname === '/' && location.search.includes('model=GPT')")
     wait_for_panels(page)
+    page.close()
 
 
 # Odd runs
 
 
-def test_a_time_that_is_no_number_empties_no_table_and_a_stopped_run_is_named(tmp_path, visit):
-    for name in ("good", "nan", "far", "stopped"):
-        write_run(tmp_path, name, [record(s, time={"nan": float("nan"), "far": 1e300}.get(name, 1e9)) for s in (1, 2)])
-    info, end = tmp_path / "nan" / "info.jsonl", tmp_path / "stopped" / "end.jsonl"
-    info.write_text(re.sub(r'"started":[^,]*', '"started":"nan"', info.read_text()))
-    end.write_text(end.read_text().replace("}", ',"stopped":"SIGTERM"}'))
-    with background(tmp_path, cache=False) as place:
-        visitor = visit(place.url, **WIDE)
-        page = visitor.open("/runs")
-        until(page, "document.querySelectorAll('tr[data-run]').length === 4")
-        page.locator(".chip", has_text="stopped").click()
-        until(page, "document.querySelectorAll('tr[data-run]').length === 1")
-        assert listed(page) == ["stopped"]
-        for name in ("nan", "far"):
-            go(page, f"/runs/{name}")
-            wait_for_panels(page, "loss")
-            assert "step 2" in visible_text(page)
-        visitor.leave()
+def test_a_time_that_is_no_number_empties_no_table_and_a_stopped_run_is_named(view):
+    page = view("/runs")
+    until(page, "document.querySelectorAll('tr[data-run]').length > 10")
+    assert {"good", "nan", "far", "stopped"} < {*listed(page)}
+    page.locator(".chip", has_text="stopped").click()
+    until(page, "document.querySelectorAll('tr[data-run]').length === 1")
+    assert listed(page) == ["stopped"]
+    for name in ("nan", "far"):
+        page = view(f"/runs/{name}")
+        wait_for_panels(page, "loss")
+        assert "step 2" in visible_text(page)
 
 
 # Nothing there, and nobody let in
@@ -610,16 +597,17 @@ def test_an_empty_folder_says_what_to_do(tmp_path, visit):
 def test_a_page_without_the_token_says_where_to_find_it(tmp_path, visit):
     write_run(tmp_path, "a", [record(s) for s in range(1, 9)])
     with running_service(tmp_path, "--port", 0, "--token", "sesame-sesame-sesame") as (_, url, _):
-        stranger = visit(url, troubled=True).open("/")
-        wait_for_text(stranger, "open the link that 'hilbert-monitor serve' printed")
-        friend = visit(url, troubled=True, **WIDE)
-        page = friend.open("/?token=sesame-sesame-sesame&scale=log")
+        visitor = visit(url, troubled=True, **WIDE)
+        page = visitor.open("/")
+        wait_for_text(page, "open the link that 'hilbert-monitor serve' printed")
+        visitor.troubles.clear()
+        page.goto(visitor.base + "/?token=sesame-sesame-sesame&scale=log")
         wait_for_panels(page, "loss", "diameter")
         wait_until_live(page)
         assert "sesame" not in page.url
         assert "scale=log" in page.url
-        assert friend.troubles == []
-        friend.context.clear_cookies()
+        assert visitor.troubles == []
+        visitor.context.clear_cookies()
         page.keyboard.press("g")
         page.keyboard.press("a")
         wait_for_text(page, "This page needs its token")

@@ -14,6 +14,7 @@ from tests.support.browser import (  # noqa: F401
     WIDE,
     chromium_fixture,
     drag,
+    go,
     traces,
     training,
     until,
@@ -85,13 +86,13 @@ def test_a_record_of_another_process_is_on_the_screen_within_a_second(tmp_path, 
         assert sorted(times)[1] < LATEST, (name, times)  # the second: a busy machine may hold up any of them
 
 
-def test_runs_appear_grow_and_end_by_themselves(tmp_path, visit):
+def test_runs_appear_grow_blow_up_on_a_banner_and_end_by_themselves(tmp_path, visit):
     with background(tmp_path, cache=False) as place:
         visitor = visit(place.url, **WIDE)
         table, compare = visitor.open("/runs"), visitor.open("/")
         wait_until_live(table)
         wait_until_live(compare)
-        with training(tmp_path, name="one", head_optimizer="AdamW") as first, training(tmp_path, name="two") as second:
+        with training(tmp_path, name="one", head_optimizer="AdamW") as first, training(tmp_path, name="hot") as second:
             for step in range(1, 6):
                 first.write(step, diameter=0.6 / step)
                 second.write(step, diameter=0.2 / step)
@@ -100,40 +101,32 @@ def test_runs_appear_grow_and_end_by_themselves(tmp_path, visit):
             seen(compare, "ratio", 5)
             assert "3.0\u00d7" in compare.locator(".card[data-metric=diameter]").inner_text()
             until(table, "document.querySelectorAll('tr[data-state=running]').length === 2")
+            blow_up(second, visitor, compare)
         until(table, "document.querySelectorAll('tr[data-state=finished]').length === 2")
         until(table, "document.querySelector('#counts').innerText.includes('2 finished')")
         visitor.leave()
 
 
-def test_a_run_that_blows_up_is_on_a_banner_until_it_is_dismissed(tmp_path, visit):
-    with background(tmp_path, cache=False) as place, training(tmp_path, name="hot") as run:
-        for step in range(1, 6):
-            run.write(step)
-        visitor = visit(place.url, **WIDE)
-        page = visitor.open("/runs")
-        last_step(page, run.id, 5)
-        wait_until_live(page)
-        assert page.locator("#banner .banner-inner").count() == 0
-        run.alert(
-            step=4, time=time.time(), kind="diameter", value=9.0, expected=3.0, message="D(S) is three times that."
-        )
-        until(page, "document.querySelector('#banner .banner-inner')?.innerText.includes('three times that')")
-        assert "hot blew up at step 4" in page.locator("#banner").inner_text()
-        later = visitor.open("/alerts")
-        until(later, "document.querySelector('#banner').innerText.includes('three times that')")
-        until(later, "document.querySelector('main .alert[data-kind=diameter]')")
-        page.locator("#banner").get_by_role("link", name="Show the step").click()
-        until(page, f"location.pathname === '/runs/{run.id}' && location.search.includes('step=4')")
-        wait_for_plot(page, "diameter", "layout.shapes?.some((one) => one.x0 === 4)")
-        page.locator("#banner").get_by_role("button").click()
-        until(page, "!document.querySelector('#banner .banner-inner')")
-        page.reload()
-        wait_for_panels(page, "diameter")
-        wait_until_live(page)
-        assert page.locator("#banner .banner-inner").count() == 0
-        run.alert(step=5, time=time.time(), kind="diameter", value=9.5, expected=3.0, message="And again.")
-        until(page, "document.querySelector('#banner').innerText.includes('And again')")
-        visitor.leave()
+def blow_up(run, visitor, page):
+    """Let a run blow up: it is on a banner until that is dismissed, and is then again."""
+    assert page.locator("#banner .banner-inner").count() == 0
+    run.alert(step=4, time=time.time(), kind="diameter", value=9.0, expected=3.0, message="D(S) is three times that.")
+    until(page, "document.querySelector('#banner .banner-inner')?.innerText.includes('three times that')")
+    assert "hot blew up at step 4" in page.locator("#banner").inner_text()
+    later = visitor.open("/alerts")
+    until(later, "document.querySelector('#banner').innerText.includes('three times that')")
+    until(later, "document.querySelector('main .alert[data-kind=diameter]')")
+    page.locator("#banner").get_by_role("link", name="Show the step").click()
+    until(page, f"location.pathname === '/runs/{run.id}' && location.search.includes('step=4')")
+    wait_for_plot(page, "diameter", "layout.shapes?.some((one) => one.x0 === 4)")
+    page.locator("#banner").get_by_role("button").click()
+    until(page, "!document.querySelector('#banner .banner-inner')")
+    page.reload()
+    wait_for_panels(page, "diameter")
+    wait_until_live(page)
+    assert page.locator("#banner .banner-inner").count() == 0
+    run.alert(step=5, time=time.time(), kind="diameter", value=9.5, expected=3.0, message="And again.")
+    until(page, "document.querySelector('#banner').innerText.includes('And again')")
 
 
 # Connections
@@ -250,25 +243,6 @@ def test_a_dropped_connection_goes_on_where_it_was(tmp_path, visit):
         cable.close()
 
 
-def test_an_answer_that_was_under_way_does_not_undo_an_event(tmp_path, visit):
-    with background(tmp_path, cache=False) as place, training(tmp_path, name="live") as run:
-        run.write(1)
-        visitor = visit(place.url, **WIDE)
-        first, held = visitor.open("/runs"), []
-        last_step(first, run.id, 1)
-        wait_until_live(first)
-        visitor.context.route("**/api/runs", lambda route: held.append((route, route.fetch())))
-        page = visitor.open("/runs")
-        wait_until_live(page)
-        run.write(2)
-        last_step(first, run.id, 2)
-        until(page, "document.querySelector('#counts').innerText.includes('1 running')")
-        for route, answer in held:
-            route.fulfill(response=answer)
-        last_step(page, run.id, 2)
-        visitor.leave()
-
-
 @contextmanager
 def indexed(root):
     """A service and its index."""
@@ -285,7 +259,7 @@ def indexed(root):
         index.stop()
 
 
-def test_eight_tabs_share_one_stream_and_all_are_live(tmp_path, visit):
+def test_eight_tabs_share_one_stream_and_no_late_answer_undoes_what_it_told(tmp_path, visit):
     with indexed(tmp_path) as (url, index), training(tmp_path, name="live") as run:
         run.write(1)
         visitor = visit(url, **WIDE)
@@ -302,6 +276,17 @@ def test_eight_tabs_share_one_stream_and_all_are_live(tmp_path, visit):
         for page in tabs[1:]:
             last_step(page, run.id, 3)
         assert index.feed.listeners == 1
+
+        first, held = tabs[1], []  # an answer that was under way does not undo an event
+        visitor.context.route("**/api/runs", lambda route: held.append((route, route.fetch())))
+        page = visitor.open("/runs")
+        wait_until_live(page)
+        run.write(4)
+        last_step(first, run.id, 4)
+        until(page, "document.querySelector('#counts').innerText.includes('1 running')")
+        for route, answer in held:
+            route.fulfill(response=answer)
+        last_step(page, run.id, 4)
         visitor.leave()
 
 
@@ -318,8 +303,17 @@ def spiked(tmp_path_factory):
         yield place.url
 
 
-@pytest.mark.parametrize("path", ["/", "/runs/long"])
-def test_a_spike_of_one_step_is_seen_at_every_zoom(spiked, visit, path):
+def test_a_spike_of_one_step_is_seen_at_every_zoom(spiked, visit):
+    page = visit(spiked, **WIDE).open("/")
+    for path in ("/", "/runs/long"):
+        go(page, "/alerts")
+        go(page, path)
+        look_closer(page)
+
+
+def look_closer(page):
+    """Zoom in on the spike, which is seen all along."""
+
     def peak():
         points = [(y, x) for one in traces(page, "diameter") for x, y in zip(one["x"], one["y"], strict=True) if y]
         return max(points)
@@ -327,7 +321,6 @@ def test_a_spike_of_one_step_is_seen_at_every_zoom(spiked, visit, path):
     def near(reach):
         return [x for x in steps_of(page, "diameter") if abs(x - SPIKE) <= reach]
 
-    page = visit(spiked, **WIDE).open(path)
     wait_for_panels(page, "loss", "diameter", "perturbation")
     coarse, count = near(400), len(steps_of(page, "diameter"))
     assert peak() == (0.9, SPIKE)

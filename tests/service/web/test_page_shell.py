@@ -9,7 +9,9 @@ from hilbert_monitor.service.web.server import background
 from tests.support.browser import (  # noqa: F401
     PHONE,
     WIDE,
+    Visitor,
     chromium_fixture,
+    go,
     until,
     visit_fixture,
     wait_for_panels,
@@ -31,24 +33,41 @@ look();
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A service over a pair of runs, and seven that failed, with long names."""
+    """A service over a pair of runs, seven that failed, with long names, and one with long labels."""
     root = tmp_path_factory.mktemp("pair")
     for head in ("AdamW", "RowNorm"):
         write_run(root, head, [record(s) for s in range(1, 51)], head_optimizer=head)
     for seed in range(1, 8):
         write_run(root, f"a-{'long-' * 8}lost-run-{seed}", [record(1)], error=ValueError("lost"), seed=seed)
+    long = [record(s, train_loss=1e6 + s / 100, validation_loss=1e6 + s / 100) for s in range(1, 51)]
+    write_run(root, "wide", long, model="Wide")
     with background(root, cache=False) as place:
         yield place.url
+
+
+@pytest.fixture(scope="module")
+def visitor(chromium, served):
+    """One browser with one tab, for tests that leave nothing behind but where they are."""
+    visitor = Visitor(chromium, served, **WIDE)
+    visitor.open("/alerts")
+    yield visitor
+    visitor.leave()
+
+
+@pytest.fixture
+def page(visitor):
+    (page,) = visitor.context.pages
+    yield page
+    visitor.context.unroute_all()
+    assert not visitor.troubles
 
 
 # First paint
 
 
-def test_curves_are_sketched_until_plotly_is_there(served, visit):
-    visitor = visit(served, **WIDE)
+def test_curves_are_sketched_until_plotly_is_there(visitor, page):
     held = []
     visitor.context.route("**/plotly.min.js", lambda route: held.append(route))
-    page = visitor.context.new_page()
     page.goto(f"{visitor.base}/?model=GPT", wait_until="commit")
     until(page, "document.querySelectorAll('.panel .sketch path').length > 4")
     assert page.evaluate("typeof Plotly") == "undefined"
@@ -66,30 +85,29 @@ def test_curves_are_sketched_until_plotly_is_there(served, visit):
     until(page, "!document.querySelector('.sketch')")
 
 
-def test_plotly_is_fetched_again_after_a_failure_before_the_page_was_there(served, visit):
-    visitor, attempts = visit(served, troubled=True, **WIDE), []
+def test_plotly_is_fetched_again_after_a_failure_before_the_page_was_there(visitor, page):
+    attempts = []
 
     def fail_first(route):
         attempts.append(route)
         return route.abort() if len(attempts) == 1 else route.continue_()
 
     visitor.context.route("**/plotly.min.js", fail_first)
-    wait_for_panels(visitor.open("/?model=GPT"))
+    page.goto(f"{visitor.base}/?model=GPT")
+    wait_for_panels(page)
     assert len(attempts) == 2
+    visitor.troubles.clear()
 
 
-def test_labels_that_need_more_room_than_usual_get_it(tmp_path, visit):
-    long = [record(s, train_loss=1e6 + s / 100, validation_loss=1e6 + s / 100) for s in range(1, 51)]
-    write_run(tmp_path, "wide", long)
-    with background(tmp_path, cache=False) as place:
-        page = visit(place.url, **WIDE).open("/runs/wide")
-        wait_for_panels(page, "loss", "diameter")
-        within = """name => {
-            const plot = document.querySelector(`[data-panel=${name}] .plot`);
-            const left = [...plot.querySelectorAll(".ytick")].map((label) => label.getBoundingClientRect().left);
-            return [Math.min(...left) - plot.getBoundingClientRect().left, plot._fullLayout._size.l];
-        }"""
-        (free, margin), (other_free, usual) = (page.evaluate(within, name) for name in ("loss", "diameter"))
+def test_labels_that_need_more_room_than_usual_get_it(page):
+    go(page, "/runs/wide")
+    wait_for_panels(page, "saturation", "loss", "diameter")
+    within = """name => {
+        const plot = document.querySelector(`[data-panel=${name}] .plot`);
+        const left = [...plot.querySelectorAll(".ytick")].map((label) => label.getBoundingClientRect().left);
+        return [Math.min(...left) - plot.getBoundingClientRect().left, plot._fullLayout._size.l];
+    }"""
+    (free, margin), (other_free, usual) = (page.evaluate(within, name) for name in ("loss", "diameter"))
     assert free >= 0
     assert other_free >= 0
     assert margin > usual, "only the panel whose labels are long has more room"
@@ -141,8 +159,8 @@ def test_a_phone_has_the_counts_the_theme_and_the_help(served, visit):
     assert "two fingers" in page.locator("#help").inner_text()
 
 
-def test_a_long_note_is_folded_and_opens(served, visit):
-    page = visit(served, **WIDE).open("/?model=GPT")
+def test_a_long_note_is_folded_and_opens(page):
+    go(page, "/?model=GPT")
     until(page, "document.querySelector('.notes .folded')")
     note = page.locator(".notes li", has_text="in no mean")
     assert "long-lost-run-7" not in note.inner_text()
