@@ -42,6 +42,8 @@ class Pass:
 
     states: Tensor
     """(R, N, d) what the heads are given."""
+    size: Tensor
+    """(R,) the RMS norm of the same before the final norm."""
     attention: Tensor
     """(R,) the largest |attention logit|."""
     inputs: dict[str, Tensor]
@@ -92,7 +94,8 @@ class Decoders:
             given = {"q": h, "k": h, "v": h, "out": mixed, "gate": g, "up": g, "down": gated}
             inputs |= {f"{block}.{name}": value.detach() for name, value in given.items()}
             largest.append(logit)
-        return Pass(_norm(x), torch.stack(largest).amax(0), inputs)
+        size = x.detach().square().sum(-1).mean(1).sqrt()
+        return Pass(_norm(x), size, torch.stack(largest).amax(0), inputs)
 
     def _attention(self, h: Tensor, part: dict[str, Tensor], B: int, T: int) -> tuple[Tensor, Tensor]:
         """Return the mixture (R, N, d) of values, and the largest |logit| of each run."""

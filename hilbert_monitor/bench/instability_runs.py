@@ -164,7 +164,7 @@ class StudyRuns:
             "gradient norm": norm,
             "update norm": torch.stack(moved).sum(0).sqrt(),
             "attention logit": result.attention,
-            "hidden norm": result.states.detach().square().sum(-1).mean(1).sqrt(),
+            "hidden norm": result.size,
         }
         signals |= self._ratios()
         for parts in (SQUARE, WIDE, NARROW):

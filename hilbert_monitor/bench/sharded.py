@@ -60,12 +60,15 @@ def traffic(
 
 
 def split(head: Head, V: int, d: int, *, repeat: int = 15) -> Iterator[BenchResult]:
-    """Time the bracket and the exact search of an increment by two processes of one thread, beside one process."""
+    """Time the bracket and the exact search of an increment by two processes of one thread, beside one process.
+
+    Two processes that measure a half each, and tell each other nothing, show what the machine has to give.
+    """
     with _saved(head, V, d, panel=1) as path:
         (times, processor), _ = in_ranks(_time, path, repeat, world=2, backend="gloo", patience=_PATIENCE)
-    for name, (one, two) in times.items():
+    for name, (one, two, apart) in times.items():
         share = processor[name][1] / processor[name][0]
-        note = f"a rank takes {share:.0%} of the processor time of one process; best of {repeat}, in turn"
+        note = f"halves without a word between them {one / apart:.2f}x; a rank takes {share:.0%} of the processor time"
         case = f"{name}, {head} {V:,} x {d:,}"
         yield BenchResult("shared by two ranks", case, "two processes", two, "one process", one, note)
 
@@ -138,7 +141,7 @@ def _count(rank: int, world: int, path: Path) -> dict[Measure, Traffic]:
 
 
 def _time(rank: int, world: int, path: Path, repeat: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the shortest times, on the clock and of the processor, of one process alone and of all together.
+    """Return the shortest times, on the clock and of the processor: one process alone, both together, and both apart.
 
     Each rank has its own rows as the monitor forms them: together in memory.
     """
@@ -147,10 +150,10 @@ def _time(rank: int, world: int, path: Path, repeat: int) -> tuple[dict[str, lis
     shards = replace(shards, rows=shards.rows.contiguous())
     clock, processor = {}, {}
     for name in ("bracket", "exact"):
-        alone, shared = _calls(S, H)[name], _calls(shards, H)[name]
-        best = [[math.inf, math.inf], [math.inf, math.inf]]
+        calls = [_calls(part, H)[name] for part in (S, shards, shards.rows)]
+        best = [[math.inf, math.inf] for _ in calls]
         for _ in range(repeat + 1):
-            for which, call in enumerate((alone, shared)):
+            for which, call in enumerate(calls):
                 dist.barrier()
                 if which or rank == 0:
                     start = time.perf_counter(), time.thread_time()

@@ -200,6 +200,9 @@ def instabilities(
         bool, typer.Option("--full", help="The whole grid, on both bases and with three seeds: a night.")
     ] = False,
     table: Annotated[bool, typer.Option("--table", help="Train nothing; judge the runs that have ended.")] = False,
+    figure: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw how often each signal came first, as an SVG.")
+    ] = None,
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
@@ -214,6 +217,7 @@ def instabilities(
     from rich.console import Console
 
     from hilbert_monitor.bench import instabilities as study
+    from hilbert_monitor.bench.instability_figure import drawing
 
     console = Console()
     plan = study.StudyPlan.quick() if quick else study.StudyPlan.full() if full else study.StudyPlan()
@@ -222,6 +226,8 @@ def instabilities(
         study.train(plan, folder, lambda text: console.print(text, soft_wrap=True))
     found = study.results(plan, folder)
     study.show(found, console)
+    if figure is not None:
+        figure.write_text(drawing(found.leads))
     _write(found.plain(), json, console)
 
 

@@ -1,6 +1,7 @@
 """The study of instabilities: its definitions on series that are known, and the whole of it on tiny runs."""
 
 import json
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -168,6 +169,7 @@ def test_arms_do_what_they_say():
     assert float(weights["head"][centred].mean(0).norm()) < 1e-6 < float(weights["head"][0].mean(0).norm())
     for name in ("no head decay", "independent head decay", "z-loss", "head alone", "beta2 0.999", "bf16 logits"):
         assert not torch.equal(weights["head"][by_name[name]], weights["head"][0]), name
+    assert np.ptp(runs.table(0)["hidden norm"]) > 0
     losses = [runs.table(place)["loss"][0] for place in range(len(ARMS))]
     assert losses == pytest.approx(
         [losses[0]] * len(ARMS), abs=0.1
@@ -183,8 +185,11 @@ def test_the_lower_bound_of_the_diameter_is_one():
 
 def test_the_command_trains_once_and_judges_what_there_is(tmp_path):
     words = ["bench", "instabilities", "--quick", "--folder", str(tmp_path / "study")]
-    first = CliRunner().invoke(app, [*words, "--json", str(tmp_path / "out.json")])
+    files = {"--json": tmp_path / "out.json", "--figure": tmp_path / "leads.svg"}
+    first = CliRunner().invoke(app, [*words, *(str(word) for option in files.items() for word in option)])
     assert first.exit_code == 0, first.output
+    drawn = "".join(ElementTree.parse(tmp_path / "leads.svg").getroot().itertext())
+    assert "gradient norm, six deviations" in drawn
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "study").iterdir()}
     assert len(files) == len(study.StudyPlan.quick().jobs())
     found = json.loads((tmp_path / "out.json").read_text())["results"]
