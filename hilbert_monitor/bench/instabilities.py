@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,8 @@ class StudyResults:
     unclean: list[str]
     """Twins with an instability, which are left out."""
     leads: list[Lead]
+    bad: list[Lead]
+    """Of bad spikes and divergences by themselves, in the same order of signals."""
 
     def plain(self) -> dict[str, Any]:
         """All of it for JSON."""
@@ -110,6 +112,7 @@ class StudyResults:
             "left out": self.unclean,
             "runs": [{"run": run.label, "events": [vars(event) for event in run.events]} for run in self.runs],
             "signals": [_row(lead) for lead in self.leads],
+            "signals, bad spikes and divergences": [_row(lead) for lead in self.bad],
         }
 
 
@@ -125,8 +128,10 @@ def results(plan: StudyPlan, folder: Path) -> StudyResults:
     clean = [run for job, run in judged if job.is_clean and not run.events]
     unclean = [run.label for job, run in judged if job.is_clean and run.events]
     runs = [run for job, run in judged if not job.is_clean]
-    leads = [lead_of(name, _level(name, clean), runs) for name in clean[0].scores] if clean and runs else []
-    return StudyResults(runs, clean, unclean, leads)
+    worst = [replace(run, events=[event for event in run.events if event.bad]) for run in runs]
+    levels = {name: _level(name, clean) for name in clean[0].scores} if clean and runs else {}
+    leads, bad = ([lead_of(name, level, some) for name, level in levels.items()] for some in (runs, worst))
+    return StudyResults(runs, clean, unclean, leads, bad)
 
 
 def _level(signal: str, clean: Sequence[Judged]) -> float:
@@ -158,12 +163,13 @@ def rows(found: StudyResults) -> Iterator[tuple[str, ...]]:
         "signal",
         "threshold",
         *(f"lead >= {n} (chance)" for n in LEADS),
+        f"bad ones, >= {LEADS[1]}",
         "alarms",
         "precision",
         "median lead",
         "leads",
     )
-    for lead in found.leads:
+    for lead, bad in zip(found.leads, found.bad, strict=True):
         row = _row(lead)
         recalls = (f"{row[f'recall at {n}']:.0%} ({row[f'chance at {n}']:.0%})" for n in LEADS)
         low, high = row["median lead, 95 %"]
@@ -175,6 +181,7 @@ def rows(found: StudyResults) -> Iterator[tuple[str, ...]]:
             lead.signal,
             f"{lead.threshold:.3g}",
             *recalls,
+            f"{bad.recall(LEADS[1]):.0%} ({bad.chance_recall(1):.0%})",
             str(row["alarms"]),
             precision,
             median,
