@@ -8,8 +8,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 # What the tests run for real, as Debian packages and as commands.
-PACKAGES := chromium prometheus prometheus-alertmanager victoria-metrics
-PROGRAMS := chromium prometheus promtool prometheus-alertmanager amtool victoria-metrics vmalert
+PACKAGES := chromium chromium-headless-shell prometheus prometheus-alertmanager victoria-metrics
+PROGRAMS := chromium chromium-headless-shell prometheus promtool prometheus-alertmanager amtool victoria-metrics vmalert
 
 SETUP = PYTHON="$(PYTHON)" TORCH="$(TORCH)" .ci/setup
 # Three processes on two cores: much of the time one of them waits for a program.

@@ -4,6 +4,7 @@
 """
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -82,7 +83,8 @@ class Visitor:
 def chromium_fixture():
     """A Chromium. It is closed after each module: its event loop blocks those of other tests in the thread."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=needs("chromium"), args=["--no-sandbox"])
+        shell = shutil.which("chromium-headless-shell")  # the same engine without a browser's own windows around it
+        browser = playwright.chromium.launch(executable_path=shell or needs("chromium"), args=["--no-sandbox"])
         yield browser
         browser.close()
 
