@@ -1,8 +1,8 @@
 """The bracket of the row diameter where rows are on several ranks: two passes over them.
 
-No rank sees all rows. Each surveys its own, and tells the others the sum of a sample, then a few outlying rows, twice.
-Every rank sees the same tables and comes to the same decisions, so that all make the same collectives and return the
-same answer. Bounds and slacks are those of `diameter.py`.
+No rank sees all rows. Each surveys its own, and tells the others the sum of a sample, then a few outlying rows, three
+times. Every rank sees the same tables and comes to the same decisions, so that all make the same collectives and return
+the same answer. Bounds and slacks are those of `diameter.py`.
 """
 
 from __future__ import annotations
@@ -75,16 +75,17 @@ def points(cloud: PointCloud, rows: Tensor) -> Tensor:
 def survey(shards: RowShards, max_bytes: int) -> Survey | Ends:
     """Make the two passes of the bracket; or return the answer where no search is needed."""
     cloud = centred(shards, compute_dtype(shards.rows), 1.0, 1.0, max_bytes)
-    top, walk = _outliers(shards, cloud, partners=True)
+    norms, top, outer = _outliers(shards, cloud)
     if not cloud.needs_no_scale(top):
         answer = in_range(shards, max_bytes)
         if not isinstance(answer, PointCloud):
             return answer
         cloud = answer
-        top, walk = _outliers(shards, cloud, partners=True)
+        norms, top, outer = _outliers(shards, cloud)
+    walk = outer.joined(_partners(shards, cloud, norms, outer))
     _, ends = walk.longest(cloud)
     midpoint = (walk.rows[list(ends)].to(cloud.dtype) * cloud.pre_scale).mean(0)
-    from_midpoint, more = _outliers(shards, replace(cloud, centre=midpoint))
+    _, from_midpoint, more = _outliers(shards, replace(cloud, centre=midpoint))
     walk = walk.joined(more)
     length, (i, j) = walk.longest(cloud)
     reach = min(float(two.double().sum()) for two in (top, from_midpoint))
@@ -116,30 +117,22 @@ def sample_step(shards: RowShards, dtype: torch.dtype, max_bytes: int) -> int:
     return -(-V // size)
 
 
-def _outliers(shards: RowShards, cloud: PointCloud, *, partners: bool = False) -> tuple[Tensor, Outliers]:
-    """Return the two largest norms of all ranks' points, and the rows of the largest.
-
-    Args:
-        shards: the rows of this rank.
-        cloud: the same as points.
-        partners: whether each rank also shows the rows of its sample that are farthest from its own outliers.
-    """
+def _outliers(shards: RowShards, cloud: PointCloud) -> tuple[Tensor, Tensor, Outliers]:
+    """Return the norms of this rank's points, the two largest of all ranks, and the rows of the largest."""
     k = max(2, -(-OUTER // shards.ranks.number))
-    shows = 2 * k if partners else k
+    local = []
 
     def make() -> Sequence[Tensor]:
         norms = cloud.norms()
-        places = norms.topk(min(k, len(norms))).indices
-        if partners and len(places):
-            places = torch.cat([places, _partners(shards, cloud, norms, places)])
-        return padded(shards, places, shows, norms[places])
+        local.append(norms)
+        values, places = norms.topk(min(k, len(norms)))
+        return padded(shards, places, k, values)
 
     rows, ids, values = shards.ranks.gather(
-        make, ((shows, shards.shape[1]), shards.rows.dtype), ((shows,), torch.int64), ((shows,), cloud.dtype)
+        make, ((k, shards.shape[1]), shards.rows.dtype), ((k,), torch.int64), ((k,), cloud.dtype)
     )
-    shown, first = ids >= 0, ids[:, :k] >= 0  # a partner may be an outlier, which must not be counted twice
-    top = values[:, :k][first]
-    return top.topk(min(2, len(top))).values, Outliers(rows[shown], ids[shown])
+    shown = ids >= 0
+    return local[0], values[shown].topk(min(2, int(shown.sum()))).values, Outliers(rows[shown], ids[shown])
 
 
 def padded(shards: RowShards, places: Tensor, k: int, *columns: Tensor) -> Sequence[Tensor]:
@@ -149,11 +142,20 @@ def padded(shards: RowShards, places: Tensor, k: int, *columns: Tensor) -> Seque
     return [rows, pad(shards.ids[places], (0, missing), value=-1), *(pad(c, (0, missing)) for c in columns)]
 
 
-def _partners(shards: RowShards, cloud: PointCloud, norms: Tensor, rows: Tensor) -> Tensor:
-    """Return, for each of some rows of this rank, the place of the farthest one in its share of an even sample."""
-    step = -(-shards.number // SAMPLE)
-    far = torch.addmm(norms[::step].square(), cloud.points(rows), cloud.points(slice(None, None, step)).T, alpha=-2)
-    return far.argmax(1) * step
+def _partners(shards: RowShards, cloud: PointCloud, norms: Tensor, outer: Outliers) -> Outliers:
+    """Return rows of each rank's sample that are farthest from an outlier."""
+    k = max(1, -(-OUTER // shards.ranks.number))
+    V, d = shards.shape
+
+    def make() -> Sequence[Tensor]:
+        step = -(-V // SAMPLE)
+        x = points(cloud, outer.rows)
+        far = torch.addmm(norms[::step].square(), x, cloud.points(slice(None, None, step)).T, alpha=-2)
+        farthest = (far + x.square().sum(1)[:, None]).amax(0)
+        return padded(shards, farthest.topk(min(k, len(farthest))).indices * step, k)
+
+    rows, ids = shards.ranks.gather(make, ((k, d), shards.rows.dtype), ((k,), torch.int64))
+    return Outliers(rows[ids >= 0], ids[ids >= 0])
 
 
 def in_range(shards: RowShards, max_bytes: int, dtype: torch.dtype | None = None) -> PointCloud | Ends:
