@@ -36,7 +36,7 @@ def _legend() -> Iterator[str]:
         yield f'<rect x="{x}" y="28" width="{thickness}" height="14" fill="{shade}"/>'
         yield f'<text x="{x + thickness + 6}" y="40">{word}</text>'
     for percent in range(0, 101, 25):
-        x = LEFT + SCALE * percent / 100
+        x = LEFT + SCALE * percent // 100
         yield f'<text x="{x}" y="58" font-size="11" text-anchor="middle" fill="#666">{percent} %</text>'
 
 
