@@ -169,7 +169,7 @@ def test_arms_do_what_they_say():
     assert float(weights["head"][centred].mean(0).norm()) < 1e-6 < float(weights["head"][0].mean(0).norm())
     for name in ("no head decay", "independent head decay", "z-loss", "head alone", "beta2 0.999", "bf16 logits"):
         assert not torch.equal(weights["head"][by_name[name]], weights["head"][0]), name
-    assert np.ptp(runs.table(0)["hidden norm"]) > 0
+    assert runs.table(0)["hidden norm"][0] < 0.5 * SMALL.width**0.5  # behind the final norm it is the root of the width
     losses = [runs.table(place)["loss"][0] for place in range(len(ARMS))]
     assert losses == pytest.approx(
         [losses[0]] * len(ARMS), abs=0.1

@@ -108,6 +108,24 @@ def visit_fixture(chromium):
         assert troubled or not visitor.troubles
 
 
+@contextmanager
+def staying(browser, base, path, **options):
+    """A visitor with one tab, for the tests of a module that leave nothing behind: plotly takes seconds to start."""
+    visitor = Visitor(browser, base, **options)
+    visitor.open(path)
+    yield visitor
+    visitor.leave()
+
+
+@pytest.fixture(name="page")
+def page_fixture(visitor):
+    """The tab of the module's own `visitor`, who must have had no troubles after the test."""
+    (page,) = visitor.context.pages
+    yield page
+    visitor.context.unroute_all()
+    assert not visitor.troubles
+
+
 def go(page, path):
     """Go to another view within the document, as the links on the page do."""
     page.evaluate("(path) => (history.pushState(null, '', path), dispatchEvent(new PopStateEvent('popstate')))", path)

@@ -7,7 +7,14 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.service.report.test_report import invoke, page_of, write_six_runs
-from tests.support.browser import Visitor, chromium_fixture, until, visible_text, visit_fixture  # noqa: F401
+from tests.support.browser import (  # noqa: F401
+    chromium_fixture,
+    page_fixture,
+    staying,
+    until,
+    visible_text,
+    visit_fixture,
+)
 
 VISIBLE = "(name) => [...document.querySelectorAll(name)].filter((element) => element.checkVisibility()).length"
 
@@ -30,18 +37,9 @@ def report(runs):
 
 @pytest.fixture(scope="module")
 def visitor(chromium, report):
-    """One browser with the report in its tab."""
-    visitor = Visitor(chromium, report, color_scheme="dark", viewport={"width": 680, "height": 950})
-    drawn(visitor.open(""))
-    yield visitor
-    visitor.leave()
-
-
-@pytest.fixture
-def page(visitor):
-    (page,) = visitor.context.pages
-    yield page
-    assert not visitor.troubles
+    with staying(chromium, report, "", color_scheme="dark", viewport={"width": 680, "height": 950}) as visitor:
+        drawn(visitor.context.pages[0])
+        yield visitor
 
 
 def drawn(page):

@@ -15,11 +15,11 @@ from tests.support.browser import (  # noqa: F401
     PHONE,
     RUN_PANELS,
     WIDE,
-    Visitor,
     chromium_fixture,
     drag,
     go,
     ranges,
+    staying,
     training,
     until,
     visit_fixture,
@@ -56,11 +56,8 @@ def zoo(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def visitor(chromium, zoo):
-    """One browser for tests that leave nothing behind but where they are: plotly takes seconds to start."""
-    visitor = Visitor(chromium, zoo, **WIDE)
-    visitor.open("/alerts")
-    yield visitor
-    visitor.leave()
+    with staying(chromium, zoo, "/alerts", **WIDE) as visitor:
+        yield visitor
 
 
 @pytest.fixture

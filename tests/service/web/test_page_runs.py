@@ -12,8 +12,8 @@ from hilbert_monitor.runs.record import Alert
 from hilbert_monitor.service.web.server import background
 from tests.support.browser import (  # noqa: F401
     WIDE,
-    Visitor,
     chromium_fixture,
+    staying,
     training,
     until,
     visit_fixture,
@@ -54,11 +54,11 @@ def root(tmp_path):
 def visitor(chromium, tmp_path_factory):
     """One browser and one service over three runs, for tests that leave the alerts as they are."""
     folder = tmp_path_factory.mktemp("shared")
-    with background(write_three(folder / "runs"), cache=False, data=folder / "data") as place:
-        visitor = Visitor(chromium, place.url, **WIDE)
-        visitor.open("/runs")
+    with (
+        background(write_three(folder / "runs"), cache=False, data=folder / "data") as place,
+        staying(chromium, place.url, "/runs", **WIDE) as visitor,
+    ):
         yield visitor
-        visitor.leave()
 
 
 @pytest.fixture

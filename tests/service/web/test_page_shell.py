@@ -9,9 +9,10 @@ from hilbert_monitor.service.web.server import background
 from tests.support.browser import (  # noqa: F401
     PHONE,
     WIDE,
-    Visitor,
     chromium_fixture,
     go,
+    page_fixture,
+    staying,
     until,
     visit_fixture,
     wait_for_panels,
@@ -47,19 +48,8 @@ def served(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def visitor(chromium, served):
-    """One browser with one tab, for tests that leave nothing behind but where they are."""
-    visitor = Visitor(chromium, served, **WIDE)
-    visitor.open("/alerts")
-    yield visitor
-    visitor.leave()
-
-
-@pytest.fixture
-def page(visitor):
-    (page,) = visitor.context.pages
-    yield page
-    visitor.context.unroute_all()
-    assert not visitor.troubles
+    with staying(chromium, served, "/alerts", **WIDE) as visitor:
+        yield visitor
 
 
 # First paint
