@@ -173,6 +173,7 @@ def test_a_service_that_is_stopped_is_not_live_for_more_than_seconds(tmp_path, v
         wait_until_live(page)
         page.wait_for_timeout(7000)
         assert page.evaluate("document.querySelector('#live').dataset.status") == "live"
+        assert page.evaluate("document.getAnimations().length") == 0, "a page that is left open takes no processor time"
 
         def seconds_until_it_is_said():
             process.send_signal(signal.SIGSTOP)
