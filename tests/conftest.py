@@ -3,6 +3,7 @@
 Under CI the same examples are drawn on every run; elsewhere new ones, so that they go on finding things.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -16,6 +17,9 @@ from hilbert_monitor.doctor.bf16 import VARIABLE, WITHOUT_AMX, leave_out_broken_
 # oneDNN reads the variable when torch is loaded; workers of pytest-xdist and children of tests inherit it.
 assert "torch" not in sys.modules
 BF16_KILLS = "PYTEST_XDIST_WORKER" not in os.environ and VARIABLE not in os.environ and leave_out_broken_amx()
+
+# What tests load stays for good. Python's look for garbage would go through all of it, half a second each time.
+gc.disable()
 
 # Fresh interpreters load what an earlier one has compiled. Installed packages are compiled anyway, ours is not.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -48,6 +52,11 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header():
