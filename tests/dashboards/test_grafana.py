@@ -264,9 +264,9 @@ LACKS = {
 }
 
 
-def train(folder, ports):
+def train(folder, ports, address):
     """Train a run for each head, the next inside the last step of the one before, so that all of them stay: run in a
-    process of its own, and never ends."""
+    process of its own, and never ends. Before its fault each waits until the Prometheus at the address knows it."""
     import lightning
     import torch
     from torch.utils.data import DataLoader
@@ -298,10 +298,12 @@ def train(folder, ports):
     class Course(lightning.Callback):
         """A learning rate that is twenty times too high for a step, and what comes after the last."""
 
-        def __init__(self, then):
-            self.then = then
+        def __init__(self, name, then):
+            self.name, self.then = name, then
 
         def on_train_batch_start(self, trainer, module, batch, index):
+            if trainer.global_step == FAULT:
+                self.wait_for_a_scrape()
             for group in trainer.optimizers[0].param_groups:
                 group["lr"] *= {FAULT: 20.0, FAULT + 1: 1 / 20}.get(trainer.global_step, 1.0)
 
@@ -309,6 +311,12 @@ def train(folder, ports):
             time.sleep(0.01)
             if trainer.global_step == STEPS:
                 self.then()
+
+        def wait_for_a_scrape(self):
+            known, deadline = f'count(hilbert_step{{run="{self.name}"}})', time.time() + 120
+            while Prometheus(address, 0, time.time()).instant(known).get(()) != len(JOBS):
+                assert time.time() < deadline, f"no scrape of {self.name}"
+                time.sleep(0.1)
 
     def fit(heads, ports):
         if not heads:
@@ -331,7 +339,7 @@ def train(folder, ports):
             max_epochs=-1,
             val_check_interval=6,
             limit_val_batches=2,
-            callbacks=[monitor, *regions, Course(lambda: fit(heads[1:], ports[1:]))],
+            callbacks=[monitor, *regions, Course(f"{heads[0]}-1", lambda: fit(heads[1:], ports[1:]))],
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -402,8 +410,9 @@ def prometheus(tmp_path_factory):
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     served = [program, "--config.file", folder / "prometheus.yml", "--storage.tsdb.path", folder / "data"]
-    code = f"from tests.dashboards.test_grafana import train; train({str(folder / 'runs')!r}, {ports!r})"
     found = Prometheus(f"http://127.0.0.1:{own}", time.time())
+    arguments = str(folder / "runs"), ports, found.address
+    code = f"from tests.dashboards.test_grafana import train; train(*{arguments!r})"
     with (
         running([*served, "--web.listen-address", f"127.0.0.1:{own}"], folder / "prometheus.log"),
         ExitStack() as stack,
