@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hilbert_monitor.geometry._ranks import Ranks
-from hilbert_monitor.geometry.shards import RowShards
+from hilbert_monitor.geometry.shards import RowRuns, RowShards
 
 from .counts import Count, Counts
 from .device import DeviceTensor, EmulatedDevice
@@ -80,7 +80,7 @@ class _EmulatedRanks(Ranks):
 def in_emulated_ranks(number: int, S: Tensor, measure: Callable[[Tensor | RowShards, Any], Any]) -> list[RankWork]:
     """Measure a matrix that some ranks share, each on its own emulated device, in threads.
 
-    The rows are split as those of a head that every rank has whole: of W ranks each takes every W-th.
+    The rows are split as those of a head that every rank has whole: the ranks take runs of them in turn.
 
     Args:
         number: of ranks; one measures a plain tensor.
@@ -95,9 +95,8 @@ def in_emulated_ranks(number: int, S: Tensor, measure: Callable[[Tensor | RowSha
             with EmulatedDevice() as device:
                 if number == 1:
                     return RankWork(measure(device.tensor(S), device), device.counts, 0, 0)
-                rows, ids = S[place::number].contiguous(), torch.arange(len(S))[place::number]
-                ranks = _EmulatedRanks(meeting, place, device.device)
-                shards = RowShards(device.tensor(rows), device.tensor(ids), len(S), ranks)
+                runs, ranks = RowRuns(len(S), number, place), _EmulatedRanks(meeting, place, device.device)
+                shards = RowShards(device.tensor(runs.of(S)), device.tensor(runs.ids(S.device)), len(S), ranks)
                 with device.counted() as counts:
                     result = measure(shards, device)
                 return RankWork(result, counts, ranks.collectives, ranks.bytes)

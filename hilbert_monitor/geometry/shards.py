@@ -13,6 +13,57 @@ from torch.nn.functional import pad
 from ._ranks import Ranks
 from .arithmetic import check_real
 
+RUN, LEAST_RUNS = 64, 128
+"""Rows that a rank takes in one run, unless each would have too few runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowRuns:
+    """The rows that one of several ranks takes of a matrix that every rank has: runs of rows, in turn.
+
+    Rows of a run are read together: a processor takes as long for every second row as for all of them. There are many
+    runs, so that where frequent tokens come first, all ranks get their share of long rows. Rows after the last whole
+    turn are taken one at a time.
+    """
+
+    number: int
+    """V, of the matrix."""
+    ranks: int
+    rank: int
+    """Which of them this one is."""
+
+    @property
+    def length(self) -> int:
+        """Rows of a run."""
+        return max(1, min(RUN, self.number // (LEAST_RUNS * self.ranks)))
+
+    def views(self, x: Tensor) -> list[Tensor]:
+        """Return these rows of x (V, ...): the runs (n, length, ...), and what is left (m, ...). Nothing is copied."""
+        turns = self.number // (self.length * self.ranks)
+        whole = turns * self.length * self.ranks
+        runs = x[:whole].view(turns, self.ranks, self.length, *x.shape[1:])[:, self.rank]
+        return [runs, x[whole + self.rank :: self.ranks]]
+
+    def places(self, rows: Tensor) -> list[Tensor]:
+        """Return rows that were taken (n, ...) in the shapes of `views`."""
+        turns = self.number // (self.length * self.ranks)
+        whole = turns * self.length
+        return [rows[:whole].view(turns, self.length, *rows.shape[1:]), rows[whole:]]
+
+    def memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return memory for these rows of a matrix."""
+        runs, rest = self.views(like)
+        return like.new_empty(runs.shape[0] * self.length + len(rest), *like.shape[1:], dtype=dtype)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return a copy of these rows of x (V, ...): (n, ...)."""
+        runs, rest = self.views(x)
+        return torch.cat([runs.flatten(0, 1), rest])
+
+    def ids(self, device: torch.device) -> Tensor:
+        """Return which rows these are, in ascending order."""
+        return self.of(torch.arange(self.number, device=device))
+
 
 @dataclass(frozen=True)
 class RowShards:
@@ -63,7 +114,7 @@ class RowShards:
     def split(cls, S: Tensor, group: dist.ProcessGroup | None = None) -> RowShards:
         """Split a matrix that every rank of a group holds, so that each rank measures a part of its rows.
 
-        Of W ranks each takes every W-th row: where frequent tokens come first, all ranks get their share of long rows.
+        Ranks take runs of rows in turn, see `RowRuns`.
 
         Args:
             S: (V, d), the same on all ranks.
@@ -71,9 +122,8 @@ class RowShards:
         """
         group = group or dist.group.WORLD
         assert group is not None
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        ids = torch.arange(len(S), device=S.device)[rank::size]
-        return cls(S[rank::size], ids, len(S), Ranks([group], S.device))
+        runs = RowRuns(len(S), dist.get_world_size(group), dist.get_rank(group))
+        return cls(runs.of(S), runs.ids(S.device), len(S), Ranks([group], S.device))
 
     @classmethod
     def of(cls, S: Tensor) -> RowShards:

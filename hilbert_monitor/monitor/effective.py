@@ -259,7 +259,7 @@ class EffectiveSource(IncrementSource):
         return Increment(after.to(dtype) - before.to(dtype), 2 * torch.finfo(before.dtype).eps * largest)
 
     def _watched(self) -> KeptRows:
-        return KeptRows(self.param.detach)
+        return KeptRows(lambda at: self.param.detach()[at], len(self.param))
 
     def _weights(self) -> Tensor:
         return self.rows.of(self.effective.moving())

@@ -76,7 +76,6 @@ def _denominator(step: float | Tensor, options: Group, lr: float, dtype: torch.d
 
 def sgd(p: Tensor, state: Group, options: Group, out: Tensor | None) -> Tensor:
     """-lr times the momentum buffer, or, without momentum, the gradient."""
-    if options["momentum"]:
-        return torch.mul(state["momentum_buffer"].to(compute_dtype(p)), -options["lr"])
-    G = state["gradient"]
-    return torch.mul(G.to(compute_dtype(p)), options["lr"] if options["maximize"] else -options["lr"])
+    momentum, ascends = bool(options["momentum"]), options["maximize"] and not options["momentum"]
+    direction = state["momentum_buffer" if momentum else "gradient"]
+    return torch.mul(direction.to(compute_dtype(p)), options["lr"] if ascends else -options["lr"], out=out)

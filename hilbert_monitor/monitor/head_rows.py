@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hilbert_monitor.geometry import RowShards
+from hilbert_monitor.geometry import RowRuns, RowShards
 
 from .ranks import Ranks, compute_device
 
@@ -19,8 +19,8 @@ Matrix = Tensor | RowShards
 class HeadRows:
     """Which entries of the head's weight this rank measures. A row stands for a token.
 
-    Under DDP every rank has the whole weight, and of W ranks each measures every W-th row of it. A DTensor stays where
-    it is: each rank measures its own shard.
+    Under DDP every rank has the whole weight, and the ranks measure runs of its rows in turn. A DTensor stays where it
+    is: each rank measures its own shard.
 
     Args:
         weight: the parameter, with as many rows as tokens, or as many columns.
@@ -32,7 +32,7 @@ class HeadRows:
         self.dim, self.number = dim, weight.shape[dim]
         self.device = compute_device(weight)
         self.sharded = hasattr(weight, "device_mesh")
-        self.part: slice | None = None
+        self.part: RowRuns | None = None
         """Of a weight that every rank has: the tokens of this rank."""
         self._shards: RowShards | None = None
         self._counts: dict[int, int] = {}  # of this rank's tokens among so many, so that a device is waited for once
@@ -41,15 +41,24 @@ class HeadRows:
             check_layout(tokens_first)
             self._shards = RowShards.of(tokens_first)
         elif ranks.world > 1:
-            self.part = slice(ranks.rank, None, ranks.world)  # as `split` does
+            self.part = RowRuns(self.number, ranks.world, ranks.rank)  # as `split` does
             self._shards = RowShards.split(torch.empty(self.number, 0, device=weight.device), ranks.group)
 
     def of(self, x: Tensor) -> Tensor:
-        """Return this rank's entries of a tensor that is laid out as the weight is: no copy, and nothing is sent."""
+        """Return this rank's entries of a tensor that is laid out as the weight is: a copy if they are a part of it."""
         if self.sharded:
             local: Any = x.detach()
             return local.to_local()  # type: ignore[no-any-return]
-        return x if self.part is None else x[self.part] if self.dim == 0 else x[:, self.part]
+        if self.part is None:
+            return x
+        return self.part.of(x) if self.dim == 0 else self.part.of(x.t()).t()
+
+    def some(self, x: Tensor, at: slice) -> Tensor:
+        """Return `of(x)[at]`; where that is a few rows of a part, nothing else is copied."""
+        if self.part is None or self.dim == 1:
+            return self.of(x)[at]
+        assert self._shards is not None
+        return x.index_select(0, self._shards.ids[at])
 
     def matrix(self, rows: Tensor, number: int | None = None) -> Matrix:
         """Return rows (n, d) of this rank as a part of the whole matrix, as the geometry takes it.

@@ -322,7 +322,7 @@ class IncrementSource:
             return candidates[0]
 
         def gap(options: Group) -> float:
-            S = self._by_state.of_rows(before, options, self._kept.of)
+            S = self._by_state.of_rows(before, options, self._kept.at)
             if S is None:
                 return 0.0
             kept = before.to(S.dtype) * (1 - self.decay.share(HeadStep("", options)))
@@ -353,7 +353,7 @@ class IncrementSource:
             return None
         if self._by_update or not self.from_state:
             return self.stored()
-        S = self._by_state.form(self._weights(), self.last, out)
+        S = self._by_state.form(self.last, out)
         fresh = self._next is None and not self._is_held  # or the rows of before the step are no longer kept
         if self.checks and fresh and not self._agrees(S, self.last):
             return None
@@ -364,7 +364,7 @@ class IncrementSource:
         """Return the increment of the last step as the optimizer's state says it was, without a check."""
         if self.last is None or not self.from_state:
             raise RuntimeError("there has been no step whose increment can be formed from the optimizer's state")
-        return self._rounded(self._by_state.form(self._weights(), self.last, None))
+        return self._rounded(self._by_state.form(self.last, None))
 
     def _rounded(self, S: Tensor) -> Increment:
         """Bound what is lost in weights of less than fp32."""
@@ -432,7 +432,7 @@ class IncrementSource:
 
     def _watched(self) -> KeptRows:
         """The rows by which it is seen what moves the parameter."""
-        return KeptRows(self._weights)
+        return KeptRows(lambda at: self.rows.some(self.param.detach(), at), len(self._weights()))
 
     def _weights(self) -> Tensor:
         """This rank's entries of the parameter, as they are now."""

@@ -20,25 +20,31 @@ class KeptRows:
     """Evenly spaced rows of a parameter, as they were before its last step and as they were last seen.
 
     Args:
-        weights: returns this rank's entries of the parameter, as they are when it is called.
+        weights: returns some of this rank's rows of the parameter, as they are when it is called.
+        number: of this rank's rows.
     """
 
-    def __init__(self, weights: Callable[[], Tensor]) -> None:
+    def __init__(self, weights: Callable[[slice], Tensor], number: int) -> None:
         self._weights = weights
-        self._stride = max(1, len(weights()) // ROWS)
+        self._stride = max(1, number // ROWS)
         self._start, self._starts = 0, random.Random(0)  # the same on every rank
         self.before: Tensor | None = None
         """The rows before the last step."""
         self._seen: Tensor | None = None
         self._differ: Tensor | None = None
 
+    @property
+    def at(self) -> slice:
+        """Which they are, of this rank's rows."""
+        return slice(self._start, None, self._stride)
+
     def of(self, matrix: Tensor) -> Tensor:
-        """The same rows of another matrix."""
-        return matrix.detach()[self._start :: self._stride]
+        """The same rows of another matrix of this rank's rows."""
+        return matrix.detach()[self.at]
 
     def now(self) -> Tensor:
         """The rows as they are."""
-        return self.of(self._weights())
+        return self._weights(self.at)
 
     def go_on(self) -> None:
         """Take other rows from now on."""

@@ -6,10 +6,12 @@ Our own optimizers say what their last step was. For torch's Adam, AdamW and SGD
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from hilbert_monitor.geometry import RowRuns, compute_dtype
 from hilbert_monitor.optim import Group, LastStep, MatrixOptimizer, Muon, RowNorm
 
 from .formulas import formula_of, sgd, state_of, steps_as
@@ -62,34 +64,41 @@ class StateIncrement:
         """Whether the gradient is still that of the last step."""
         return self._gradient is not None and self._gradient.had(self.param.grad)
 
-    def form(self, weights: Tensor, last: HeadStep, out: Tensor | None) -> Tensor:
-        """Return the increment of the last step.
+    def form(self, last: HeadStep, out: Tensor | None) -> Tensor:
+        """Return this rank's entries of the increment of the last step.
 
         Args:
-            weights: this rank's entries of the parameter.
             last: that step.
             out: memory for it, used where it can be.
         """
+        part = self.rows.part if self.rows.dim == 0 else None
         if isinstance(self.optimizer, MatrixOptimizer):
-            part = self.rows.part if self.rows.dim == 0 else None
             S = self.optimizer.increment(self.param, out=out if part or not self.rows.part else None, rows=part)
             return S if part else self.rows.of(S)
         if self.is_plain_sgd(last) and not self.has_gradient:
             raise RuntimeError("the gradient of the last step is gone or changed, and SGD's increment needs it")
         formula = formula_of(self.optimizer, last.options)
         assert formula is not None
-        return formula(weights, self._state(self.rows.of), last.options, out)
+        weights = self.param.detach()
+        if part is None:
+            return formula(self.rows.of(weights), self._state(self.rows.of), last.options, out)
+        S = part.memory(weights, compute_dtype(weights)) if out is None else out
+        for which, place in enumerate(part.places(S)):
+            view = partial(_view, part, which)
+            formula(view(weights), self._state(view), last.options, place)
+        return S
 
-    def of_rows(self, before: Tensor, options: Group, of: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def of_rows(self, before: Tensor, options: Group, at: slice) -> Tensor | None:
         """Return the increment of some rows for given hyperparameters; None where no formula has it.
 
         Args:
             before: those rows, before the step.
             options: the hyperparameters.
-            of: takes the same rows of this rank's entries.
+            at: which of this rank's rows they are.
         """
         formula = formula_of(self.optimizer, options)
-        return None if formula is None else formula(before, self._state(lambda x: of(self.rows.of(x))), options, None)
+        state = self._state(lambda x: self.rows.some(x, at))
+        return None if formula is None else formula(before, state, options, None)
 
     def _state(self, of: Callable[[Tensor], Tensor]) -> Group:
         """The optimizer's state of some entries of the parameter; the gradient too."""
@@ -99,3 +108,7 @@ class StateIncrement:
         return {
             name: of(x) if isinstance(x, Tensor) and x.shape == self.param.shape else x for name, x in state.items()
         }
+
+
+def _view(part: RowRuns, which: int, x: Tensor) -> Tensor:
+    return part.views(x)[which]

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Adam, Optimizer
 
+from hilbert_monitor.geometry import RowRuns
+
 from ._hyperparameters import Group, parameter_label
 from ._matrix_optimizer import MatrixOptimizer, call_closure, keep_state_precision, outside_autocast
 
@@ -138,7 +140,7 @@ class ChainedOptimizer(Optimizer):
                 return o
         raise ValueError(f"the parameter of shape {tuple(param.shape)} is in none of the chained optimizers")
 
-    def increment(self, param: Tensor, *, out: Tensor | None = None, rows: slice | None = None) -> Tensor:
+    def increment(self, param: Tensor, *, out: Tensor | None = None, rows: RowRuns | None = None) -> Tensor:
         """Return the increment of the last step on `param`, without weight decay, from the optimizer that owns it.
 
         The arguments are those of `MatrixOptimizer.increment`.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from hilbert_monitor.geometry import RowRuns
 from hilbert_monitor.optim import Muon, RowNorm
 from tests.support.optim_references import LRS, close, gradients, muon_steps, rownorm_steps, walk
 from tests.support.references import normal
@@ -355,20 +356,23 @@ def test_increment_is_what_the_step_added_beside_the_decay(make, reference, opti
 
 
 @each
-@pytest.mark.parametrize("rows", [slice(0, 3), slice(2, None), slice(3, 3), slice(-2, 99), slice(None)], ids=str)
-def test_some_rows_of_the_increment_are_those_of_the_whole(make, rows):
-    params = matrices()
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1), (7, 6)])
+def test_some_rows_of_the_increment_are_those_of_the_whole(make, ranks, rank):
+    params = [*matrices(), Parameter(normal(5, 700, 6))]
     optimizer = make(params, lr=0.1)
     take_steps(optimizer, params, 2)
     for p in params:
-        S = optimizer.increment(p)[rows]
+        rows = RowRuns(len(p), ranks, rank)
+        S = optimizer.increment(p)[rows.ids(p.device)]
         assert torch.equal(optimizer.increment(p, rows=rows), S)
         assert torch.equal(optimizer.increment(p, rows=rows, out=torch.empty_like(S)), S)
     params[0].grad = None
     optimizer.step()
-    assert torch.equal(optimizer.increment(params[0], rows=rows), torch.zeros_like(params[0][rows]))
-    with pytest.raises(TypeError, match="rows must be a slice, got"):
-        optimizer.increment(params[1], rows=[0, 2])
+    rows = RowRuns(len(params[0]), ranks, rank)
+    assert torch.equal(optimizer.increment(params[0], rows=rows), torch.zeros_like(rows.of(params[0])))
+    for wrong in ([0, 2], RowRuns(99, ranks, rank)):
+        with pytest.raises(ValueError, match=r"rows must be RowRuns of \d+ rows, got"):
+            optimizer.increment(params[1], rows=wrong)
 
 
 @each
