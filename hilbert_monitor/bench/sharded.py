@@ -1,18 +1,16 @@
-"""Counts what ranks that share the rows of an increment send each other, and times two ranks beside one."""
+"""Counts what ranks that share the rows of an increment send each other."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hilbert_monitor.doctor.ranks import in_ranks
@@ -57,20 +55,6 @@ def traffic(
                 )
                 case = f"{name}, {head} {V:,} x {d:,}, {world} ranks"
                 yield BenchResult("moved a rank", case, name, most, "full gather", gather, note, "B")
-
-
-def split(head: Head, V: int, d: int, *, repeat: int = 15) -> Iterator[BenchResult]:
-    """Time the bracket and the exact search of an increment by two processes of one thread, beside one process.
-
-    Two processes that measure a half each, and tell each other nothing, show what the machine has to give.
-    """
-    with _saved(head, V, d, panel=1) as path:
-        (times, processor), _ = in_ranks(_time, path, repeat, world=2, backend="gloo", patience=_PATIENCE)
-    for name, (one, two, apart) in times.items():
-        share = processor[name][1] / processor[name][0]
-        note = f"halves without a word between them {one / apart:.2f}x; a rank takes {share:.0%} of the processor time"
-        case = f"{name}, {head} {V:,} x {d:,}"
-        yield BenchResult("shared by two ranks", case, "two processes", two, "one process", one, note)
 
 
 @contextmanager
@@ -138,27 +122,3 @@ def _count(rank: int, world: int, path: Path) -> dict[Measure, Traffic]:
         found = _calls(shards, H)[name]()
         counts[name] = Traffic(found, shards.ranks.bytes, shards.ranks.collectives)
     return counts
-
-
-def _time(rank: int, world: int, path: Path, repeat: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the shortest times, on the clock and of the processor: one process alone, both together, and both apart.
-
-    Each rank has its own rows as the monitor forms them: together in memory.
-    """
-    S, H = _load(path)
-    shards = RowShards.split(S)
-    shards = replace(shards, rows=shards.rows.contiguous())
-    clock, processor = {}, {}
-    for name in ("bracket", "exact"):
-        calls = [_calls(part, H)[name] for part in (S, shards, shards.rows)]
-        best = [[math.inf, math.inf] for _ in calls]
-        for _ in range(repeat + 1):
-            for which, call in enumerate(calls):
-                dist.barrier()
-                if which or rank == 0:
-                    start = time.perf_counter(), time.thread_time()
-                    call()
-                    taken = time.perf_counter() - start[0], time.thread_time() - start[1]
-                    best[which] = [min(pair) for pair in zip(best[which], taken, strict=True)]
-        clock[name], processor[name] = ([b[0] for b in best], [b[1] for b in best])
-    return clock, processor

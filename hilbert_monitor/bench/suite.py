@@ -29,6 +29,7 @@ from . import (
     service,
     sharded,
     sharded_muon,
+    shared_step,
 )
 from .curve_summary import CurveRow
 from .fault_summary import TrialSummary, summarize
@@ -105,11 +106,14 @@ def sharded_jobs(*, quick: bool, large: bool) -> Iterator[Job]:
                 head, 128_256, 4096, worlds=worlds, panel=64, steps=8, batch=64
             ),
         )
-    for head in heads:
-        yield (
-            f"two ranks, {head} head",
-            lambda head=head: sharded.split(head, V, d, repeat=2 if quick else 15),  # type: ignore[misc]
-        )
+    for width, steps in [(d, 4)] if quick else [(256, 20), (1024, 6)]:
+        for head in heads:
+            yield (
+                f"two ranks, {head} head, width {width}",
+                lambda head=head, width=width, steps=steps: shared_step.shared_step(  # type: ignore[misc]
+                    head, V, width, steps=steps, repeat=2 if quick else 25
+                ),
+            )
 
 
 def _measure(increment: SampleIncrement) -> Iterator[BenchResult]:

@@ -91,7 +91,9 @@ def test_ranks_that_share_rows_are_counted_and_timed(tmp_path):
     for r in moved:
         assert 0 < r["amount"] < 0.15 * r["opponent_amount"] == 0.15 * 4096 * 64 * 4 / 2
         assert int(re.search(r"(\d+) collectives", r["note"])[1]) <= (8 if "exact" not in r["case"] else 40)
-    assert {r["opponent"] for r in results if r["unit"] == "s"} == {"one process"}
+    timed = [r for r in results if r["unit"] == "s"]
+    assert {r["opponent"] for r in timed} == {"one process"}
+    assert {r["case"].split(",")[0] for r in timed} == {"bounds", "exact D(S)"}
 
 
 def test_a_wrong_answer_of_the_ranks_ends_their_bench():
