@@ -7,6 +7,7 @@ import time
 import warnings
 from datetime import timedelta
 from functools import cache, partial
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from hilbert_monitor import ChainedOptimizer, Muon, RowNorm
+from hilbert_monitor.geometry import shards
 from hilbert_monitor.geometry._cloud import PointCloud
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
@@ -136,7 +138,7 @@ LAYOUTS = {
 def all_of_a_rank(rank, world):
     """All that so many ranks do, one after the other: processes take longer to start than any of it."""
     found = {}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mock.patch.object(shards, "LEAST_RUNS", 8):  # runs of several rows under DDP
         warnings.simplefilter("ignore")
         for (layout, ranks), names in LAYOUTS.items():
             if ranks == world:
