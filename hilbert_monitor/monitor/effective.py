@@ -259,7 +259,10 @@ class EffectiveSource(IncrementSource):
         return Increment(after.to(dtype) - before.to(dtype), 2 * torch.finfo(before.dtype).eps * largest)
 
     def _watched(self) -> KeptRows:
-        return KeptRows(lambda at: self.param.detach()[at], len(self.param))
+        return KeptRows(self._some_weights, len(self.param))
+
+    def _some_weights(self, at: slice) -> Tensor:
+        return self.param.detach()[at]
 
     def _weights(self) -> Tensor:
         return self.rows.of(self.effective.moving())

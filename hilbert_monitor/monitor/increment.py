@@ -432,7 +432,11 @@ class IncrementSource:
 
     def _watched(self) -> KeptRows:
         """The rows by which it is seen what moves the parameter."""
-        return KeptRows(lambda at: self.rows.some(self.param.detach(), at), len(self._weights()))
+        return KeptRows(self._some_weights, len(self._weights()))
+
+    def _some_weights(self, at: slice) -> Tensor:
+        """Some of this rank's rows of the parameter, as they are now."""
+        return self.rows.some(self.param.detach(), at)
 
     def _weights(self) -> Tensor:
         """This rank's entries of the parameter, as they are now."""
