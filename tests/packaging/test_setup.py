@@ -79,7 +79,7 @@ class Checkout:
         return [(line.split()[0].rstrip(":"), line.split()[2]) for line in lines]
 
 
-BUILT = [("3.11.7", "venv"), ("3.11.7", "pip"), ("3.11.7", "pip")]
+BUILT = [("3.11.7", module) for module in ("venv", "pip", "pip", "compileall")]
 UPDATED = BUILT[1:]
 
 
@@ -180,7 +180,7 @@ def test_an_environment_whose_python_is_of_no_use_is_built_anew(checkout, state)
     else:  # an empty stamp says neither which Python nor which torch
         (checkout.venv / ".installed").write_text("")
     assert checkout.setup() == (0, "")
-    assert [module for _, module in checkout.steps()] == ["venv", "pip", "pip"]
+    assert [module for _, module in checkout.steps()] == ["venv", "pip", "pip", "compileall"]
 
 
 def test_the_python_of_an_active_environment_builds_that_environment_anew(checkout):
