@@ -291,7 +291,10 @@ class WatchedHead:
         return self.rows.matrix(U, self.vocab_size)
 
     def weight_rows(self) -> Matrix:
-        """The rows of the weight as it is now, (V, d), in its own dtype and without the logits' scale: no copy."""
+        """The rows of the weight as it is now, (V, d), in its own dtype and without the logits' scale.
+
+        No copy, but where this rank measures a part of what every rank has.
+        """
         weight = self.weight.detach() if self.effective is None else self.effective.whole()
         return self.rows.matrix(self._by_tokens(weight), self.vocab_size)
 
