@@ -7,6 +7,9 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+# Python's packages and the programs of the tests are installed at the same time.
+MAKEFLAGS += --jobs=2
+
 # What the tests run for real, as Debian packages and as commands.
 PACKAGES := chromium chromium-headless-shell prometheus prometheus-alertmanager victoria-metrics
 PROGRAMS := chromium chromium-headless-shell prometheus promtool prometheus-alertmanager amtool victoria-metrics vmalert
