@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -16,49 +14,57 @@ from typer.testing import CliRunner
 import hilbert_monitor
 from hilbert_monitor.cli import app
 from hilbert_monitor.runs.log import find_runs
+from tests.support.warm import Program
 
 SMALL = ["--set=vocab_size=300", "--set=width=32", "--set=blocks=1", "--set=head_dim=16", "--set=context=16"]
 SMALL += ["--set=validation_tokens=512", "--set=panel_size=128"]
 SMALL += ["--text", str(Path(hilbert_monitor.__file__).parent / "geometry")]  # the standard library takes ten seconds
 
 
-def begin(*arguments):
-    """The demo as a command."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "hilbert_monitor", "demo", *map(str, arguments), *SMALL],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
-        text=True,
-    )
+WARM_RUNS = """
+import sys
+from types import SimpleNamespace
+from hilbert_monitor import demo
+from hilbert_monitor.__main__ import main
+from tests.support.warm import Forked
+
+demo.subprocess = SimpleNamespace(**vars(demo.subprocess) | {"Popen": Forked})
+main()
+"""
+
+
+def begin(*arguments, warm_runs=False):
+    """The demo as a command. Its runs are fresh interpreters, as a user's are, or start as warm as the demo itself."""
+    program = ["-c", WARM_RUNS] if warm_runs else ["-m", "hilbert_monitor"]
+    return Program(*program, "demo", *arguments, *SMALL, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def test_the_demo_trains_a_pair_beside_its_dashboard_and_serves_on_until_it_is_told_to_end(tmp_path):
     out = tmp_path / "demo.json"
-    process = begin("--out", tmp_path / "demo", "--steps", 8, "--json", out, "--port", 0)
+    demo = begin("--out", tmp_path / "demo", "--steps", 8, "--json", out, "--port", 0)
     try:
-        [address] = re.findall(r"live dashboard: (http://127\.0\.0\.1:\d+/)", process.stdout.readline())
+        lines = demo.lines()
+        [address] = re.findall(r"live dashboard: (http://127\.0\.0\.1:\d+/)", next(lines))
         with urllib.request.urlopen(f"{address}healthz", timeout=60) as answer:
             assert json.load(answer)["status"] == "ok"
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
+        said = []
+        for line in lines:
+            said.append(line)
             if "stays at" in line:
                 break
-        assert address in lines[-1]
-        assert "AdamW / RowNorm" in "".join(lines)
+        assert address in said[-1]
+        assert "AdamW / RowNorm" in "\n".join(said)
         with urllib.request.urlopen(f"{address}api/runs", timeout=60) as answer:
             runs = json.load(answer)["runs"]
         assert sorted((run["optimizer"], run["status"], run["step"]) for run in runs) == [
             ("AdamW", "finished", 8),
             ("RowNorm", "finished", 8),
         ]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 0
-        assert "Traceback" not in process.stdout.read()
+        os.kill(demo.process.pid, signal.SIGINT)
+        assert demo.wait(120) == 0
+        assert "Traceback" not in demo.output
     finally:
-        process.kill()
-        process.wait()
+        demo.kill()
     found = json.loads(out.read_text())
     assert found.keys() == {"adamw", "rownorm", "ratios", "runs"}
     for head in ("adamw", "rownorm"):
@@ -73,18 +79,18 @@ def test_the_demo_trains_a_pair_beside_its_dashboard_and_serves_on_until_it_is_t
 
 
 def test_a_demo_that_is_interrupted_ends_cleanly_with_what_there_is(tmp_path):
-    process = begin("--out", tmp_path / "demo", "--steps", 5000, "--json", tmp_path / "out.json", "--no-serve")
+    arguments = ["--out", tmp_path / "demo", "--steps", 5000, "--json", tmp_path / "out.json", "--no-serve"]
+    demo = begin(*arguments, warm_runs=True)
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         runs = list(find_runs(tmp_path / "demo" / "runs"))
         if len(runs) == 2 and all(sum(1 for _ in run.steps()) > 25 for run in runs):
             break
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    assert "ended early" in said
-    assert "Traceback" not in said
+    os.kill(demo.process.pid, signal.SIGINT)
+    assert demo.wait() == 0, demo.output
+    assert "ended early" in demo.output
+    assert "Traceback" not in demo.output
     assert json.loads((tmp_path / "out.json").read_text())["ratios"]["step_diameter"] > 0
     states = [run.state(time.time()) for run in find_runs(tmp_path / "demo" / "runs")]
     assert [state.status for state in states] == ["stopped", "stopped"]

@@ -1,6 +1,7 @@
 """The arrow of the imports, in fresh interpreters.
 
-Rooms of training are loaded one after the other in one of them: each may load what stands before it.
+Rooms are loaded one after the other in three of them, those of training, of the service, and of reports: each may load
+what stands before it.
 """
 
 import ast
@@ -102,9 +103,17 @@ def training():
     return dict(zip(stages, loaded(*stages.values()), strict=True))
 
 
+def in_turn(*rooms):
+    """What is loaded after each of some rooms in turn."""
+    return dict(zip(rooms, loaded(*map(imports_of, rooms)), strict=True))
+
+
 def modules_after(room):
-    """What is loaded with a room: by itself, or after the rooms of training before it."""
-    return training()[room] if room in training() else loaded(imports_of(room))[0]
+    """What is loaded with a room, after those that stand before it."""
+    serving = "runs", "service.following", "service.figures", "service.web", "service"
+    reporting = "service.report", "inspection"
+    chain = next((rooms for rooms in (serving, reporting) if room in rooms), None)
+    return (in_turn(*chain) if chain else training())[room]
 
 
 def test_importing_the_package_loads_no_torch_until_a_torch_name_is_used():

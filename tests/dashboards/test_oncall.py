@@ -23,6 +23,7 @@ import pytest
 from tests.support.logged_runs import LONG, write_long
 from tests.support.ports import free_port
 from tests.support.programs import needs
+from tests.support.warm import Program
 
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = ROOT / "dashboards"
@@ -121,7 +122,7 @@ class Cluster:
             f"-notifier.url=http://127.0.0.1:{self.alertmanager}",
             f"-external.label=hilbert_url={self.address}",
             "-external.label=system=victoriametrics",
-            "-evaluationInterval=1s",
+            "-evaluationInterval=2s",
             f"-httpListenAddr=127.0.0.1:{vmalert}",
         )
         self.run(
@@ -145,6 +146,7 @@ class Cluster:
             "/run/secrets/hilbert_monitor_token": str(self.folder / "token"),
             "${HILBERT_URL}": f"{self.address}\n    system: prometheus",
             "rules/*.yml": str(self.folder / "hilbert.yml"),
+            "evaluation_interval: 15s": "evaluation_interval: 2s",
             ": 15s": ": 1s",
             "group_wait: 5s": "group_wait: 2s",
             "group_interval: 1m": "group_interval: 1s",
@@ -164,26 +166,24 @@ class Cluster:
         self.serving = self.run("service", sys.executable, "-c", code, *arguments)
         until(lambda: get(f"{self.address}/healthz"), "the service")
 
-    def run(self, name, *command, **options):
+    def run(self, name, *command):
         """Start a program; it is ended with the cluster."""
         with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [*map(str, command)], stderr=log, start_new_session=True, **{"stdout": log, **options}
-            )
+            process = subprocess.Popen([*map(str, command)], stdout=log, stderr=log, start_new_session=True)
         self.stack.callback(end, process)
         return process
 
-    def module(self, name, module, *arguments):
-        """Start one of our modules, with an output that can be read."""
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", f"tests.support.{module}", *arguments]
-        return self.run(name, *command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    def module(self, module, *arguments):
+        """Start one of our modules. What it has started is its process group, and is ended with the cluster."""
+        program = Program("-m", f"tests.support.{module}", *arguments, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.stack.callback(kill, program.process.pid)
+        return program
 
     def log(self, name):
         """Start a run that has only a log, and wait until it is written."""
-        process = self.module(name, "logged_runs", self.runs, name)
-        assert process.stdout.readline() == "ready\n"
-        return process
+        program = self.module("logged_runs", self.runs, name)
+        until(lambda: "ready\n" in program.output, f"the log of {name}")
+        return program
 
     def query(self, system, expression):
         """The samples of an expression now."""
@@ -222,10 +222,15 @@ def end(process):
     process.wait()
 
 
-def kill(process):
-    process.kill()
-    process.wait()
-    return time.monotonic()
+def kill(group):
+    """Kill a process group, unless it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def told_by(training, between):
+    """A number of each run that a program of `oncall_run` has told of."""
+    return dict(re.findall(rf"^(\w+){between}(-?\d+)$", training.output, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
@@ -235,17 +240,20 @@ def story(tmp_path_factory):
     certificate, key = folder / "cert.pem", folder / "key.pem"
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
     subprocess.run([*make, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    assert Program("-c", "pass").wait() == 0  # torch is loaded while nobody scrapes yet
     with contextlib.ExitStack() as stack:
         write_long(folder / "runs")
         cluster = Cluster(folder, stack)
-        training = cluster.module("training", "oncall_run", cluster.runs, certificate, key, *TRAINED)
+        training = cluster.module("oncall_run", cluster.runs, certificate, key, *TRAINED)
         logged = {name: cluster.log(name) for name in LOGGED}
-        killed = kill(logged["early"])
+        logged["early"].kill()
+        killed = time.monotonic()
         cluster.wait_told("RunKilled", "early")
         cluster.early_after = time.monotonic() - killed
         cluster.wait_told("RunStalled", "stuck")
 
-        pids = dict(training.stdout.readline().split() for _ in TRAINED)
+        until(lambda: len(told_by(training, " ")) == len(TRAINED), "the runs")
+        pids = told_by(training, " ")
         for name, number in (("stopped", signal.SIGTERM), ("killed", signal.SIGKILL)):
             cluster.wait_for(f'hilbert_step{{run="{name}",job="hilbert-runs"}} > 20', f"steps of {name}")
             cluster.workers = Path(f"/proc/{pids[name]}/task/{pids[name]}/children").read_text().split()
@@ -255,7 +263,8 @@ def story(tmp_path_factory):
         killed = time.monotonic()
         cluster.wait_told("RunKilled", "killed")
         cluster.killed_after = time.monotonic() - killed
-        cluster.ended = dict(line.strip().split(" = ") for line in training.stdout)
+        assert training.wait() == 0
+        cluster.ended = told_by(training, " = ")
         cluster.wait_told("RunFailed", "accident")
         cluster.wait_told("StepDiameterBlowUp", "accident")
         cluster.scraped = {system: cluster.query(system, SEEN) for system in SYSTEMS}
@@ -268,7 +277,7 @@ def story(tmp_path_factory):
         time.sleep(5)
         cluster.away = {system: cluster.page.told(system) - cluster.before[system] for system in SYSTEMS}
 
-        logged["plain"].send_signal(signal.SIGSTOP)
+        os.kill(logged["plain"].process.pid, signal.SIGSTOP)
         cluster.log("early")  # goes on, and still nobody listens at its port
         cluster.wait_told("RunStalled", "plain")
         cluster.wait_told("RunUnreachable", "early")

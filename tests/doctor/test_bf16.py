@@ -91,6 +91,7 @@ probe = bf16.leave_out_broken_amx
 def leave_out_broken_amx():
     broken = probe()
     import torch
+    sys.modules["hilbert_monitor.doctor.interference"] = types.ModuleType("interference")  # it loads Lightning
     from hilbert_monitor.doctor import report
     from hilbert_monitor.doctor.finding import Check, outcome_of
 

@@ -23,6 +23,8 @@ from hilbert_monitor.doctor import ddp, exactness, increment, interference, othe
 from hilbert_monitor.doctor.device import CheckSizes, choose
 from hilbert_monitor.doctor.finding import CLAIMS, Check, Finding, Outcome, examine
 from hilbert_monitor.doctor.other_work import OtherWork
+from hilbert_monitor.emulation.counts import Count
+from hilbert_monitor.emulation.monitor_work import MonitorWork, Work
 from tests.support.references import all_pairs_diameter, deltas, length
 from tests.support.warm import warm_ranks_fixture  # noqa: F401
 
@@ -63,11 +65,16 @@ def assert_failed(outcome, claim, words):
 # All of it
 
 
+def counts_as_they_could_be(*_, rows, width, **__):
+    """Tests on the emulated device count them, and predict by them what a CPU measures."""
+    return MonitorWork(*[Work(Count(kernels=100, bytes=8 * rows * width, flops=2 * rows * width))] * 5)
+
+
 @pytest.mark.usefixtures("warm_ranks")
 def test_every_claim_holds_here_and_the_json_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(overhead, "LIMIT", 5.0)  # the machine of a test has other things to do
-    monkeypatch.setattr(prediction, "HEADS", ("rownorm",))  # another takes as long to count again
-    quick = dataclasses.replace(CheckSizes.of(CPU, quick=True), head=(1024, 64))
+    monkeypatch.setattr(prediction, "grown_work", counts_as_they_could_be)
+    quick = dataclasses.replace(CheckSizes.of(CPU, quick=True), head=(512, 32), updates=4)
     monkeypatch.setattr(CheckSizes, "of", lambda *_, **__: quick)  # a larger head takes half a minute to be timed
     result, text = doctor("--quick", "--device", "cpu", "--json", tmp_path / "doctor.json")
     assert result.exit_code == 0, text
@@ -220,6 +227,7 @@ def test_an_increment_that_is_off_by_a_percent_is_found_with_every_optimizer(mon
 
 
 def test_a_step_that_overflows_and_is_not_told_is_found(only, monkeypatch):
+    monkeypatch.setattr(increment, "_cases", lambda device: {})  # the optimizers without a scaler
     monkeypatch.setattr("hilbert_monitor.monitor.increment.IncrementSource._skipped", lambda self: ("", None))
     assert_failed(only(increment), "increment", "weights unmoved, on record: a step, a step, a step FAILED")
 
@@ -276,6 +284,7 @@ def test_a_monitor_that_interferes_or_does_nothing_is_found(only, monkeypatch, k
         return monitor
 
     monkeypatch.setattr(interference, "monitor", faulty)
+    monkeypatch.setattr(interference, "HEADS", ("rownorm",))
     assert_failed(only(interference), "non-interference", words)
 
 

@@ -1,5 +1,7 @@
 """What the monitor does, counted: on one rank and on several, in this process and in one of its own."""
 
+import re
+
 import torch
 
 from hilbert_monitor.bench.increments import make_increment
@@ -45,7 +47,7 @@ def test_bounds_move_what_two_passes_move():
 def test_bytes_grow_as_those_of_a_larger_head_do_and_the_doctor_predicts_by_them():
     """In one process, which counts the three heads once."""
     bytes_grow_as_those_of_a_larger_head_do()
-    the_doctor_predicts_an_accelerator()
+    the_doctor_predicts_an_accelerator_and_has_no_verdict_of_a_cpu()
 
 
 def bytes_grow_as_those_of_a_larger_head_do():
@@ -58,13 +60,16 @@ def bytes_grow_as_those_of_a_larger_head_do():
         assert counted.kernels <= 1.1 * part.count.kernels
 
 
-def the_doctor_predicts_an_accelerator():
+def the_doctor_predicts_an_accelerator_and_has_no_verdict_of_a_cpu():
     prediction.HEADS = ("rownorm",)  # another takes as long to count again; this process is the test's own
     sizes = CheckSizes(cloud=(700, 16, 64), updates=2, head=(2048, 32), turns=1, patience=300)
     with EmulatedDevice() as device:
         findings = [examine(check) for check in prediction.checks(device.device, sizes)]
     assert [f.verdict in ("ok", "not known") for f in findings] == [True], findings
     assert all("measured" in f.measured and "predicted" in f.measured for f in findings)
+    (finding,) = (examine(check) for check in prediction.checks(torch.device("cpu"), sizes))
+    assert finding.verdict == "skipped"
+    assert re.search("ms measured.*ms predicted", finding.measured)
 
 
 def test_counts_made_in_another_process_are_the_same():

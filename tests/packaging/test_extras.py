@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 from hilbert_monitor._extras import EXTRAS, missing_extra
 from tests.support.ports import free_port
+from tests.support.warm import Program
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {extra: [name for name, home in EXTRAS.items() if home == extra] for extra in ("train", "serve")}
@@ -90,10 +91,13 @@ def test_the_service_and_the_report_load_without_what_training_needs():
 
 
 def test_a_run_is_fitted_logged_and_exported_without_what_the_dashboard_needs():
-    done = child(FIT.replace("PORT", str(free_port())), without=PACKAGES["serve"])
-    assert done.returncode == 0, done.stderr
-    assert "records [1, 2, 3]" in done.stdout
-    assert "\nhilbert_step_diameter{" in done.stdout
+    names = set(PACKAGES["serve"])
+    none_yet = f"import sys\nassert not {names} & sys.modules.keys()"  # though the monitor is loaded in a warm program
+    fit = FIT.replace("PORT", str(free_port()))
+    program = Program("-c", "\n".join([none_yet, WITHOUT.format(names=names), fit]))
+    assert program.wait() == 0, program.output
+    assert "records [1, 2, 3]" in program.output
+    assert "\nhilbert_step_diameter{" in program.output
 
 
 def test_a_name_that_needs_torch_names_the_extra():

@@ -41,6 +41,7 @@ def step(writer, number, at=None):
 
 
 def main(folder, name):
+    os.setpgrp()  # as that of runs that train
     first = LONG if name == "long" else 0
     info = RunInfo(name=name, head_optimizer="AdamW", **INFO.get(name, {}))
     writer = RunWriter.open(folder, info, first_step=first, heartbeat=0.5)

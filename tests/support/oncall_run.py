@@ -1,6 +1,7 @@
 """Small training runs for the tests of alerts: `python -m tests.support.oncall_run FOLDER CERTIFICATE KEY NAME...`.
 
-Each run has a process of its own, forked after torch was loaded. What happens in a run follows from its name:
+Each run has a process of its own, forked after torch was loaded; all are one process group. What happens in a run
+follows from its name:
 
 clean     serves its metrics by https, trains and finishes
 accident  has ten times the learning rate for one step, and later an exception
@@ -76,6 +77,7 @@ def train(name, folder, certificate, key):
 
 
 def main(folder, certificate, key, *names):
+    os.setpgrp()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     runs = {}
