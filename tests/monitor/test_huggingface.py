@@ -171,10 +171,9 @@ def test_records_are_those_of_full_forward_passes_with_plain_logits(form):
     tried(model="GPT2LMHeadModel", trainer="Lightning", optimizer="AdamW", libraries=libraries)
 
 
-@pytest.mark.parametrize("form", [collate, encoded])
-def test_positions_are_neither_padding_nor_ignored_labels(form):
+def test_positions_are_neither_padding_nor_ignored_labels():
     monitor = HilbertMonitor(diameter_every=0, perturbation_every=UPDATES, panel_size=POSITIONS, strict=True)
-    fit(gpt2(tie_word_embeddings=False), monitor, form=form)
+    fit(gpt2(tie_word_embeddings=False), monitor)
     panel = monitor.session.probe.panel
     assert panel.size == POSITIONS
     expected = Panel.of_batches(validation(), POSITIONS)
