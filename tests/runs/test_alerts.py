@@ -96,10 +96,9 @@ def test_schedules_are_followed_without_a_setting(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("factor", [3, 10])
-def test_a_learning_rate_accident_is_told_in_its_step_on_every_schedule(name, factor):
+def test_a_learning_rate_accident_is_told_in_its_step_on_every_schedule(name):
     rate, ratios, at = SCHEDULES[name], noisy(2000, seed=5), 1140
-    rates = [1e-3 * rate(t) * (factor if t == at else 1) for t in range(at + 50)]
+    rates = [1e-3 * rate(t) * (3 if t == at else 1) for t in range(at + 50)]
     records = [record(t + 1, rates[t], ratios[t], scheduled=t != at) for t in range(at + 50)]
     assert [(alert.step, alert.pattern) for alert in alerts_of(records)] == [(at + 1, "rate")]
 
