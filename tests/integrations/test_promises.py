@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import cache
 from importlib.util import find_spec
 
 import pytest
@@ -32,6 +33,24 @@ def log_of(folder):
     return RunReader(run)
 
 
+class Failing:
+    def write(self, record):
+        raise OSError("no space left on device")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """By adapter: a run without dropout, one of whose sinks fails; and the records that another sink was given."""
+
+    @cache
+    def run_by(adapter):
+        kept = Recorder()
+        options = {"sinks": [Failing(), kept], "diameter_every": 1}
+        return train(adapter, Run(tmp_path_factory.mktemp("whole"), options, dropout=0.0)), kept.records
+
+    return run_by
+
+
 @each_adapter
 def test_diameters_are_those_of_copies_of_the_weights_and_training_is_the_same_to_the_bit(adapter, tmp_path):
     kept = Recorder()
@@ -59,13 +78,9 @@ def test_diameters_are_those_of_copies_of_the_weights_and_training_is_the_same_t
     tried(model=OURS, optimizer="AdamW", **TRAINERS[adapter])
 
 
-def test_all_trainers_make_the_same_run_with_the_same_records(tmp_path):
+def test_all_trainers_make_the_same_run_with_the_same_records(whole):
     pytest.importorskip("accelerate")
-    runs = []
-    for number, adapter in enumerate(ADAPTERS):
-        kept = Recorder()
-        train(adapter, Run(tmp_path / str(number), {"sinks": [kept]}, dropout=0.0))
-        runs.append(kept.records)
+    runs = [whole(adapter)[1] for adapter in ADAPTERS]
     names = ("diameter_upper", "train_loss", "learning_rate", "tokens", "validation_loss")
     for adapter, records in zip(ADAPTERS[1:], runs[1:], strict=True):
         for one, other in zip(records, runs[0], strict=True):
@@ -76,20 +91,16 @@ def test_all_trainers_make_the_same_run_with_the_same_records(tmp_path):
 
 
 @each_adapter
-def test_records_go_on_through_a_resume_as_if_there_had_been_none(adapter, tmp_path):
-    whole, first, second = Recorder(), Recorder(), Recorder()
-    folder = tmp_path / "whole"
-    for where, kept, more in (
-        (folder, whole, {}),
-        (tmp_path, first, {"stop_at": 3}),
-        (tmp_path, second, {"resumes": 1}),
-    ):
-        train(adapter, Run(where, {"sinks": [kept], "diameter_every": 1}, dropout=0.0, **more))
+def test_records_go_on_through_a_resume_as_if_there_had_been_none(adapter, whole, tmp_path):
+    first, second = Recorder(), Recorder()
+    for kept, more in ((first, {"stop_at": 3}), (second, {"resumes": 1})):
+        train(adapter, Run(tmp_path, {"sinks": [kept], "diameter_every": 1}, dropout=0.0, **more))
     assert [record.step for record in second.records] == [4, 5, 6]
-    for one, other in zip([*first.records, *second.records], whole.records, strict=True):
+    _, expected = whole(adapter)
+    for one, other in zip([*first.records, *second.records], expected, strict=True):
         assert (one.step, one.tokens) == (other.step, other.tokens)
         assert one.diameter == pytest.approx(other.diameter, rel=1e-6)
-    assert second.records[-1].perturbation_rms == pytest.approx(whole.records[-1].perturbation_rms, rel=1e-5)
+    assert second.records[-1].perturbation_rms == pytest.approx(expected[-1].perturbation_rms, rel=1e-5)
     log = log_of(tmp_path)
     assert log.info.attempt == 2
     assert [record.step for record in log.steps()] == list(range(1, UPDATES + 1))
@@ -125,16 +136,11 @@ def test_a_short_run_whose_head_rests_says_so_at_its_end(adapter, tmp_path):
     assert f"lm_head' has not moved in {UPDATES} updates; it is frozen" in sentence
 
 
-class Failing:
-    def write(self, record):
-        raise OSError("no space left on device")
-
-
 @each_adapter
-def test_a_sink_that_fails_costs_the_run_nothing(adapter, tmp_path):
-    run = train(adapter, Run(tmp_path, {"sinks": [Failing()], "strict": False}))
+def test_a_sink_that_fails_costs_the_run_nothing(adapter, whole):
+    run, _ = whole(adapter)
     assert run.steps == UPDATES
-    log = log_of(tmp_path)
+    log = log_of(run.folder)
     assert log.state().status == "finished"
     assert [record.step for record in log.steps()] == list(range(1, UPDATES + 1))
 

@@ -13,7 +13,7 @@ from tests.support.decoders import Plain, loss_of, seeded
 from tests.support.ranks import in_ranks
 from tests.support.references import all_pairs_diameter, normal
 
-V, D, UPDATES = 40, 16, 14
+V, D, UPDATES = 40, 16, 9
 
 
 class Lion(Optimizer):
@@ -270,21 +270,17 @@ def test_weights_swapped_before_the_last_record_are_not_a_step(model, make):
         assert probe.record(final=True) is None
 
 
-@pytest.mark.parametrize("watched", [False, True])
-def test_a_compiled_step_is_seen_and_its_hooks_are_not_compiled(model, watched):
+def test_a_compiled_step_is_seen_and_its_hooks_are_not_compiled(model):
     optimizer = AdamW(model.parameters(), weight_decay=0.0)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     step = torch.compile(lambda: optimizer.step(), backend="eager")
     weight, records, diameters = model.lm_head.weight, [], []
-    probe = Probe(model, optimizer, diameter_every=1, perturbation_every=0, strict=True)
-    if watched:
-        probe.attach()
-    for update in range(4):
-        backward(model, update)
-        before = weight.detach().double()
-        step()
-        if watched:
+    with Probe(model, optimizer, diameter_every=1, perturbation_every=0, strict=True) as probe:
+        for update in range(4):
+            backward(model, update)
+            before = weight.detach().double()
+            step()
             assert not probe.stepped
             probe.notice_update([optimizer])
             records.append(probe.record())
@@ -292,7 +288,7 @@ def test_a_compiled_step_is_seen_and_its_hooks_are_not_compiled(model, watched):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert torch._dynamo.utils.counters["frames"]["total"] <= 10  # of torch's own, by its version
     assert_right(records, diameters, missing=0)
-    assert {record.increment_from for record in records} <= {"state"}
+    assert {record.increment_from for record in records} == {"state"}
 
 
 class Clearing(SGD):
@@ -365,20 +361,19 @@ def test_something_that_moves_the_weights_between_two_steps_of_a_batch_is_told_o
         assert record.diameter == pytest.approx(diameter, rel=1e-3)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_compiled_step_has_the_learning_rate_it_was_made_with(model, first):
-    """A schedule sets it before the step, or after it."""
+def test_a_compiled_step_has_the_learning_rate_it_was_made_with(model):
+    """A schedule sets it before the step, as for the first two, or after it."""
     optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)
     torch._dynamo.reset()
     step, rates, records = torch.compile(lambda: optimizer.step(), backend="eager"), [], []
     with Probe(model, optimizer, diameter_every=1, perturbation_every=0, strict=True) as probe:
-        for update in range(5):
+        for update in range(4):
             backward(model, update)
-            if first:
+            if update < 2:
                 optimizer.param_groups[0]["lr"] = 1e-3 * (update + 1)
             rates.append(optimizer.param_groups[0]["lr"])
             step()
-            if not first:
+            if update >= 2:
                 optimizer.param_groups[0]["lr"] = 1e-3 * (update + 2)
             if not probe.stepped:
                 probe.notice_update([optimizer])

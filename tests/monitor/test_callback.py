@@ -51,14 +51,6 @@ def test_training_is_the_same_to_the_bit_with_and_without_the_monitor(make, prec
     tried(model=OURS, trainer="Lightning", optimizer=optimizer, precision=exact, libraries=["lightning"])
 
 
-def test_training_is_the_same_with_loader_workers():
-    runs = []
-    for callbacks in ((), (HilbertMonitor(diameter_every=3, perturbation_every=4, panel_size=50, strict=True),)):
-        module = Module("rownorm")
-        runs.append(everything(module, fit(module, *callbacks, workers=1)))
-    assert same(*runs)
-
-
 class Reference(lightning.Callback):
     """Takes every increment by difference of fp64 copies, outside the optimizer's hooks."""
 
@@ -137,31 +129,38 @@ def hidden(module, batch):
     raise RuntimeError("no states")
 
 
+@pytest.fixture(scope="module")
+def plain():
+    """What a run without the monitor leaves."""
+    module = Module("rownorm")
+    return everything(module, fit(module))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "options",
     [{"decode": decode}, {"hidden": hidden}, {"head": "nothing"}, {"panel": [10**9] * 99}],
     ids=lambda o: next(iter(o)),
 )
-def test_what_fails_costs_records_and_not_the_run(options):
-    module, plain = Module("rownorm"), Module("rownorm")
+def test_what_fails_costs_records_and_not_the_run(options, plain):
+    module = Module("rownorm")
     monitor = HilbertMonitor(diameter_every=3, perturbation_every=4, panel_size=50, **options)
-    assert same(everything(module, fit(module, monitor)), everything(plain, fit(plain)))
+    assert same(everything(module, fit(module, monitor)), plain)
     assert monitor.session.guard.failures
     with pytest.raises(Exception, match=r".+"):
         fit(Module("rownorm"), HilbertMonitor(diameter_every=3, perturbation_every=4, strict=True, **options))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_sink_that_raises_and_one_that_blocks_cost_records_and_no_time():
+def test_a_sink_that_raises_and_one_that_blocks_cost_records_and_no_time(plain):
     blocks, kept = Blocks(), Recorder()
     monitor = HilbertMonitor(diameter_every=1, perturbation_every=0, sinks=[Raises(), blocks, kept])
-    module, plain = Module("rownorm"), Module("rownorm")
+    module = Module("rownorm")
     start = time.monotonic()
     run = everything(module, fit(module, monitor))
     assert time.monotonic() - start < 150
     blocks.free.set()
-    assert same(run, everything(plain, fit(plain)))
+    assert same(run, plain)
     assert len(kept.records) >= UPDATES
 
 
@@ -199,7 +198,7 @@ def test_an_update_that_a_grad_scaler_skips_is_recorded_as_a_skip(fused):
     assert all((r.diameter is None) == bool(r.skipped) for r in kept.records)
 
 
-def two_ranks(rank, world, folder):
+def run_of_a_rank(rank, world, raises=False):
     """The monitored run of one of two DDP processes, by hand: each has its half of every batch."""
     kept = []
     torch.manual_seed(0)
@@ -207,10 +206,9 @@ def two_ranks(rank, world, folder):
     wrapped = nn.parallel.DistributedDataParallel(model) if world > 1 else model
     optimizer = pretraining_optimizer(model, "adamw")
     panel = Panel.of_tokens(Text(1).ids, 50)
-    raises = folder == "raises" and rank == 1
 
     def states(module, batch):
-        if raises:
+        if raises and rank == 1:
             raise RuntimeError("no states here")
         return module.hidden(batch)
 
@@ -230,9 +228,19 @@ def two_ranks(rank, world, folder):
     ]
 
 
-def test_two_ranks_give_the_numbers_of_one(tmp_path):
-    (first, weights), (second, others) = in_ranks(two_ranks, tmp_path / "r", "shares")
-    (alone, _) = two_ranks(0, 1, "alone")
+def runs_of_a_rank(rank, world):
+    return [run_of_a_rank(rank, world, raises) for raises in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """The runs of each of two ranks: one in which all goes well, and one in which the second has no states."""
+    return in_ranks(runs_of_a_rank, tmp_path_factory.mktemp("ranks"))
+
+
+def test_two_ranks_give_the_numbers_of_one(two_ranks):
+    (first, weights), (second, others) = (shares for shares, _ in two_ranks)
+    (alone, _) = run_of_a_rank(0, 1)
     assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
     for record, expected in zip(first, alone, strict=True):
         for name, value in expected.items():
@@ -241,8 +249,8 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path):
     assert first[1]["perturbation_rms"] > 0
 
 
-def test_a_panel_that_raises_on_one_rank_is_skipped_by_all_and_nobody_waits(tmp_path):
-    (first, weights), (second, others) = in_ranks(two_ranks, tmp_path / "r", "raises")
+def test_a_panel_that_raises_on_one_rank_is_skipped_by_all_and_nobody_waits(two_ranks):
+    (first, weights), (second, others) = (raises for _, raises in two_ranks)
     assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
     assert all(record["perturbation_rms"] is None for record in first + second)
     assert first[1]["diameter"] > 0

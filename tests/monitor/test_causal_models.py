@@ -16,7 +16,7 @@ from tests.support.tried import tried
 pytest.importorskip("transformers")
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
-V, D, UPDATES, POSITIONS, LR, DECAY = 97, 32, 3, 20, 1e-2, 0.1
+V, D, UPDATES, POSITIONS, LR, DECAY = 97, 32, 2, 20, 1e-2, 0.1
 SIZES = {
     "vocab_size": V, "hidden_size": D, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,

@@ -79,12 +79,13 @@ def assert_same(later, now):
     assert [alerts for _, alerts in judged] == [alerts for _, alerts in judged_now]
 
 
-@pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_what_is_read_later_is_what_would_have_been_read_at_once(read_later, make, closure):
-    now = train(make, immediate=True, closure=closure)
+@pytest.mark.parametrize(
+    ("name", "closure"), [*((name, False) for name in OPTIMIZERS), *((name, True) for name in ("adamw", "sgd", "muon"))]
+)
+def test_what_is_read_later_is_what_would_have_been_read_at_once(read_later, name, closure):
+    now = train(OPTIMIZERS[name], immediate=True, closure=closure)
     assert not read_later
-    later = train(make, closure=closure)
+    later = train(OPTIMIZERS[name], closure=closure)
     assert len(read_later) == 8  # all but two exact steps, and the first five, which are compared with the weights
     assert_same(later, now)
 
@@ -114,12 +115,12 @@ def test_records_keep_their_order_and_come_with_the_next_step(read_later):
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "rownorm"])
 def test_a_blow_up_is_searched_before_the_next_step_moves_anything(read_later, name):
     """The exact diameter and the panel are those of the step, whose gradient is gone."""
-    options = {"steps": 34, "fault": 33, "panel": Panel.of_tokens(TEXT, 40), "perturbation_every": 100}
+    options = {"steps": 24, "fault": 23, "panel": Panel.of_tokens(TEXT, 40), "perturbation_every": 100}
     (_, now), (_, later) = (train(OPTIMIZERS[name], immediate=now, **options) for now in (True, False))
-    (at_once, alerts_at_once), (settled, alerts) = now[32], later[32]
-    assert settled.step == 33
+    (at_once, alerts_at_once), (settled, alerts) = now[22], later[22]
+    assert settled.step == 23
     assert [(a.step, a.kind) for a in alerts] == [(a.step, a.kind) for a in alerts_at_once] != []
-    assert (settled.diameter, settled.pair, settled.samples) == (at_once.diameter, at_once.pair, (33,))
+    assert (settled.diameter, settled.pair, settled.samples) == (at_once.diameter, at_once.pair, (23,))
     assert settled.perturbation_rms == pytest.approx(at_once.perturbation_rms, rel=1e-6)
     assert settled.gradient_row_norm is None
 

@@ -171,10 +171,9 @@ def test_records_are_those_of_full_forward_passes_with_plain_logits(form):
     tried(model="GPT2LMHeadModel", trainer="Lightning", optimizer="AdamW", libraries=libraries)
 
 
-@pytest.mark.parametrize("form", [collate, encoded])
-def test_positions_are_neither_padding_nor_ignored_labels(form):
+def test_positions_are_neither_padding_nor_ignored_labels():
     monitor = HilbertMonitor(diameter_every=0, perturbation_every=UPDATES, panel_size=POSITIONS, strict=True)
-    fit(gpt2(tie_word_embeddings=False), monitor, form=form)
+    fit(gpt2(tie_word_embeddings=False), monitor)
     panel = monitor.session.probe.panel
     assert panel.size == POSITIONS
     expected = Panel.of_batches(validation(), POSITIONS)
@@ -261,10 +260,11 @@ def test_a_probe_in_a_plain_loop_measures_it_and_leaves_it_as_it_was(compiled):
         graphs[watched] += 1
         return graph.forward
 
+    torch.compiler.reset()
+    model = gpt2(n_layer=1, tie_word_embeddings=False).train()  # each layer takes seconds to compile
+    called, start = torch.compile(model, backend=eager) if compiled else model, copy.deepcopy(model.state_dict())
     for watched in (False, True):
-        torch.compiler.reset()
-        model = gpt2(n_layer=1, tie_word_embeddings=False).train()  # each layer takes seconds to compile
-        called = torch.compile(model, backend=eager) if compiled else model
+        model.load_state_dict(start)
         optimizer = AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
         panel = Panel.of_batches(validation(), POSITIONS)
         probe = Probe(called, optimizer, panel=panel, diameter_every=1, perturbation_every=1, strict=True)
@@ -285,12 +285,12 @@ def test_a_probe_in_a_plain_loop_measures_it_and_leaves_it_as_it_was(compiled):
             assert record.perturbation_rms == pytest.approx(plain_rms(after, S, validation()), rel=1e-4)
             assert all(module.training for module in model.modules())
         probe.detach()
-        runs.append(([p.detach() for p in model.parameters()], torch.get_rng_state()))
+        runs.append(([p.detach().clone() for p in model.parameters()], torch.get_rng_state()))
     (weights, rng), (others, other_rng) = runs
     assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
     assert torch.equal(rng, other_rng)
-    assert graphs[False] == graphs[True]  # and it is not compiled again
-    assert bool(graphs[True]) == compiled
+    assert bool(graphs[False]) == compiled
+    assert not graphs[True]  # it is not compiled again
 
 
 def t5():

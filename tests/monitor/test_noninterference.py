@@ -27,7 +27,8 @@ from tests.support.ranks import in_ranks
 from tests.support.sinks import Recorder
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-V, UPDATES, ACCUMULATE = 37, 40, 2
+V, UPDATES, ACCUMULATE = 37, 20, 2
+SHORT = 5  # updates, with a validation before the last ones
 MAKES = ("adamw", "rownorm", "torch")
 TOGETHER = ("rownorm", "torch")  # a chain and a panel of the loader, AdamW for all and the paper's panel
 
@@ -174,7 +175,7 @@ def run(make, folder, *monitors, updates=UPDATES, workers=1, world=1):
         max_epochs=-1,
         accumulate_grad_batches=ACCUMULATE,
         gradient_clip_val=0.5,
-        val_check_interval=15 // world,  # and none after the last update: it would clear the gradients
+        val_check_interval=7 // world,  # and none after the last update: it would clear the gradients
         limit_val_batches=2,
         log_every_n_steps=1,
         callbacks=[*monitors, everything],
@@ -183,10 +184,10 @@ def run(make, folder, *monitors, updates=UPDATES, workers=1, world=1):
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    # 60 batches to an epoch: the run has two, and its last update is not the last of an epoch
+    # 30 batches to an epoch: the run has two, and its last update is not the last of an epoch
     fork = "fork" if workers else None  # a process that was spawned would spawn them too, for seconds
     options = {"num_workers": workers, "multiprocessing_context": fork, "drop_last": True}
-    train = DataLoader(Text(0, 240, augmentation), batch_size=4, shuffle=True, **options)
+    train = DataLoader(Text(0, 120, augmentation), batch_size=4, shuffle=True, **options)
     trainer.fit(module, train, DataLoader(Text(1, 40, augmentation), batch_size=4))
     return everything.found | {"log": logged(folder), "data": augmentation.state()}
 
@@ -432,14 +433,14 @@ BROKEN = {
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
     """A short run without the monitor."""
-    return run("rownorm", tmp_path_factory.mktemp("short"), updates=9, workers=0)
+    return run("rownorm", tmp_path_factory.mktemp("short"), updates=SHORT, workers=0)
 
 
 @pytest.mark.parametrize("kind", [HilbertMonitor, *BROKEN], ids=lambda kind: kind.__name__)
 def test_a_monitor_that_interferes_is_noticed(kind, short, tmp_path):
     monitor = kind(diameter_every=2, perturbation_every=4, panel_size=20)
     try:
-        found = set(differences(short, run("rownorm", tmp_path, monitor, updates=9, workers=0)))
+        found = set(differences(short, run("rownorm", tmp_path, monitor, updates=SHORT, workers=0)))
     finally:
         torch.set_autocast_cache_enabled(True)
     assert found >= BROKEN.get(kind, set())

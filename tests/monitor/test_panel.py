@@ -236,9 +236,24 @@ def panels_of_ranks(rank, world, case):
     return taken and taken.hash, source.panel and (source.panel.size, source.panel.hash)
 
 
-@pytest.mark.parametrize("case", ["an iterator", "a failure", "other text", "another seed"])
-def test_ranks_all_take_the_panel_or_all_collect_it(case, tmp_path):
-    (first, collected), (second, other) = in_ranks(panels_of_ranks, tmp_path, case)
+CASES = ("an iterator", "a failure", "other text", "another seed")
+
+
+def all_of_a_rank(rank, world):
+    """What two ranks do, one after the other: processes take longer to start."""
+    found = {case: panels_of_ranks(rank, world, case) for case in CASES}
+    return found | {act.__name__: act(rank, world) for act in (states_of_a_rank, weights_under_fsdp)}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What each of two ranks found."""
+    return in_ranks(all_of_a_rank, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_all_take_the_panel_or_all_collect_it(case, two_ranks):
+    (first, collected), (second, other) = (rank[case] for rank in two_ranks)
     assert first == second
     assert (first is not None) == (case == "another seed")
     assert collected == other
@@ -1024,9 +1039,9 @@ def states_of_a_rank(rank, world):
     return panel.hash, hidden_states(wrapped, model.lm_head, panel)
 
 
-def test_states_of_each_of_two_ranks_are_those_of_one_process(tmp_path):
+def test_states_of_each_of_two_ranks_are_those_of_one_process(two_ranks):
     model, panel = seeded(Dropping), Panel.of_tokens(TEXT, 51)
-    found = in_ranks(states_of_a_rank, tmp_path)
+    found = [rank["states_of_a_rank"] for rank in two_ranks]
     assert {digest for digest, _ in found} == {panel.hash}
     for _, states in found:
         torch.testing.assert_close(states, hidden_states(model, model.lm_head, panel))
@@ -1052,8 +1067,8 @@ def weights_under_fsdp(rank, world):
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*runs, strict=True))
 
 
-def test_a_model_sharded_by_fsdp_is_left_as_it_was(tmp_path):
-    assert in_ranks(weights_under_fsdp, tmp_path) == [True, True]
+def test_a_model_sharded_by_fsdp_is_left_as_it_was(two_ranks):
+    assert [rank["weights_under_fsdp"] for rank in two_ranks] == [True, True]
 
 
 def test_of_a_sampler_of_a_subset_only_its_items_are_taken():

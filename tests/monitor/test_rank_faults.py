@@ -34,7 +34,7 @@ class Clearing(AdamW):
 def train(world, *, layout="FSDP", kind=AdamW, dtype=torch.float32, rows=V, panel=None, before=None, **options):
     """Train with a probe; return its records, failures and remarks, diameters by whole weights, and the weights."""
     torch.manual_seed(0)
-    model = Plain(V=V, d=D, head_rows=rows).to(dtype)
+    model = Plain(V=V, d=D, blocks=1, head_rows=rows).to(dtype)
     wrapped = DistributedDataParallel(model) if layout == "DDP" else model
     if layout == "FSDP":
         for part in (*model.blocks, model.lm_head, model):
@@ -103,8 +103,18 @@ def failing_rank(rank, world):
     return runs
 
 
-def test_whatever_fails_on_one_rank_costs_a_measurement_alone(tmp_path):
-    first, second = in_ranks(failing_rank, tmp_path, patience=PATIENCE)
+def all_of_a_rank(rank, world):
+    return failing_rank(rank, world), other_panels(rank, world)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What each of two ranks found."""
+    return in_ranks(all_of_a_rank, tmp_path_factory.mktemp("two"), patience=PATIENCE)
+
+
+def test_whatever_fails_on_one_rank_costs_a_measurement_alone(two):
+    (first, _), (second, _) = two
     for name, ((records, failures, remarks, _, weights), undisturbed) in first.items():
         others, _, usual, _, unfailed = undisturbed
         assert not failures, name
@@ -135,8 +145,8 @@ def other_panels(rank, world):
             for layout in ("FSDP", "DDP")}  # fmt: skip
 
 
-def test_ranks_with_different_panels_measure_none_and_say_so(tmp_path):
-    for runs in in_ranks(other_panels, tmp_path, patience=PATIENCE):
+def test_ranks_with_different_panels_measure_none_and_say_so(two):
+    for _, runs in two:
         for records, failures, _, expected in runs.values():
             assert failures == {"panel": 1}
             assert all(record.perturbation_rms is None for record in records)

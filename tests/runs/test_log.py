@@ -352,7 +352,7 @@ def text_of(written):
         yield (line + "\n").encode("utf-8", "surrogatepass")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(written=lines, cuts=st.lists(st.integers(0, 600), max_size=3))
 def test_any_sequence_of_attempts_reads_as_the_rule_says_at_once_and_when_followed(tmp_path_factory, written, cuts):
     folder = tmp_path_factory.mktemp("run")
@@ -426,9 +426,9 @@ def test_a_log_that_was_replaced_is_followed_from_its_beginning(begin):
 def test_kill_9_at_any_moment_loses_no_record_that_was_written(tmp_path):
     chance = random.Random(1)
     for round_ in itertools.count():
-        if round_ >= 80 and sum(len(numbers(reader.folder)) for reader in find_runs(tmp_path)) > 200:
+        if round_ >= 40 and sum(len(numbers(reader.folder)) for reader in find_runs(tmp_path)) > 200:
             break  # a busy machine may need more rounds
-        folder = tmp_path / f"r{round_ // 8}"
+        folder = tmp_path / f"r{round_ // 4}"
         before = len(numbers(folder))
         here, there = os.pipe()
 
@@ -451,7 +451,7 @@ def test_kill_9_at_any_moment_loses_no_record_that_was_written(tmp_path):
         assert [record.step for record in records] == list(range(1, len(records) + 1))
         assert len(records) in (before + written, before + written + 1)
         assert all(record.train_loss == record.step / 2 for record in records)
-        assert reader.torn <= round_ % 8  # Linux may cut short the write that a kill comes into
+        assert reader.torn <= round_ % 4  # Linux may cut short the write that a kill comes into
     assert len(find_runs(tmp_path)) >= 10
 
 

@@ -60,7 +60,7 @@ class Module(lightning.LightningModule):
         return kinds[self.make](self.parameters())
 
 
-def fit(module, *callbacks, precision="32-true", workers=0, accumulate=2, logger=False, **options):
+def fit(module, *callbacks, precision="32-true", accumulate=2, logger=False, **options):
     """Train a module for UPDATES updates, with a validation every six batches. Returns the trainer."""
     torch.manual_seed(1)
     trainer = lightning.Trainer(
@@ -79,6 +79,6 @@ def fit(module, *callbacks, precision="32-true", workers=0, accumulate=2, logger
         enable_checkpointing=False,
         **options,
     )
-    train = DataLoader(Text(0), batch_size=4, shuffle=True, num_workers=workers, drop_last=True)
+    train = DataLoader(Text(0), batch_size=4, shuffle=True, drop_last=True)
     trainer.fit(module, train, DataLoader(Text(1), batch_size=4))
     return trainer
