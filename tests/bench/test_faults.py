@@ -1,6 +1,7 @@
 """The short version of the fault table: real runs, real faults, and runs that branch without a trace."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from hilbert_monitor.bench.faults import FAULTS, Branch, Spikes, TrialPlan, run
 from hilbert_monitor.bench.small_run import StepChange
 from hilbert_monitor.bench.trial_runs import TrialRun
 
-QUICK = TrialPlan.quick()
+SIZES = replace(TrialPlan.quick().sizes, steps=90)
+QUICK = replace(TrialPlan.quick(), sizes=SIZES, fault_steps=(75,), horizon=2)
 LOUD = {
     "learning rate x10, one step",
     "learning rate x3, for good",

@@ -45,7 +45,9 @@ def test_bounds_move_what_two_passes_move():
 
 
 def test_bytes_grow_as_those_of_a_larger_head_do_and_the_doctor_predicts_by_them():
-    """In one process, which counts the three heads once."""
+    """In one process, which counts the three heads once. Fewer updates and positions make the counts no others."""
+    monitor_work.UPDATES, monitor_work.BATCH = 4, 16
+    monitor_work.PANEL = prediction.PANEL = 64
     bytes_grow_as_those_of_a_larger_head_do()
     the_doctor_predicts_an_accelerator_and_has_no_verdict_of_a_cpu()
 
@@ -53,7 +55,7 @@ def test_bytes_grow_as_those_of_a_larger_head_do_and_the_doctor_predicts_by_them
 def bytes_grow_as_those_of_a_larger_head_do():
     V, d = 24_000, 320
     S = make_increment("rownorm", V, d, steps=10, panel=1).S
-    grown = monitor_work.grown_work("rownorm", ranks=1, autocast=False, rows=V, width=d, positions=64)
+    grown = monitor_work.grown_work("rownorm", ranks=1, autocast=False, rows=V, width=d, positions=monitor_work.PANEL)
     for part, measure in ((grown.bracket, monitor_work._bracket), (grown.search, monitor_work._search)):
         counted = monitor_work._shared(1, S, measure).count
         assert 0.8 < part.count.bytes / counted.bytes < 1.6

@@ -4,6 +4,7 @@ import torch
 
 from hilbert_monitor.bench import projection
 from hilbert_monitor.bench.opponents import all_pairs_matmul
+from hilbert_monitor.emulation import monitor_work
 from hilbert_monitor.pretrain import plan as plan_module
 from hilbert_monitor.pretrain.device import Device
 from hilbert_monitor.pretrain.monitor_cost import rank_work
@@ -17,6 +18,7 @@ is seen. Our aim is 0.7, 0.4 and 0.3 %."""
 
 def test_the_monitor_is_a_small_share_of_an_update_and_its_search_ten_times_faster_than_all_pairs():
     plan_module.HEADS_ELSEWHERE = ()  # which take as long to count again; this process is the test's own
+    monitor_work.UPDATES, monitor_work.BATCH = 4, 16
     for size, most in MOST.items():
         found = plan(recipe(size, head="adamw"))
         share = found.monitor_share["seconds"]

@@ -58,13 +58,13 @@ def independent_tension(G: Tensor) -> float:
     return float(-solution.obj_val)
 
 
-@pytest.mark.parametrize(("V", "d"), [(2, 1), (5, 1), (6, 2), (12, 3), (25, 5), (40, 3)])
+@pytest.mark.parametrize(("V", "d"), [(2, 1), (5, 1), (12, 3), (25, 5)])
 def test_the_oracle_agrees_with_a_cone_solver(V: int, d: int) -> None:
     G = gradient(V, d, seed=V)
     assert diameter_oracle(G).value == pytest.approx(independent_tension(G), rel=2e-6)
 
 
-@pytest.mark.parametrize(("V", "d", "rank"), [(2, 3, None), (9, 2, None), (30, 8, 2), (60, 40, None), (100, 16, None)])
+@pytest.mark.parametrize(("V", "d", "rank"), [(2, 3, None), (9, 2, None), (30, 8, 2), (60, 40, None)])
 def test_the_proof_of_the_oracle_holds(V: int, d: int, rank: int | None) -> None:
     G, eta = gradient(V, d, rank=rank), 0.3
     solution = diameter_oracle(G, eta)
@@ -89,7 +89,7 @@ def test_every_edge_with_flow_is_tight_and_along_it() -> None:
     assert float(missing.sum()) < 1e-6
 
 
-@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("k", [1, 2, 3, 8])
 @pytest.mark.parametrize("zeros", [0, 3])
 def test_on_a_simplex_projected_rownorm_has_exactly_jungs_share(k: int, zeros: int) -> None:
     G = simplex(k, zeros)
@@ -97,7 +97,7 @@ def test_on_a_simplex_projected_rownorm_has_exactly_jungs_share(k: int, zeros: i
     assert first_order_decrease(G, step) / best == pytest.approx(jung_ratio(k), rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_projected_rownorm_has_at_least_jungs_share_of_the_best_decrease(seed: int) -> None:
     G = gradient(20, 7, seed, rank=3)
     share = first_order_decrease(G, -0.5 * projected_row_norm(G)) / diameter_oracle(G).value
@@ -158,11 +158,11 @@ def test_a_diameter_of_zero_allows_no_step_and_still_has_a_balanced_flow() -> No
     checker.proved_above(G, checker.edges(solution.i, solution.j, solution.flow))
 
 
-@pytest.mark.parametrize(("V", "d"), [(2, 1), (3, 2), (20, 1), (30, 4), (40, 20), (50, 6)])
+@pytest.mark.parametrize(("V", "d"), [(2, 1), (20, 1), (30, 4), (40, 20)])
 def test_the_bracket_holds_the_exact_value_and_both_certificates_check(V: int, d: int) -> None:
     G = gradient(V, d).float()
     exact, k = diameter_oracle(G), min(d, V - 1)
-    for budget in (0.0, 1.0):
+    for budget in (0.0, 0.3):
         bracket = tension_bracket(G, budget_seconds=budget)
         assert bracket.lower <= exact.upper
         assert bracket.upper >= exact.lower

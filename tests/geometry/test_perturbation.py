@@ -52,8 +52,8 @@ def test_every_delta_is_the_variation_of_the_logit_change(seed, V, N, d, kind):
 @pytest.mark.parametrize("kind", clouds.KINDS, ids=lambda kind: kind.__name__)
 def test_rows_that_are_dropped_would_have_changed_nothing(kind):
     """Large enough to be pruned: each kind of cloud against the full product."""
-    p = assert_exact(kind(17_000, 128, 3), panel(700, 128, 4))
-    assert p.products <= 1.2 * 17_000 * 700
+    p = assert_exact(kind(17_000, 64, 3), panel(540, 64, 4))
+    assert p.products <= 1.2 * 17_000 * 540
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -82,7 +82,7 @@ def test_every_dtype(dtype):
 def test_update_and_states_may_differ_in_dtype():
     assert_exact(clouds.heavy_tailed(900, 32, 0), panel(300, 32, 1).bfloat16())
     assert_exact(clouds.heavy_tailed(900, 32, 0).bfloat16(), panel(300, 32, 1).double())
-    assert_exact(clouds.heavy_tailed(17_000, 128, 0), panel(600, 128, 1).bfloat16())
+    assert_exact(clouds.heavy_tailed(17_000, 64, 0), panel(540, 64, 1).bfloat16())
 
 
 @settings(max_examples=40, deadline=None)
@@ -108,8 +108,8 @@ def test_supremum_over_a_ball_is_radius_times_diameter_and_is_attained(seed, V, 
 
 
 def test_a_common_shift_changes_nothing():
-    S, H = clouds.row_normalised(17_000, 128, 0), panel(600, 128, 1)
-    shift = 30 * clouds.gaussian(1, 128, 2)
+    S, H = clouds.row_normalised(17_000, 64, 0), panel(540, 64, 1)
+    shift = 30 * clouds.gaussian(1, 64, 2)
     expected = hilbert_perturbation(S, H)
     shifted = hilbert_perturbation(S + shift, H)
     torch.testing.assert_close(shifted.delta, expected.delta, rtol=1e-4, atol=0)
@@ -129,7 +129,7 @@ def test_tiny_and_huge_updates(scale):
 @pytest.fixture(scope="module")
 def pruned():
     """An increment and a panel that are large enough to be pruned, and their deltas."""
-    S, H = make_increment("adamw", 17_000, 128, panel=600).S, panel(600, 128, 1)
+    S, H = make_increment("adamw", 17_000, 64, panel=600).S, panel(600, 64, 1)
     return S, H, deltas(S, H)
 
 
@@ -214,7 +214,7 @@ def test_bad_input_gets_one_sentence(S, H, error, words):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("mebibytes", [12, 40, 256])
+@pytest.mark.parametrize("mebibytes", [12, 40])
 def test_scratch_memory_stays_within_its_bound(mebibytes):
     S, H = clouds.row_normalised(20_000, 128, 0), panel(2048, 128, 1)
     assert 20_000 * 2048 * 4 > 150 * 2**20, "the full product would show"
@@ -222,7 +222,7 @@ def test_scratch_memory_stays_within_its_bound(mebibytes):
 
 
 def test_leaves_everything_alone_and_lets_no_reduced_precision_in():
-    S, H = clouds.row_normalised(17_000, 128, 0).requires_grad_(), panel(600, 128, 1)
+    S, H = clouds.row_normalised(17_000, 64, 0).requires_grad_(), panel(540, 64, 1)
     expected, state, before = hilbert_perturbation(S, H), torch.get_rng_state(), H.clone()
     torch.set_float32_matmul_precision("medium")
     try:

@@ -79,7 +79,7 @@ def assert_brackets(r, radius, gap=0.01):
     assert r.upper <= (1 + gap) * r.lower
 
 
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(seed=seeds, shape=few, kind=kinds, dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
 def test_the_radius_of_few_rows_is_bracketed(seed, shape, kind, dtype):
     S = kind(*shape, seed).to(dtype)
@@ -88,7 +88,7 @@ def test_the_radius_of_few_rows_is_bracketed(seed, shape, kind, dtype):
         assert_brackets(assert_certified(S, diameter=diameter), radius)
 
 
-@pytest.mark.parametrize(("V", "d"), [(12, 2), (40, 3), (60, 8), (200, 20)])
+@pytest.mark.parametrize(("V", "d"), [(12, 2), (60, 8)])
 @pytest.mark.parametrize("kind", clouds.KINDS, ids=lambda kind: kind.__name__)
 def test_a_cone_solver_agrees(kind, V, d):
     S = kind(V, d, V)

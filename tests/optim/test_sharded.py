@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hilbert_monitor import ChainedOptimizer, Muon, RowNorm
 from tests.support.ranks import in_ranks
 
-SHAPES = [(7, 5), (2, 3), (1, 4), (13, 1), (5, 12)]
+SHAPES = [(7, 5), (1, 4), (13, 1), (5, 12)]
 """Rows and columns that do not divide by the ranks, and fewer of them than ranks."""
 
 
@@ -29,16 +29,20 @@ def strided_layout(mesh):
 
 
 def layouts(world, case):
-    """Kinds of layouts on so many ranks, by name: (mesh, placements). All of them for the plain case.
+    """Kinds of layouts on so many ranks, by name: (mesh, placements).
 
-    The others take the two of four ranks that between them have replicas, rows and columns.
+    The plain case has each kind on a line, and on a square each pair of kinds in one order. The other cases take the
+    two of four ranks that between them have replicas, rows and columns.
     """
     kinds = (Replicate(), Shard(0), Shard(1))
     if world < 4:
         line = init_device_mesh("cpu", (world,))
         return {repr(p): (line, [p]) for p in kinds if case == "plain"}
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    pairs = [(a, b) for a in kinds for b in kinds] if case == "plain" else [(Replicate(), Shard(1))]
+    replica, rows, columns = kinds
+    pairs = [(replica, columns)]
+    if case == "plain":
+        pairs += [(rows, replica), (rows, rows), (columns, rows), (columns, columns)]
     found = {f"{a!r} {b!r}": (square, [a, b]) for a, b in pairs}
     return {**found, "strided": strided_layout(square)}
 
@@ -70,7 +74,7 @@ def sharded(t, layout):
 
 
 def walk(make, layout, shapes, *, gradients=draws, dtype=torch.float32, steps=3, without=(), options):
-    """Steps on sharded matrices, or on whole ones where `layout` is None: all that is left of them, gathered."""
+    """Steps on sharded matrices, or on whole ones where `layout` is None: all that is left of them."""
     put = (lambda t: t) if layout is None else (lambda t: sharded(t, layout))
     params = [nn.Parameter(put(draws(10 + i, shape, dtype))) for i, shape in enumerate(shapes)]
     optimizer = make(params, **options)
@@ -87,8 +91,19 @@ def walk(make, layout, shapes, *, gradients=draws, dtype=torch.float32, steps=3,
     if layout is not None:
         tensors = [*S, *(value for value in state if isinstance(value, torch.Tensor))]
         assert all(t.placements == tuple(layout[1]) and t.device_mesh == layout[0] for t in tensors)
-    gather = lambda ts: [t.full_tensor() if isinstance(t, DTensor) else torch.as_tensor(t) for t in ts]  # noqa: E731
-    return {"weights": gather([p.detach() for p in params]), "S": gather(S), "state": gather(state), "counts": counts}
+    return {"weights": [p.detach() for p in params], "S": S, "state": state, "counts": counts}
+
+
+def shards(results, layout):
+    """This rank's part of what a walk left: of its own shards, or of whole matrices once they are laid out."""
+
+    def part(value):
+        if not isinstance(value, torch.Tensor):
+            return torch.as_tensor(value)
+        return (value if isinstance(value, DTensor) else sharded(value, layout)).to_local()
+
+    kept = {name: [part(value) for value in results[name]] for name in ("weights", "S", "state")}
+    return {**kept, "counts": results["counts"]}
 
 
 ROWNORM = {
@@ -102,12 +117,13 @@ ROWNORM = {
 
 
 def rownorm_everywhere(rank, world):
-    """For every layout and case: what the sharded and what the whole optimizer leaves."""
+    """For every layout and case: what the sharded and what the whole optimizer leaves of this rank's shards."""
     results = {}
     for case, kind in ROWNORM.items():
         whole = walk(RowNorm, None, SHAPES, **kind)
         for name, layout in layouts(world, case).items():
-            results[name, case] = walk(RowNorm, layout, SHAPES, **kind), whole
+            ours = walk(RowNorm, layout, SHAPES, **kind)
+            results[name, case] = shards(ours, layout), shards(whole, layout)
     return results
 
 
@@ -156,7 +172,8 @@ def muon_everywhere(rank, world):
     for case, kind in MUON.items():
         whole = walk(Muon, None, MATRICES, **{**kind, "options": {**kind["options"], "distributed": False}})
         for name, layout in layouts(world, case).items():
-            results[name, case] = walk(Muon, layout, MATRICES, **kind), whole
+            ours = walk(Muon, layout, MATRICES, **kind)
+            results[name, case] = shards(ours, layout), shards(whole, layout)
     return results
 
 

@@ -18,6 +18,8 @@ from hilbert_monitor.optim import find_head
 from tests.support.decoders import Plain
 from tests.support.ranks import in_ranks
 
+BEFORE, AFTER = range(3), range(3, 4)
+"""Updates before a checkpoint and after it."""
 BF16 = {"rownorm": {"rounding": "compensated"}, "muon": {"rounding": "stochastic"}}
 
 
@@ -95,7 +97,7 @@ def save(run, folder, flat):
 
 
 def resumed(kind, folder, *, dtype=torch.float32, flat):
-    """A new run of this kind that goes on from a checkpoint: the state it loaded, and its weights two updates on."""
+    """A new run of this kind that goes on from a checkpoint: the state it loaded, and its weights an update on."""
     run = decoder(kind, dtype)
     model, optimizer = get_state_dict(run[0], run[1], options=options(flat))
     saved = {"model": model, "optimizer": optimizer, "schedule": run[2].state_dict()}
@@ -104,7 +106,7 @@ def resumed(kind, folder, *, dtype=torch.float32, flat):
     set_state_dict(run[0], run[1], **parts, options=options(flat))
     run[2].load_state_dict(saved["schedule"])
     loaded = state(run)
-    train(run, range(4, 6))
+    train(run, AFTER)
     return loaded, weights(run)
 
 
@@ -112,11 +114,11 @@ def two_ranks(rank, world, folder):
     results = {}
     for dtype in (torch.float32, torch.bfloat16):
         run = decoder("fsdp", dtype)
-        train(run, range(4))
+        train(run, BEFORE)
         for flat in (False, True):
             save(run, f"{folder}/{dtype}", flat)
         saved, plain = state(run), copy.deepcopy(run[1].state_dict())
-        train(run, range(4, 6))
+        train(run, AFTER)
         results[dtype] = saved, weights(run)
         again = decoder("fsdp", dtype)
         again[1].load_state_dict(plain)
@@ -125,7 +127,7 @@ def two_ranks(rank, world, folder):
     results["ddp"] = resumed("ddp", f"{folder}/{torch.float32}", flat=True)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     run = decoder("tp", mesh=mesh)
-    train(run, range(6))
+    train(run, [*BEFORE, *AFTER])
     return {**results, "tp": weights(run), "head": find_head(decoder("fsdp")[0]), "from whole": from_whole()}
 
 
@@ -145,7 +147,7 @@ def three_ranks(rank, world, folder):
 
 def four_ranks(rank, world):
     run = decoder("2-D", mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
-    train(run, range(6))
+    train(run, [*BEFORE, *AFTER])
     return weights(run)
 
 
@@ -162,7 +164,7 @@ def saved(folder):
 @pytest.fixture(scope="module")
 def alone():
     run = decoder()
-    train(run, range(6))
+    train(run, [*BEFORE, *AFTER])
     return weights(run)
 
 
