@@ -22,8 +22,6 @@ from typing import Any
 
 import yaml
 
-from hilbert_monitor import HilbertMonitor, geometry
-from hilbert_monitor.pretrain import recipes
 from hilbert_monitor.runs.families import FAMILIES
 from hilbert_monitor.runs.metrics import CATALOGUE
 
@@ -112,6 +110,8 @@ def meaning(alert: str, source: str) -> str:
 
 def arguments() -> Iterator[tuple[str, ...]]:
     """The arguments of HilbertMonitor, from its signature and its docstring."""
+    from hilbert_monitor import HilbertMonitor
+
     text = (inspect.getdoc(HilbertMonitor) or "").partition("Args:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, re.M)
     parameters = inspect.signature(HilbertMonitor).parameters
@@ -122,6 +122,8 @@ def arguments() -> Iterator[tuple[str, ...]]:
 
 def functions() -> Iterator[tuple[str, ...]]:
     """The functions of the geometry: what they compute and what they cost."""
+    from hilbert_monitor import geometry
+
     yield "function", "what", "cost"
     public = [inspect.unwrap(getattr(geometry, name)) for name in geometry.__all__ if name.islower()]
     for function in sorted((function for function in public if room(function) in ORDER), key=place):
@@ -145,6 +147,8 @@ def place(function: Function) -> tuple[int, int]:
 
 def sizes() -> Iterator[tuple[str, ...]]:
     """The paper's runs, from the recipes."""
+    from hilbert_monitor.pretrain import recipes
+
     yield (
         "size",
         "parameters",

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Error, sync_playwright
 
 from tests.support.programs import needs
 
@@ -132,15 +132,30 @@ def go(page, path):
 
 
 def until(page, script, argument=None, timeout=PATIENCE):
-    """Evaluate a script again and again until its result is true, and return the result.
+    """Ask a script again and again until its result is true, and return the result.
 
-    Playwright's own `wait_for_function` needs eval, which the content security policy forbids.
+    Playwright's own `wait_for_function` needs eval, which the content security policy forbids. The page asks by itself:
+    a question from here takes four processes.
     """
+    asking = f"""async (argument) => {{
+        for (let left = 50; ; left--) {{
+            const asked = ({script}), result = typeof asked === "function" ? asked(argument) : asked;
+            if (result || !left) return result;
+            await new Promise((resolve) => setTimeout(resolve, 20));
+        }}
+    }}"""
     deadline = time.monotonic() + timeout
-    while not (result := page.evaluate(script, argument)):
+    while not (result := _asked(page, asking, argument)):
         assert time.monotonic() < deadline, f"{script} {argument}: still {result!r}; {visible_text(page)[:2000]}"
-        page.wait_for_timeout(20)
     return result
+
+
+def _asked(page, asking, argument):
+    try:
+        return page.evaluate(asking, argument)
+    except Error as error:
+        if "Execution context was destroyed" not in error.message:  # the page went elsewhere meanwhile
+            raise
 
 
 def visible_text(page):
@@ -164,10 +179,12 @@ def wait_for_panels(page, *panels):
 
 def traces(page, panel):
     """The traces of a panel: name, legend group, x, y, mode, and whether each is hidden."""
-    script = """(panel) => (document.querySelector(`[data-panel=${panel}] .plot`).data ?? []).map((trace) => ({
-        name: trace.name, group: trace.legendgroup, x: trace.x, y: trace.y, mode: trace.mode,
-        hidden: trace.visible === false}))"""
-    return page.evaluate(script, panel)
+    script = """(panel) => {
+        const all = document.querySelector(`[data-panel=${panel}] .plot`).data ?? [];
+        return JSON.stringify(all.map(({name = null, legendgroup: group = null, x = null, y = null, mode = null,
+            visible}) => ({name, group, x, y, mode, hidden: visible === false})));
+    }"""
+    return json.loads(page.evaluate(script, panel))  # as text: Playwright takes a list apart, number by number
 
 
 def ranges(page, *panels):
@@ -218,7 +235,7 @@ WRITER = """
 import json, sys, time
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo
-from tests.support.services import record
+from tests.support.records import record
 root, info = sys.argv[1], json.loads(sys.argv[2])
 writer = RunWriter.open(root, RunInfo(**info))
 print(writer.id, flush=True)

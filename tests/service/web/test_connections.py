@@ -115,19 +115,9 @@ def test_half_sent_requests_lock_nobody_out(tmp_path, visit):
     assert text.count("connections") == 1
 
 
-def test_who_has_no_token_locks_nobody_out(tmp_path):
+def test_what_is_no_http_is_logged_once_and_who_has_no_token_locks_nobody_out(tmp_path):
     secret = "open-sesame-open-sesame"
     with narrow_service(tmp_path, "--token", secret) as (url, output), ExitStack() as stack:
-        half_open(stack, url, HALVES)
-        half_open(stack, url, HALVES, b"")
-        half_open(stack, url, HALVES, b"POST /api/runs/a/notes HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n{")
-        for _ in range(5):
-            assert ask(url, "/api/runs", Authorization=f"Bearer {secret}")[0] == 200
-        assert len(output()) < 2000
-
-
-def test_what_is_no_http_is_logged_once(tmp_path):
-    with narrow_service(tmp_path) as (url, output):
         for text in (
             b"\x16\x03\x01 tls\r\n\r\n",
             b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n",
@@ -137,6 +127,12 @@ def test_what_is_no_http_is_logged_once(tmp_path):
                     one.sendall(text)
                     one.recv(100)
         assert output().count("Invalid HTTP request") == 1
+        assert len(output()) < 2000
+        half_open(stack, url, HALVES)
+        half_open(stack, url, HALVES, b"")
+        half_open(stack, url, HALVES, b"POST /api/runs/a/notes HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n{")
+        for _ in range(5):
+            assert ask(url, "/api/runs", Authorization=f"Bearer {secret}")[0] == 200
         assert len(output()) < 2000
 
 

@@ -15,7 +15,7 @@ from hilbert_monitor.service.web.app import create_app
 from hilbert_monitor.service.web.notebook import Notebook
 from tests.support.services import FORMULA, IMAGE, write_zoo
 
-EXAMPLES = 18
+EXAMPLES = 8
 ROUTES = sorted(
     (path, method.upper())
     for path, methods in create_app(Index(Path("nowhere"))).openapi()["paths"].items()

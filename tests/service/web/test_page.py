@@ -468,6 +468,20 @@ def test_the_table_is_sorted_by_its_heads(view):
     assert listed(page)[1].startswith("AdamW")
 
 
+def test_an_address_with_a_filter_lists_no_other_runs_while_it_waits_for_the_answer(visitor, view):
+    held = []
+    visitor.context.route(lambda url: "/api/runs?q=" in url, lambda route: held.append(route))
+    page = view("/runs?q=GPT&sort=diameter")
+    while not held:
+        page.wait_for_timeout(20)
+    page.wait_for_timeout(200)
+    assert listed(page) == []
+    held[0].continue_()
+    until(page, "document.querySelectorAll('tr[data-run]').length > 4")
+    assert not {"live", "bare"} & {*listed(page)}
+    visitor.context.unroute_all()
+
+
 def test_two_ticked_runs_show_how_they_differ(view):
     page = view("/runs")
     for id in ("AdamW-0", "failed"):
@@ -497,7 +511,8 @@ def test_alerts_are_newest_first_and_lead_to_their_step(view):
 
 
 def test_the_keyboard_skips_the_bar_reaches_everything_and_has_shortcuts(visitor, view):
-    page = visitor.open("/runs")
+    page = view("/alerts")
+    page.goto(visitor.base + "/runs")
     until(page, "document.querySelector('tr[data-run]')")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
@@ -552,7 +567,6 @@ def test_the_keyboard_skips_the_bar_reaches_everything_and_has_shortcuts(visitor
     page.keyboard.press("c")
     until(page, "location.pathname === '/' && location.search.includes('model=GPT')")
     wait_for_panels(page)
-    page.close()
 
 
 # Odd runs

@@ -53,7 +53,7 @@ def last_step(page, id, step):
 
 
 def test_a_record_of_another_process_is_on_the_screen_within_a_second(tmp_path, visit, capsys):
-    write_run(tmp_path, "before", [record(s) for s in range(1, 20)], head_optimizer="AdamW")
+    write_run(tmp_path, "before", [record(s) for s in range(1, 60)], head_optimizer="AdamW")
     with training(tmp_path, name="live") as run, running_service(tmp_path, "--port", 0) as (_, url, _):
         run.write(1)
         run.write(2)

@@ -178,8 +178,8 @@ def test_nothing_is_written_beside_the_runs(tmp_path):
     for name in ("a.json", "a.npy"):  # in the folder that was once the cache
         (root / ".hilbert-monitor" / name).symlink_to(tmp_path / "victim")
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
-    with running_service(root, "--port", 0, "--cache", caches) as (_, url, _):
-        wait_for_runs(url, 1)
+    with background(root, cache=caches) as place:
+        wait_for_runs(place.url, 1)
         deadline = time.monotonic() + 60
         while not [*caches.glob("*/a.json")]:
             assert time.monotonic() < deadline
@@ -231,18 +231,23 @@ def test_the_folder_of_one_run_is_served_as_that_run(tmp_path):
         write_run(tmp_path / "runs", name, [record(step) for step in range(1, 500)])
     caches, link = tmp_path / "caches", tmp_path / "link"
     link.symlink_to(tmp_path / "runs" / "a")
-    with running_service(tmp_path / "runs", "--port", 0, "--cache", caches) as (_, url, _):
-        wait_for_runs(url, 2)
-    for given in (tmp_path / "runs" / "a", link):
-        with running_service(given, "--port", 0, "--cache", caches) as (_, url, first):
-            assert str(given) in first
-            wait_for_runs(url, 1)
-            time.sleep(0.5)
-            answer = json.loads(ask(url, "/api/runs")[1])
-            assert [run["id"] for run in answer["runs"]] == ["a"]
-            assert answer["root"] == str(given)
-            assert ask(url, "/api/runs/b")[0] == 404
+    with background(tmp_path / "runs", cache=caches) as place:
+        wait_for_runs(place.url, 2)
+    with background(tmp_path / "runs" / "a", cache=caches) as place:
+        assert_only_a(place.url, tmp_path / "runs" / "a")
+    with running_service(link, "--port", 0, "--cache", caches) as (_, url, first):
+        assert str(link) in first
+        assert_only_a(url, link)
     assert len([*caches.glob("*/b.json")]) == 1, "the cache of the whole folder is left alone"
+
+
+def assert_only_a(url, given):
+    wait_for_runs(url, 1)
+    time.sleep(0.5)
+    answer = json.loads(ask(url, "/api/runs")[1])
+    assert [run["id"] for run in answer["runs"]] == ["a"]
+    assert answer["root"] == str(given)
+    assert ask(url, "/api/runs/b")[0] == 404
 
 
 def test_runs_one_level_deeper_are_pointed_at(tmp_path):

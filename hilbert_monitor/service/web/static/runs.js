@@ -126,7 +126,8 @@ export class Runs {
   }
 
   show() {
-    if (!about.loaded) return;
+    const unanswered = !this.ids && (get("q") || get("status"));
+    if (!about.loaded || unanswered) return;
     const list = this.list();
     const [columns, order] = [shownColumns(this.cells), `${get("q")}|${get("status")}|${get("sort")}|${get("down")}`];
     const how = { columns, sorted: get("sort"), down: Boolean(get("down")), ticked: this.ticked() };
