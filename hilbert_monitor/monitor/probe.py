@@ -296,7 +296,7 @@ class Probe:
     def _next_measurement(self, skipped: str = "") -> Measurement:
         """Count a step, and begin to measure it."""
         self.step += 1
-        self.source.outcome = None  # of the step before
+        self.source.steps.outcome = None  # of the step before
         return Measurement(step=self.step, skipped=skipped, batch=self._batch)
 
     def _will_measure(self) -> bool:
@@ -450,7 +450,7 @@ class Probe:
             self.head.stands()  # notes, on the device, whether something else has moved the weights
         self._finish_update()
         samples, self._batch, self._samples = self._samples, None, []
-        step.outcome = self.source.outcome
+        step.outcome = self.source.steps.outcome
         if self._deferral.send(train_loss, samples):
             self._current = None
             return None
@@ -502,7 +502,7 @@ class Probe:
 
     def _finish(self, step: Measurement, samples: list[SampleIndices] | None = None) -> StepRecord:
         """Make the record of a step, and have it judged."""
-        step.outcome = step.outcome or self.source.outcome
+        step.outcome = step.outcome or self.source.steps.outcome
         record = self._records.make(step, self._meter.seconds, self._samples if samples is None else samples)
         self._current = None
         self._meter.forget()
