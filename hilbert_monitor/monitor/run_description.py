@@ -49,7 +49,7 @@ def describe_run(
         panel_size=None if panel is None else panel.size,
         remarks=tuple(probe.remarks),
         stalled_after=options.patience,
-        last_step=int(probe.last) if math.isfinite(probe.last) else None,
+        last_step=int(probe.agenda.last) if math.isfinite(probe.agenda.last) else None,
         versions=versions,
         world_size=loop.ranks.world,
     )

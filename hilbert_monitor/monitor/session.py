@@ -115,10 +115,10 @@ class MonitorSession:
             self._waiting = Waiting(loop, why, Silence(loop.ranks.rank)) if waits else None
             return
         assert self.probe is not None
-        if not loop.ranks.unanimous(math.isfinite(self.probe.last)):
-            self.probe.last = math.inf
+        if not loop.ranks.unanimous(math.isfinite(self.probe.agenda.last)):
+            self.probe.agenda.last = math.inf
         if not loop.validates and not loop.ranks.unanimous(self.panels.panel is not None):
-            self.probe.perturbation_every = 0  # there is no panel, and none to come
+            self.probe.agenda.perturbation_every = 0  # there is no panel, and none to come
 
     def begin_batch(self, index: int | None, samples: SampleIndices | None) -> None:
         """Note a micro-batch, before a step is made of it.
@@ -288,7 +288,7 @@ class MonitorSession:
         """Go on counting and judging where the run was saved."""
         probe.step, self._tokens = self._resumed.get("step", loop.updates), self._resumed.get("tokens", 0)
         with self.guard("last step"):
-            probe.last = probe.step + loop.last_update - loop.updates
+            probe.agenda.last = probe.step + loop.last_update - loop.updates
         if probe.judge is not None and "history" in self._resumed:
             with self.guard("history"):
                 probe.judge.restore(self._resumed["history"])
