@@ -155,11 +155,18 @@ def test_the_monitor_in_a_loop_of_ones_own_needs_no_trainer():
 
 
 def test_adapters_import_their_framework_and_of_ours_the_monitor_and_runs():
-    frameworks = {"transformers": {"transformers"}, "fabric": {"lightning"}, "__init__": set()}
+    frameworks = {
+        "transformers": {"transformers"},
+        "transformers_loop": {"transformers"},
+        "fabric": {"lightning"},
+        "__init__": set(),
+    }
     adapters = list((PACKAGE / "integrations").glob("*.py"))
     assert {path.stem for path in adapters} == set(frameworks)
     for path in adapters:
-        modules = [node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        assert {node.module for node in imports if node.level} <= set(frameworks)
+        modules = [node.module for node in imports if not node.level]
         ours = {name for name in modules if name.startswith("hilbert_monitor")}
         assert {name.split(".")[1] for name in ours} <= {"monitor", "runs"}
         others = {name.split(".")[0] for name in set(modules) - ours}

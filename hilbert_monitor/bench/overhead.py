@@ -52,7 +52,7 @@ def overhead(device: torch.device, V: int, d: int, steps: int, head: Head) -> It
             without.append(plain.update())
             watched.take_gradient(plain)
             times["exact" if step % 2 else "bounds"].append(watched.update(probe.record) - without[-1])
-        probe.perturbation_every = 1
+        probe.agenda.perturbation_every = 1
         with_panel = watched.update(probe.record)
     update = median(without[2:])
     bounds, exact = (max(0.0, median(samples[1:])) for samples in times.values())

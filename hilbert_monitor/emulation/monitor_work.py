@@ -26,8 +26,9 @@ from torch.optim import AdamW, Optimizer
 from hilbert_monitor.geometry import RowShards, covering_radius, hilbert_perturbation, row_diameter, summarize_rows
 from hilbert_monitor.geometry.arithmetic import MAX_BYTES
 from hilbert_monitor.geometry.bracket import pending_bracket, row_diameter_bracket
+from hilbert_monitor.monitor.agenda import CHECKED
 from hilbert_monitor.monitor.panel import Panel
-from hilbert_monitor.monitor.probe import CHECKED, Probe
+from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.optim import RowNorm
 from hilbert_monitor.optim.pretraining import HEAD_LR, WEIGHT_DECAY
 
@@ -271,7 +272,7 @@ def _sample(head: Literal["rownorm", "adamw"], autocast: bool, rows: int, width:
             optimizer.step()
 
         def counted(every: int, panel: int) -> Counts:
-            probe.diameter_every, probe.perturbation_every = every, panel
+            probe.agenda.diameter_every, probe.agenda.perturbation_every = every, panel
             next(gradients)
             with device.counted() as counts:
                 optimizer.step()
@@ -282,10 +283,10 @@ def _sample(head: Literal["rownorm", "adamw"], autocast: bool, rows: int, width:
             for _ in range(CHECKED + 1):
                 counted(0, 0)
             bounds, exact = (counted(every, 0).within("monitor/") for every in (0, 1))
-            probe.immediate = False
+            probe.agenda.immediate = False
             counted(0, 0)
             later = counted(0, 0).within("monitor/")
-            probe.immediate = True
+            probe.agenda.immediate = True
             next(gradients)
             optimizer.step()
             with device.counted() as forming:
@@ -293,7 +294,7 @@ def _sample(head: Literal["rownorm", "adamw"], autocast: bool, rows: int, width:
             G = model.lm_head.weight.grad
             assert isinstance(S, Tensor)
             assert G is not None
-            S, G, probe.bracket = S.cpu(), G.cpu(), False
+            S, G, probe.agenda.bracket = S.cpu(), G.cpu(), False
             quality = counted(0, 1).within("monitor/", "geometry/")
     beside, beside_later = (count - forming.within("monitor/") for count in (bounds, later))
     product = _shared(1, S, partial(_perturbation, positions=PANEL)).count

@@ -37,9 +37,10 @@ from hilbert_monitor.optim.roles import parameter_of, weight_matrix
 
 from .head_rows import HeadRows
 from .hidden import undisturbed
-from .increment import Increment, IncrementSource
+from .increment import IncrementSource
 from .kept_rows import KeptRows
 from .owners import owning_optimizer
+from .weight_increment import Increment
 
 UNIT_VECTORS = 256
 """How many unit vectors a head is given at a time."""
@@ -236,7 +237,7 @@ class EffectiveSource(IncrementSource):
         assert owner is not None
         super().__init__(owner, param, rows=rows)
         owners = {id(owning_optimizer(optimizers, p)) for p in effective.parameters if p.requires_grad}
-        self._by_update = len(owners) > 1  # a step of one of them is not the whole step
+        self.belief.by_update = len(owners) > 1  # a step of one of them is not the whole step
 
     @property
     def from_state(self) -> bool:
@@ -251,9 +252,10 @@ class EffectiveSource(IncrementSource):
     @torch.no_grad()
     def stored(self) -> Increment:
         """Return the difference of the effective weight around the last step, the decay of its parameters included."""
-        if self.last is None or self._before is None:
+        before = self._by_weights.before
+        if self.last is None or before is None:
             raise RuntimeError("the effective weight of before this step was not kept: it was not to be measured")
-        after, before = self._weights(), self._before
+        after = self._weights()
         dtype = compute_dtype(before)
         largest = max((float(x.abs().amax()) for x in (after, before) if x.numel()), default=0.0)
         return Increment(after.to(dtype) - before.to(dtype), 2 * torch.finfo(before.dtype).eps * largest)

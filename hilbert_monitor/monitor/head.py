@@ -23,10 +23,11 @@ from .formulas import state_of
 from .head_place import check_vocabulary, find_head_place, is_transposed, why_nobody_moves
 from .head_rows import HeadRows, Matrix
 from .head_step import HeadStep
-from .increment import Increment, IncrementSource
+from .increment import IncrementSource
 from .logits import explain_logits, logit_transform
 from .owners import owning_optimizer
 from .ranks import Ranks
+from .weight_increment import Increment
 
 OTHERS = 0.01
 """Difference between what the ranks have of one head, as a share of it, from which on these are different heads."""
@@ -210,10 +211,10 @@ class WatchedHead:
             minus_sample = -sample
         except Exception as error:  # raised after the others have heard of it
             failure, mine = error, (0.0,) * len(mine)
-        belief = [number for source in sources for number in source.belief]
+        belief = [number for source in sources for number in source.belief.numbers]
         *numbers, least, minus_most = self.ranks.least([*mine, *belief, sample, minus_sample])
         for place, source in enumerate(sources):
-            source.belief = numbers[len(mine) + 3 * place :][:3]
+            source.belief.numbers = numbers[len(mine) + 3 * place :][:3]
         if failure is not None:
             raise failure
         if -minus_most - least > OTHERS * -minus_most:

@@ -1,22 +1,19 @@
 """The increment S of one optimizer step on one parameter, without decoupled weight decay: U' = c U + S.
 
-Our own optimizers say what their last step was. For torch's Adam, AdamW and SGD it is formed again from their state, so
-that nothing is copied and nothing lost to cancellation. For every other optimizer it is the difference of the weights,
-which takes a copy of U on the steps that are measured and is exact to the rounding of U.
+It is formed from the optimizer's state, where that says what a step was (`state_increment`): nothing is copied, and
+nothing lost to cancellation. Otherwise it is the difference of the weights (`weight_increment`).
 
-What is believed is compared with what the weights did, on a few hundred rows of the first steps and of some later ones.
-Where the two part, the difference of the weights is taken from then on: that of a step, or, where something else moves
-the weights as well (Lookahead, a patched step, weights that are swapped), that of a whole update.
+What is believed (`belief`) is compared with what the weights did, on a few hundred rows of the first steps and of some
+later ones. Where the two part, the difference of the weights is taken from then on: that of a step, or, where something
+else moves the weights as well (Lookahead, a patched step, weights that are swapped), that of a whole update.
 
 Where the rows of the head are measured by several ranks, each rank forms and keeps its own rows alone; see `HeadRows`.
-What one rank finds out, all come to know through `belief`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,34 +23,20 @@ from torch.optim import Optimizer
 from hilbert_monitor.geometry import compute_dtype
 from hilbert_monitor.optim import Group, options_of
 
+from .belief import Belief
 from .decay import Decay, WeightDecay
-from .device_numbers import reads_later
 from .formulas import state_of
 from .head_rows import HeadRows
 from .head_step import HeadStep, learning_rate
 from .kept_rows import KeptRows
-from .observers import Outcome, observe
-from .owners import group_of, inner_optimizers, stepping_optimizer
+from .owners import group_of, stepping_optimizer
 from .ranks import Ranks
+from .seen_steps import SeenSteps
 from .state_increment import StateIncrement
-from .step_hooks import hook_steps
+from .weight_increment import Increment, WeightIncrement, largest
 
 Basis = Literal["state", "step", "update"]
 """What an increment is formed from: the optimizer's state, or the weights around its step, or around an update."""
-
-PARTED = 1e-3
-"""Difference between a believed and a real step, as a share of the step, from which on the belief is given up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Increment:
-    """The increment of a step, and how far it may be from what the stored weights did."""
-
-    S: Tensor
-    """This rank's entries, laid out as those of the parameter, in fp32 or better."""
-    rounding: float | Tensor
-    """Bound on the difference between an entry of S and the change of the stored weight, which is rounded: on the
-    device of S where that is an accelerator. Zero where S was formed from state and U has at least fp32."""
 
 
 class IncrementSource:
@@ -74,27 +57,20 @@ class IncrementSource:
         self.param = param
         self.rows = rows or HeadRows(param, Ranks.of(param.device, 1))
         self._by_state = StateIncrement(self.optimizer, param, self.rows)
-        self.last: HeadStep | None = None
+        self._by_weights = WeightIncrement(self._weights)
         self.decay = WeightDecay(self.optimizer, decay)
+        self.belief = Belief(self.optimizer, self.decay, self._by_weights)
+        self.steps = SeenSteps(self.optimizer, param, on_held=self._see_rows)
+        self.last: HeadStep | None = None
         self._kept = self._watched()
-        self._trusted, self._by_update = True, False
         self.checks = True
         """Whether what is believed of the step is compared with what the weights did."""
         self._has_stepped = False  # before the first step anybody may load other weights
-        self._found_out = False  # in this step: the weights of before it were not kept
         self.reads_later = False
         """Whether the next step asks nothing of the device: its `HeadStep` says what is to be read."""
-        self._before: Tensor | None = None
         self.seen_dtype: torch.dtype | None = None
         """What the forward pass casts the weights to, if it is less than they have."""
-        self._seen_before: Tensor | None = None
         self._next: Group | None = None  # options at the end of the last update, if the next step starts there
-        self._doubt: Callable[[str], None] = lambda text: None
-        self.outcome: Outcome | None = None
-        """Reads what a `TrustRegion` made of the last step, where there is one."""
-        self._has_holder = False
-        self._is_held = False  # since the step was seen, so that the weights say nothing of it any more
-        self._see_step: Callable[[], None] | None = None
         _ = self.group  # refuses a parameter of somebody else
 
     # What is known
@@ -102,12 +78,12 @@ class IncrementSource:
     @property
     def basis(self) -> Basis:
         """What the increment is formed from."""
-        return "update" if self._by_update else "state" if self.from_state else "step"
+        return "update" if self.belief.by_update else "state" if self.from_state else "step"
 
     @property
     def from_state(self) -> bool:
         """Whether the increment is formed without a copy of the weights."""
-        return self._trusted and self._by_state.known
+        return self.belief.trusts_state and self._by_state.known
 
     @property
     def is_rounded(self) -> bool:
@@ -117,7 +93,7 @@ class IncrementSource:
     @property
     def fleeting(self) -> bool:
         """Whether the increment is lost soon: formed from the gradient, or from weights that are held."""
-        if self._has_holder and not self.from_state:
+        if self.steps.has_holder and not self.from_state:
             return True  # the weights tell it until they are held
         return self.from_state and self._by_state.needs_gradient(self.last)
 
@@ -128,9 +104,9 @@ class IncrementSource:
             return False
         if self.from_state and self._by_state.is_plain_sgd(self.last):
             return self._by_state.has_gradient
-        if self._by_update:
-            return self._before is not None and self._next is None
-        return self.from_state or self._before is not None
+        if self.belief.by_update:
+            return self.has_stored and self._next is None
+        return self.from_state or self.has_stored
 
     @property
     def decoupled(self) -> bool:
@@ -174,13 +150,9 @@ class IncrementSource:
                 has no new work: whoever waits for it then, lets it run dry.
         """
         self.decay.warn_of_guess(self.group)
-        self._doubt = doubt
-
-        open_step = False
+        self.belief.doubt = doubt
 
         def begin() -> None:
-            nonlocal open_step
-            open_step = True
             with guard("increment"):
                 before_step()
             with guard("increment"):
@@ -188,10 +160,6 @@ class IncrementSource:
                 self._begin(measure())
 
         def end() -> None:
-            nonlocal open_step
-            if not open_step:  # it was seen before somebody held it
-                return
-            open_step, self._is_held = False, False
             step: HeadStep | None = None
             with guard("increment"):
                 step = self._end(options_of(self.group))
@@ -200,27 +168,7 @@ class IncrementSource:
             with guard("increment"):  # also of a step that could not be noted: other ranks wait for this one there
                 on_step(step or HeadStep("", {}))
 
-        optimizers = (self.optimizer, *inner_optimizers(self.optimizer, self.param))
-        self._see_step = end
-        leave = observe(self.param, self)
-        remove = hook_steps(optimizers, begin, end, after_closure=after_closure)
-
-        def stop() -> None:
-            leave()
-            remove()
-            self._see_step = None
-
-        return stop
-
-    def before_hold(self) -> None:
-        """See the step that was made, before a `TrustRegion` writes to the weights."""
-        if self._see_step is not None:
-            self._see_step()
-
-    def held(self, outcome: Outcome | None) -> None:
-        """Note what was made of the step: the weights are believed to be as it left them."""
-        self.outcome, self._has_holder, self._is_held = outcome, outcome is not None, outcome is not None
-        self._kept.see()
+        return self.steps.watch(begin, end, after_closure=after_closure)
 
     def moved_unseen(self) -> bool:
         """Whether an update that no hook saw moved this rank's weights."""
@@ -229,9 +177,11 @@ class IncrementSource:
     def unseen(self) -> HeadStep:
         """Return the step of an update that no hook saw. Called on every rank if it moved the weights of one."""
         now = options_of(self.group)
-        step = self._end(now if self._next is None else self._likelier(self._next, now))
-        if not self._by_update and not self.from_state:
-            self._follow_updates(f"no hook saw the step of {type(self.optimizer).__name__}")
+        candidates = [now] if self._next is None else [self._next, now]
+        tells = len(candidates) > 1 and self.from_state and not self._by_state.is_plain_sgd(self.last)
+        step = self._end(self._by_state.likelier(candidates, self._kept, self.decay) if tells else candidates[0])
+        if not self.belief.by_update and not self.from_state:
+            self.belief.follow_updates(f"no hook saw the step of {type(self.optimizer).__name__}")
         return step
 
     def finish_update(self, *, measure: bool) -> None:
@@ -242,8 +192,8 @@ class IncrementSource:
             self._kept.see()
         self._kept.begin()
         self._next = options_of(self.group)
-        if self._by_update:
-            self._before = self._weights().clone() if measure else None
+        if self.belief.by_update:
+            self._by_weights.keep(wanted=measure)
 
     def stands(self) -> bool:
         """Whether the weights are those that the last step left; if not, updates are measured from now on.
@@ -253,23 +203,10 @@ class IncrementSource:
         if not self.checks:
             return True
         self._kept.compare()
-        if not self._by_update and self._kept.moved():
-            self._follow_updates(self._elsewhere())
+        if not self.belief.by_update and self._kept.moved():
+            self.belief.follow_updates(self.belief.others_move)
             return False
         return True
-
-    @property
-    def belief(self) -> list[float]:
-        """How increments are formed, in numbers of which the least over the ranks is what all of them believe."""
-        return [float(self._trusted), float(not self._by_update), self.decay.belief]
-
-    @belief.setter
-    def belief(self, numbers: list[float]) -> None:
-        trusted, by_steps, self.decay.belief = numbers
-        if self._trusted and not trusted:
-            self._distrust("the rows of another rank moved otherwise than the optimizer's state says")
-        if not self._by_update and not by_steps:
-            self._follow_updates(f"on another rank, {self._elsewhere()}")
 
     def take_rows(self, rows: HeadRows) -> None:
         """Measure other entries of the parameter from now on."""
@@ -279,30 +216,29 @@ class IncrementSource:
 
     def forget(self) -> None:
         """Forget the last step."""
-        self._before = self._seen_before = self.last = self._next = None
+        self.last = self._next = None
+        self._by_weights.forget()
         self._kept.forget()
 
     def _begin(self, measured: bool) -> None:
         """Keep what the step's increment needs of the weights before it."""
-        starts_update, self._next, self._found_out = self._next is not None, None, False
-        if self._by_update:
+        starts_update, self._next, self.belief.found_out = self._next is not None, None, False
+        if self.belief.by_update:
             if not starts_update:  # several steps to an update; the weights at the end of the last update are kept
-                self._before = None
-                self._before = self._weights().clone() if measured else None
+                self._by_weights.keep(wanted=measured)
             return
-        self._before = self._seen_before = None  # first: if anything fails here, those of an earlier step are no help
+        self._by_weights.forget()  # first: if anything fails here, those of an earlier step are no help
         self._kept.compare()
         if self.checks and self._kept.moved():
             self._kept.see()
             if self._has_stepped:
-                self._follow_updates(self._elsewhere())
+                self.belief.follow_updates(self.belief.others_move)
         self._kept.begin()
         if not self.from_state:
             self.last = None
-        if measured and (self.is_rounded or not self.from_state):
-            self._before = self._weights().clone()
+        self._by_weights.keep(wanted=measured and (self.is_rounded or not self.from_state))
         if measured and self.checks and self.seen_dtype is not None:
-            self._seen_before = self._weights().to(self.seen_dtype)
+            self._by_weights.keep_cast(self.seen_dtype)
 
     def _end(self, options: Group) -> HeadStep:
         """Note the step that was made."""
@@ -310,25 +246,10 @@ class IncrementSource:
         options["lr"] = learning_rate(self.optimizer, options, state_of(self.optimizer, self.param))
         skipped, overflow = self._skipped()
         self.last, self._next, self._has_stepped = HeadStep(skipped, options, group_lr, overflow), None, True
-        if self._by_state.note(self.last) and self._trusted:
-            self._distrust(f"a step of {type(self.optimizer).__name__} clears its gradient")
+        if self._by_state.note(self.last) and self.belief.trusts_state:
+            self.belief.distrust(f"a step of {type(self.optimizer).__name__} clears its gradient")
         self._kept.see()
         return self.last
-
-    def _likelier(self, *candidates: Group) -> Group:
-        """The options with which the rows that were kept moved: a schedule may set them before a step or after it."""
-        before = self._kept.before
-        if before is None or not len(before) or not self.from_state or self._by_state.is_plain_sgd(self.last):
-            return candidates[0]
-
-        def gap(options: Group) -> float:
-            S = self._by_state.of_rows(before, options, self._kept.at)
-            if S is None:
-                return 0.0
-            kept = before.to(S.dtype) * (1 - self.decay.share(HeadStep("", options)))
-            return float((self._kept.now().to(S.dtype) - kept - S).abs().amax())
-
-        return min(candidates, key=gap)
 
     # Increments
 
@@ -349,12 +270,12 @@ class IncrementSource:
             raise RuntimeError("there has been no step to form an increment of")
         if self.last.skipped:
             return Increment(torch.zeros_like(self._weights(), dtype=compute_dtype(self.param)), 0.0)
-        if self._before is None and (self._by_update or self._found_out):
+        if self._by_weights.before is None and (self.belief.by_update or self.belief.found_out):
             return None
-        if self._by_update or not self.from_state:
+        if self.belief.by_update or not self.from_state:
             return self.stored()
         S = self._by_state.form(self.last, out)
-        fresh = self._next is None and not self._is_held  # or the rows of before the step are no longer kept
+        fresh = self._next is None and not self.steps.is_held  # or the rows of before the step are no longer kept
         if self.checks and fresh and not self._agrees(S, self.last):
             return None
         return self._rounded(S)
@@ -368,25 +289,24 @@ class IncrementSource:
 
     def _rounded(self, S: Tensor) -> Increment:
         """Bound what is lost in weights of less than fp32."""
-        return Increment(S, torch.finfo(self.param.dtype).eps * _largest(self._weights()) if self.is_rounded else 0.0)
+        return Increment(S, torch.finfo(self.param.dtype).eps * largest(self._weights()) if self.is_rounded else 0.0)
 
     @torch.no_grad()
     def stored(self) -> Increment:
         """Return the increment that the stored weights made in the last step: U' - c U."""
-        if self.last is None or self._before is None:
+        before = self._by_weights.before
+        if self.last is None or before is None:
             raise RuntimeError(
                 f"the increment of {type(self.optimizer).__name__} is a difference of weights, and none were kept of"
                 " before this step: it was not to be measured"
             )
-        U, before, dtype = self._weights(), self._before, compute_dtype(self.param)
-        moved = torch.sub(U.to(dtype), before.to(dtype))  # near U the subtraction is exact
-        S = moved + before.to(dtype) * self.decay.share(self.last)
-        if U.ndim == 2 and len(U) and self.checks and self.basis == "step" and not self.is_rounded:
-            seen = self.decay.correct(self._kept.of(before), self._kept.of(S), self.last)
+        increment = self._by_weights.form(self.decay.share(self.last))
+        if before.ndim == 2 and len(before) and self.checks and self.basis == "step" and not self.is_rounded:
+            seen = self.decay.correct(self._kept.of(before), self._kept.of(increment.S), self.last)
             if seen:
-                self._doubt(seen)
-                S = moved + before.to(dtype) * self.decay.share(self.last)
-        return Increment(S, 2 * torch.finfo(U.dtype).eps * _largest(U, before))
+                self.belief.doubt(seen)
+                return self._by_weights.form(self.decay.share(self.last))
+        return increment
 
     @torch.no_grad()
     def seen(self) -> Tensor | None:
@@ -394,41 +314,30 @@ class IncrementSource:
 
         That is cast(U') - c cast(U): steps smaller than the spacing of the cast weights are not seen.
         """
-        before = self._seen_before
-        if before is None or self.last is None:
+        if self.last is None or self._by_weights.cast is None:
             return None
-        after, dtype = self._weights().to(before.dtype), compute_dtype(self.param)
-        return (after.to(dtype) - before.to(dtype)).add_(before.to(dtype) * self.decay.share(self.last))
+        return self._by_weights.form_cast(self.decay.share(self.last))
 
     @property
     def has_stored(self) -> bool:
         """Whether the weights of before the last step were kept."""
-        return self.last is not None and self._before is not None
+        return self.last is not None and self._by_weights.before is not None
 
     @torch.no_grad()
     def moved(self) -> tuple[Tensor, int]:
         """How many of this rank's weights are not what they were before the step, and how many there are."""
-        assert self._before is not None
-        return (self._before != self._weights()).sum(), self._before.numel()
+        return self._by_weights.moved()
 
     def _agrees(self, S: Tensor, last: HeadStep) -> bool:
         """Whether the rows that were kept moved as `S` says."""
         before = self._kept.before
         if before is None or not len(before):
             return True
-        after, step = self._kept.now().to(S.dtype), self._kept.of(S)
-        moved = after - before.to(S.dtype) * (1 - self.decay.share(last))
-        largest = torch.maximum(after.abs().amax(), before.abs().amax().to(S.dtype))
-        numbers = ((moved - step).abs().amax(), step.abs().amax(), moved.abs().amax(), largest)
-        difference, believed, real, weight = torch.stack(numbers).tolist()
-        allowed = PARTED * max(believed, real) + 4 * torch.finfo(self.param.dtype).eps * weight
-        if not difference > allowed:  # also where something is nan
-            return True
-        kind = type(self.optimizer).__name__
-        self._distrust(
-            f"a step of {kind} moved a weight {difference:.3g} away from where its state says, by {real:.3g}"
-        )
-        return False
+        return self.belief.check(before, self._kept.now(), self._kept.of(S), self.decay.share(last))
+
+    def _see_rows(self) -> None:
+        """Take the rows as they are for those that the step left."""
+        self._kept.see()
 
     def _watched(self) -> KeptRows:
         """The rows by which it is seen what moves the parameter."""
@@ -442,20 +351,6 @@ class IncrementSource:
         """This rank's entries of the parameter, as they are now."""
         return self.rows.of(self.param.detach())
 
-    def _distrust(self, why: str) -> None:
-        self._trusted, self._found_out = False, True
-        self._doubt(f"{why}: the increment is the difference of the weights from now on")
-
-    def _follow_updates(self, why: str) -> None:
-        self._by_update, self._before = True, None
-        self._doubt(f"{why}: the increment is the difference of the weights over whole updates from now on")
-
-    def _elsewhere(self) -> str:
-        return (
-            f"something besides the step of {type(self.optimizer).__name__} moves the head's weights (Lookahead, a"
-            " patched step, swapped or projected weights?)"
-        )
-
     def _skipped(self) -> tuple[str, Tensor | None]:
         """Why nothing moved, or empty; and what says so on the device, where that is read later."""
         if self.param.grad is None and not self._kept.stepped():  # or the step has cleared it
@@ -464,12 +359,3 @@ class IncrementSource:
         if self.reads_later and isinstance(overflow, Tensor):
             return "", overflow
         return "overflow" if overflow is not None and bool(overflow) else "", None
-
-
-def _largest(*matrices: Tensor) -> float | Tensor:
-    """The largest |entry|, zero if there is none; on an accelerator, which is not waited for, in fp64."""
-    maxima = [x.abs().amax() for x in matrices if x.numel()]
-    if not maxima:
-        return 0.0
-    largest = torch.stack(maxima).amax()
-    return largest.double() if reads_later(largest.device) else float(largest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -15,9 +14,10 @@ from torch.optim import Optimizer
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, StepRecord
 
+from .agenda import CHECKED as CHECKED
+from .agenda import Agenda
 from .decay import Decay
 from .deferral import Deferral
-from .device_numbers import reads_later
 from .guard import Guard
 from .head import WatchedHead
 from .head_place import find_head_place
@@ -36,10 +36,8 @@ from .samples import SampleIndices
 from .schedule import Schedule, Schedulers
 from .silence import Silence, why_head_rests
 from .step_meter import StepMeter
+from .survey import Survey
 from .verdict import Judged, Verdict
-
-CHECKED = 5
-"""How many of the first steps are compared with what the weights did; later ones where D(S) or the panel is due."""
 
 
 class Probe:
@@ -114,23 +112,16 @@ class Probe:
         reshard(model)  # after a validation its root may be gathered, in other parameters than the optimizer's
         self.ranks = Ranks.of(compute_device(find_head_place(model, head).weight), world, process_group)
         self._watched_head = partial(
-            WatchedHead,
-            model,
-            head=head,
-            decay=decay,
-            vocab_size=vocab_size,
-            logit_scale=logit_scale,
-            ranks=self.ranks,
+            WatchedHead, model, head=head, decay=decay, vocab_size=vocab_size, logit_scale=logit_scale, ranks=self.ranks
         )
         self.head = self._watched_head(optimizer)
-        self.diameter_every, self.perturbation_every = diameter_every, perturbation_every
-        self._bracket = bracket
+        self.agenda = Agenda(
+            diameter_every, perturbation_every, bracket=bracket, immediate=immediate, device=self.ranks.device
+        )
+        """What is due at which step."""
         self._verdict = Verdict(judge)
         self.guard = guard or Guard(strict=strict)
         self.step = 0
-        self.last = math.inf
-        """Number of the last step, where it is known before: it is measured like one that is due."""
-        self.immediate = immediate
         self._records = Records(self._verdict, self.guard, judges=self.ranks.rank == 0)
         self._remarks = Remarks()
         for text in self.head.remarks():
@@ -148,23 +139,15 @@ class Probe:
         with self.guard("precision", user_code=True):
             if self.head.effective is None:  # nobody casts a weight that is computed
                 self.source.seen_dtype = seen_dtype(model, self.head.weight, autocast)
+        self._survey = Survey(self.agenda, self._meter, self._verdict)
         self._schedule = Schedule(schedulers, self.head.weight)
         self._end: Callable[[], None] | None = None
         self._current: Measurement | None = None  # of the step that has no record yet
         self._defers = False  # whether it is one that the host reads later, on all ranks
         self._deferral = Deferral(self._meter, self._records, side_stream=side_stream)
-        self._batch: int | None = None
-        self._samples: list[SampleIndices] = []  # of the batches since the last record
-        self._rates = self._schedule.rates()  # at the end of the last update
-        self._checked = 0  # steps that were compared with what the weights did
+        self._schedule.end_update()
         self._silence = Silence(self.ranks.rank)
-        self._decide()
-
-    def _decide(self) -> None:
-        """Note what follows from how increments are formed, where all ranks agree on it: one may find out more soon."""
-        self.bracket: bool = self.source.basis == "state" if self._bracket is None else self._bracket
-        """Whether bounds of the diameter are measured on every step."""
-        self._waits = self.head.waits_for_record
+        self.agenda.decide(self.head)
 
     @property
     def judge(self) -> Judge | None:
@@ -197,12 +180,12 @@ class Probe:
         self.detach()
         self._end = self.head.watch(
             self._on_step,
-            measure=self._will_measure,
-            check=self._will_check,
+            measure=lambda: self.agenda.measures(self.step + 1),
+            check=lambda: self.agenda.begin(self.step + 1, self.head),
             guard=self.guard,
             doubt=self._note_doubt,
             before_step=self.settle,
-            after_closure=lambda: self._may_defer and self.source.from_state,
+            after_closure=lambda: self.agenda.may_defer and self.source.from_state,
         )
         self._finish_update()
         return self
@@ -214,7 +197,6 @@ class Probe:
             self._end()
         self._end = None
         self._meter.forget()
-        self._rates = []
         self._schedule.forget()
 
     def __enter__(self) -> Probe:
@@ -240,15 +222,13 @@ class Probe:
             index: its number in the epoch.
             samples: indices of its samples. They are read only if the step has an alert: a GPU is not waited for.
         """
-        self._batch = index
-        if samples is not None:
-            self._samples.append(samples)
+        self._records.begin_batch(index, samples)
 
     def skip(self, why: str) -> None:
         """Count a step that the training loop left out, such as one that a GradScaler skipped."""
         self._meter.forget()
         self._current = step = self._next_measurement(why)
-        rates = [*self._rates, *self._schedule.rates()]
+        rates = self._schedule.rates(since_update=True)
         step.learning_rate, step.scheduled = self._schedule.read(self.source.group.get("lr"), rates)
 
     def notice_update(self, optimizers: Sequence[Optimizer] = (), *, weight: float = 1.0) -> None:
@@ -288,38 +268,16 @@ class Probe:
 
     def _finish_update(self) -> None:
         with self.guard("increment"):
-            self._decide()
-            self.head.finish_update(measure=self._will_measure())
+            self.agenda.decide(self.head)
+            self.head.finish_update(measure=self.agenda.measures(self.step + 1))
         with self.guard("learning_rate"):
-            self._rates = self._schedule.rates()
+            self._schedule.end_update()
 
     def _next_measurement(self, skipped: str = "") -> Measurement:
         """Count a step, and begin to measure it."""
         self.step += 1
-        self.source.outcome = None  # of the step before
-        return Measurement(step=self.step, skipped=skipped, batch=self._batch)
-
-    def _will_measure(self) -> bool:
-        due = self._due(self.step + 1, self.diameter_every) or self._due(self.step + 1, self.perturbation_every)
-        return due or self.bracket
-
-    def _will_check(self) -> bool:
-        """Whether the next step is compared with what the weights do: an accelerator is waited for."""
-        every = (self.diameter_every, self.perturbation_every)
-        due = any(self._due(self.step + 1, steps) for steps in every)
-        checks = self._will_measure() and (due or self._checked < CHECKED)
-        self._checked += checks
-        formed = not self.bracket or self.head.is_believed
-        self.head.reads_later = self._may_defer and not (due or checks or self._waits) and formed
-        return checks
-
-    @property
-    def _may_defer(self) -> bool:
-        """Whether the host need not wait for the device in ordinary steps."""
-        return not self.immediate and reads_later(self.ranks.device)
-
-    def _due(self, step: int, every: int) -> bool:
-        return every > 0 and (step % every == 0 or step == self.last)
+        self.source.steps.outcome = None  # of the step before
+        return Measurement(step=self.step, skipped=skipped, batch=self._records.batch)
 
     def _on_step(self, step: HeadStep, *, seen: bool = True) -> None:
         if self._current is not None:  # nobody asked for its record: several steps to a batch
@@ -330,47 +288,24 @@ class Probe:
         if self._defers and not step.skipped:
             self._silence.end()
             if self.ranks.rank == 0:
-                self._deferral.begin(self.head, self._current, step, self._schedule, bounds=self.bracket)
+                self._deferral.begin(self.head, self._current, step, self._schedule, bounds=self.agenda.bracket)
             return
         with self._meter.timed("learning_rate"):
-            self._note_rate(self._current, step, seen=seen)
+            rates = self._schedule.rates(since_update=not seen)
+            in_group, self._current.scheduled = self._schedule.read(step.group_lr, rates)
+            self._current.learning_rate = in_group if step.options.get("lr") is step.group_lr else step.lr
         if step.skipped:
             self._silence.add(partial(why_head_rests, self.head, step.skipped))
         else:
             self._silence.end()
-        if self._waits:
-            return
-        self._measure_step(self._current)
-        panel_due = self._due(self.step, self.perturbation_every)
-        if panel_due and self.source.fleeting and not self._meter.holds_increment:
-            self._meter.take_increment(self.head, self._current)
+        self._survey.in_hook(self.head, self._current)
 
     def settle(self) -> None:
         """Read what a device still has of earlier steps; their records are then in `earlier`.
 
         Called before a step moves anything. If the rules suspect the one before it, that is searched for its diameter.
         """
-        self._deferral.settle(self.head, self.panel if self.perturbation_every else None)
-
-    def _note_rate(self, measurement: Measurement, step: HeadStep, *, seen: bool) -> None:
-        """Note the learning rate of a step, and whether a scheduler set it. One may have set the next rate since."""
-        rates = [*([] if seen else self._rates), *self._schedule.rates()]
-        in_group, measurement.scheduled = self._schedule.read(step.group_lr, rates)
-        measurement.learning_rate = in_group if step.options.get("lr") is step.group_lr else step.lr
-
-    # Measuring
-
-    def _measure_step(self, step: Measurement) -> None:
-        """Measure a new step: in its hook, or at its record where it is whole only then."""
-        self._measure_diameter(step, exact=self._due(self.step, self.diameter_every))
-        if self._due(self.step, self.perturbation_every):
-            self._meter.measure_quality(self.head, step)
-
-    def _measure_diameter(self, step: Measurement, *, exact: bool) -> None:
-        """Measure D(S) or its bounds."""
-        if exact or self.bracket:
-            suspects = partial(self._verdict.suspects, step)
-            self._meter.measure_diameter(self.head, step, exact=exact, suspects=suspects)
+        self._deferral.settle(self.head, self.panel if self.agenda.perturbation_every else None)
 
     def increment(self) -> Matrix | None:
         """S of the last step as it acts on the logits: scaled, padding dropped, extended by the bias. (V, d).
@@ -380,16 +315,6 @@ class Probe:
         """
         increment = self.head.increment()
         return None if increment is None else increment.S
-
-    def _ask(self, step: Measurement, *, final: bool) -> tuple[bool, bool]:
-        """Whether every rank can form the increment, and whether it is a blow-up, as the one with the rules says."""
-        formable, blew_up = False, self.ranks.rank != 0
-        with self.guard("increment"):
-            formable = not step.skipped and (self.source.formable if final else self.source.last is not None)
-        with self._meter.timed("rules"):
-            blew_up = blew_up or self._verdict.is_blow_up(step)
-        everybody, rank_zero = self.ranks.least([float(formable), float(blew_up)])
-        return bool(everybody), bool(rank_zero)
 
     def note(self, text: str) -> None:
         """Add a sentence to the remarks of the run."""
@@ -429,10 +354,8 @@ class Probe:
         if step is None:
             return None
         if fresh:
-            self._check_weights(step)
-            if self._waits:
-                self._measure_step(step)
-        fresh |= self._measure_rest(step, final=final)
+            self._survey.at_record(self.head, step)
+        fresh |= self._survey.rest(self.head, step, self.panel, final=final)
         if not final:
             self._finish_update()
         if not fresh:
@@ -441,7 +364,7 @@ class Probe:
         step.validation_loss = step.validation_loss if validation_loss is None else validation_loss
         step.tokens = step.tokens if tokens is None else tokens
         record = self._finish(step)
-        self._batch, self._samples = None, []
+        self._records.end_batches()
         return record
 
     def _send(self, step: Measurement, train_loss: float | Tensor | None) -> StepRecord | None:
@@ -449,47 +372,13 @@ class Probe:
         with self.guard("increment"):
             self.head.stands()  # notes, on the device, whether something else has moved the weights
         self._finish_update()
-        samples, self._batch, self._samples = self._samples, None, []
-        step.outcome = self.source.outcome
+        samples = self._records.end_batches()
+        step.outcome = self.source.steps.outcome
         if self._deferral.send(train_loss, samples):
             self._current = None
             return None
         step.train_loss = float(train_loss) if self.ranks.rank == 0 and train_loss is not None else None
         return self._finish(step, samples)
-
-    def _check_weights(self, step: Measurement) -> None:
-        """Drop what was measured in the hook of a step, if something moved the weights after it."""
-        stands, waited = False, self._waits
-        with self.guard("increment"):
-            stands = step.bounds is None or self.head.stands()
-        if self.source.checks:
-            mine, stands = stands, False
-            with self.guard("increment"):
-                stands = bool(self.head.agree(float(mine))[0])
-                self._decide()
-        if not stands:
-            step.forget_increment()
-            self._meter.forget()
-        self._waits &= waited or not stands  # what was measured in the hook is not measured again
-
-    def _measure_rest(self, step: Measurement, *, final: bool) -> bool:
-        """Measure what waits for the record, or for the end of the run; return whether anything was due."""
-        if not final and not self.perturbation_every:
-            return False
-        formable, blew_up = self._ask(step, final=final)
-        if not formable:
-            return False
-        due = False
-        if final and self.diameter_every and not self.ranks.unanimous(step.exact is not None):
-            due = True
-            self._measure_diameter(step, exact=True)
-        if not self.perturbation_every:
-            return due
-        panel_due = blew_up or final or self._due(self.step, self.perturbation_every)
-        if panel_due and not (final and self.ranks.unanimous(step.panel is not None)):
-            due = True
-            self._meter.measure_panel(self.head, step, self.panel)
-        return due
 
     def earlier(self) -> list[Judged]:
         """Return records, with their alerts, of steps that others followed before `record` returned theirs."""
@@ -502,8 +391,8 @@ class Probe:
 
     def _finish(self, step: Measurement, samples: list[SampleIndices] | None = None) -> StepRecord:
         """Make the record of a step, and have it judged."""
-        step.outcome = step.outcome or self.source.outcome
-        record = self._records.make(step, self._meter.seconds, self._samples if samples is None else samples)
+        step.outcome = step.outcome or self.source.steps.outcome
+        record = self._records.make(step, self._meter.seconds, samples)
         self._current = None
         self._meter.forget()
         self._meter.seconds.clear()

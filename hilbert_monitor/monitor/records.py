@@ -32,6 +32,20 @@ class Records:
         self._last: StepRecord | None = None
         self._earlier: list[Judged] = []
         self._since = time.perf_counter()
+        self.batch: int | None = None
+        """Number in its epoch of the batch that the next step is made of."""
+        self._samples: list[SampleIndices] = []  # of the batches since the last record
+
+    def begin_batch(self, index: int | None, samples: SampleIndices | None) -> None:
+        """Note a batch, or micro-batch, that the next step is made of, and indices of its samples."""
+        self.batch = index
+        if samples is not None:
+            self._samples.append(samples)
+
+    def end_batches(self) -> list[SampleIndices]:
+        """Return the indices of the samples that were noted, and begin anew."""
+        samples, self.batch, self._samples = self._samples, None, []
+        return samples
 
     def moment(self) -> tuple[float, float]:
         """Seconds since the epoch, and since this was last asked, now that a step has ended."""
@@ -43,7 +57,7 @@ class Records:
         self,
         step: Measurement,
         seconds: dict[str, float],
-        samples: list[SampleIndices],
+        samples: list[SampleIndices] | None = None,
         moment: tuple[float, float] | None = None,
     ) -> StepRecord:
         """Make the record of a step, and have it judged.
@@ -51,15 +65,17 @@ class Records:
         Args:
             step: as far as it was measured.
             seconds: what that has cost, by part.
-            samples: indices of the samples it was made of. They are read if there is an alert.
+            samples: indices of the samples it was made of; by default those noted last. They are read if there is an
+                alert.
             moment: when the step ended; by default now.
         """
+        indices = self._samples if samples is None else samples
         ended, elapsed = moment or self.moment()
         share = sum(seconds.values()) / elapsed if elapsed > 0 else None
         record, self.alerts = step.record(time=ended, seconds=dict(seconds), share=share), []
         if self._judges:
             with self.guard("rules"):
-                record, self.alerts = self.verdict.of(record, lambda: self._read(samples))
+                record, self.alerts = self.verdict.of(record, lambda: self._read(indices))
                 step.samples = record.samples
         self._last, self.step = record, step
         return record

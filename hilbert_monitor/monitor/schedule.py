@@ -34,16 +34,26 @@ class Schedule:
 
     def __init__(self, schedulers: Schedulers, param: Tensor) -> None:
         self._schedulers, self._param = schedulers, param
+        self._ended: list[tuple[Any, Rate | None]] = []  # what they said at the end of the last update
         self._matches: dict[int, tuple[Any, float, bool]] = {}  # scheduler, its first rate, whether it is believed
 
-    def rates(self) -> list[tuple[Any, Rate | None]]:
-        """The schedulers that have a say, each with the rate that it set last; None if it does not tell."""
+    def end_update(self) -> None:
+        """Note the rates at the end of an update: one may be set before its step is looked for."""
+        self._ended = self.rates()
+
+    def rates(self, *, since_update: bool = False) -> list[tuple[Any, Rate | None]]:
+        """The schedulers that have a say, each with the rate that it set last; None if it does not tell.
+
+        Args:
+            since_update: also with the rate that it had set at the end of the last update.
+        """
         schedulers = self._schedulers
         if callable(schedulers) and not hasattr(schedulers, "step"):
             schedulers = schedulers()
         if not isinstance(schedulers, Iterable):
             schedulers = [] if schedulers is None else [schedulers]
-        return [(one, _last_rate(one, self._param)) for one in schedulers if _has_a_say(one, self._param)]
+        now = [(one, _last_rate(one, self._param)) for one in schedulers if _has_a_say(one, self._param)]
+        return [*self._ended, *now] if since_update else now
 
     def read(self, used: Rate | None, rates: list[tuple[Any, Rate | None]]) -> tuple[float | None, bool | None]:
         """Return the rate that a step used, and whether one of the schedulers set it; None for what is not known.
@@ -83,6 +93,7 @@ class Schedule:
 
     def forget(self) -> None:
         """Let go of the schedulers, and of what was learnt about them."""
+        self._ended = []
         self._matches.clear()
 
     def _note_match(self, scheduler: Any, rate: float) -> None:

@@ -5,7 +5,7 @@ Our own optimizers say what their last step was. For torch's Adam, AdamW and SGD
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -14,9 +14,11 @@ from torch.optim import SGD, Optimizer
 from hilbert_monitor.geometry import RowRuns, compute_dtype
 from hilbert_monitor.optim import Group, LastStep, MatrixOptimizer, Muon, RowNorm
 
+from .decay import WeightDecay
 from .formulas import formula_of, sgd, state_of, steps_as
 from .head_rows import HeadRows
 from .head_step import HeadStep
+from .kept_rows import KeptRows
 from .owners import group_of
 
 
@@ -88,17 +90,27 @@ class StateIncrement:
             formula(view(weights), self._state(view), last.options, place)
         return S
 
-    def of_rows(self, before: Tensor, options: Group, at: slice) -> Tensor | None:
-        """Return the increment of some rows for given hyperparameters; None where no formula has it.
+    def likelier(self, candidates: Sequence[Group], kept: KeptRows, decay: WeightDecay) -> Group:
+        """Return the hyperparameters with which some rows moved: a schedule may set them before a step or after it.
 
         Args:
-            before: those rows, before the step.
-            options: the hyperparameters.
-            at: which of this rank's rows they are.
+            candidates: what they may be; the first if nothing can be said.
+            kept: rows of before the step.
+            decay: of the weights.
         """
-        formula = formula_of(self.optimizer, options)
-        state = self._state(lambda x: self.rows.some(x, at))
-        return None if formula is None else formula(before, state, options, None)
+        before = kept.before
+        if before is None or not len(before):
+            return candidates[0]
+
+        def gap(options: Group) -> float:
+            formula = formula_of(self.optimizer, options)
+            if formula is None:
+                return 0.0
+            S = formula(before, self._state(lambda x: self.rows.some(x, kept.at)), options, None)
+            stayed = before.to(S.dtype) * (1 - decay.share(HeadStep("", options)))
+            return float((kept.now().to(S.dtype) - stayed - S).abs().amax())
+
+        return min(candidates, key=gap)
 
     def _state(self, of: Callable[[Tensor], Tensor]) -> Group:
         """The optimizer's state of some entries of the parameter; the gradient too."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .alerts import CALM, Rules
+from .alerts import Rules
+from .blow_ups import CALM
 from .layers import LayerRecord
 from .noise import MOST, Event, Noise
 from .record import Alert
