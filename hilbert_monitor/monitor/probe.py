@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.record import Alert, StepRecord
 
-from .agenda import CHECKED as CHECKED
 from .agenda import Agenda
 from .decay import Decay
 from .deferral import Deferral

@@ -12,8 +12,8 @@ from hilbert_monitor import Probe, pretraining_optimizer
 from hilbert_monitor.emulation.device import NAME, EmulatedDevice
 from hilbert_monitor.geometry import tension_bracket
 from hilbert_monitor.monitor import step_quality
+from hilbert_monitor.monitor.agenda import CHECKED
 from hilbert_monitor.monitor.panel import Panel
-from hilbert_monitor.monitor.probe import CHECKED
 from hilbert_monitor.optim import Muon, RowNorm
 from tests.support.decoders import Plain, seeded
 
