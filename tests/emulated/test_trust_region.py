@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.optim import AdamW
 
 from hilbert_monitor import TrustRegion
 from hilbert_monitor.emulation.device import NAME, EmulatedDevice
@@ -38,7 +39,7 @@ def test_steps_are_held_as_on_the_cpu(make, how):
 def test_a_step_waits_for_the_gradients_alone():
     with EmulatedDevice() as device:
         text, model = TEXT.to(NAME), seeded(Plain, V=V, d=16).to(NAME)
-        optimizer = OPTIMIZERS["AdamW foreach"](model)
+        optimizer = AdamW(model.parameters(), lr=1e-3, foreach=True)
         with TrustRegion(1e-3).watch(model, optimizer) as region:
             for _ in range(2):
                 cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
