@@ -14,8 +14,11 @@ CACHE_BYTES = 4 * 2**20
 
 Tried and dropped for RowNorm, at 50,257 x 512 on two cores: a thread for each half of the rows, a scratch chunk in
 place of the buffer, squares and sums, dot products or norms of parts in place of norms, huge pages. All were slower or
-no faster. torch.compile of the step in place fails in torch 2.13 (a KeyError of inductor, where loops over rows are
-fused), and into new memory it takes eight times as long as fused AdamW. What is left is one native loop over the rows.
+no faster. So were other operations that find row norms on the way: of rows in the cache, `vector_norm` takes 2.7 ms in
+all, a sampled product with a diagonal mask 3.5, weight norm 4.5, `cdist` 13, layer norm 21, and numpy's `vecdot` 2.8 on
+one thread. torch.compile of the step in place fails in torch 2.13 (a KeyError of inductor, where loops over rows are
+fused), into new memory it takes eight times as long as fused AdamW, and average and norms alone, without the update,
+take as long as all of AdamW. What is left is one native loop over the rows.
 """
 
 ACCELERATOR_BYTES = 256 * 2**20
