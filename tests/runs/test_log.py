@@ -426,7 +426,8 @@ def test_a_log_that_was_replaced_is_followed_from_its_beginning(begin):
 def test_kill_9_at_any_moment_loses_no_record_that_was_written(tmp_path):
     chance = random.Random(1)
     for round_ in itertools.count():
-        if round_ >= 40 and sum(len(numbers(reader.folder)) for reader in find_runs(tmp_path)) > 200:
+        counts = [len(numbers(reader.folder)) for reader in find_runs(tmp_path)] if round_ >= 40 else []
+        if len(counts) >= 10 and sum(counts) > 200:
             break  # a busy machine may need more rounds
         folder = tmp_path / f"r{round_ // 4}"
         before = len(numbers(folder))
@@ -452,7 +453,6 @@ def test_kill_9_at_any_moment_loses_no_record_that_was_written(tmp_path):
         assert len(records) in (before + written, before + written + 1)
         assert all(record.train_loss == record.step / 2 for record in records)
         assert reader.torn <= round_ % 4  # Linux may cut short the write that a kill comes into
-    assert len(find_runs(tmp_path)) >= 10
 
 
 def room(folder, size):
