@@ -3,16 +3,17 @@
 import { fill } from "./dom.js";
 
 const KEY = "hilbert-monitor theme";
-const DARK = matchMedia("(prefers-color-scheme: dark)");
+const DARK = "(prefers-color-scheme: dark)";
 const CHOICES = { auto: ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
 const root = document.documentElement;
 const button = document.getElementById("theme-button");
 const listeners = new Set();
+const system = matchMedia(DARK); // listened to, and never read
 
 const chosen = () => root.dataset.theme ?? "auto";
 
-/** Whether the page is dark now. */
-export const isDark = () => (chosen() === "auto" ? DARK.matches : chosen() === "dark");
+/** Whether the page is dark now. A query that is read between a change and its event has no event in Chromium. */
+export const isDark = () => (chosen() === "auto" ? matchMedia(DARK).matches : chosen() === "dark");
 
 /** Call back whenever the page may have turned light or dark; returns a function that ends it. */
 export function onTheme(listener) {
@@ -32,7 +33,7 @@ export function offerThemes() {
     }
     take(next);
   });
-  DARK.addEventListener("change", tell);
+  system.addEventListener("change", tell);
   addEventListener("storage", ({ key, newValue }) => key === KEY && take(newValue ?? "auto"));
   take(chosen());
 }
