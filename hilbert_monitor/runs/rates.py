@@ -52,6 +52,8 @@ class Rates:
         straight = self._straight_on(step)
         if straight is not None and lr > ACCIDENT * straight:
             return straight
+        if lr <= self.highest:  # growth is looked for above all rates so far
+            return lr
         return min((bound for bound in self._grown() if lr > ACCIDENT * bound), default=lr)
 
     def add(self, step: int, lr: float, *, foreseen: float, told: bool = False) -> None:

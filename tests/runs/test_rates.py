@@ -38,6 +38,12 @@ def test_growth_is_seen_over_spans_of_different_lengths(span):
     assert rates.foreseen(3 * span, 3.0, scheduled=True) < 3.0 / ACCIDENT
 
 
+def test_a_cycle_that_climbs_back_to_its_peak_is_foreseen():
+    peak = 0.77667443392407  # over 1.5 and times 1.5 it is smaller than itself
+    climb = [peak * 1.3**-n for n in range(20, 0, -1)]
+    assert rates_of(peak, *climb).foreseen(21, peak, scheduled=None) == peak
+
+
 def test_what_follows_an_accident_is_compared_with_it():
     rates = rates_of(*[1.0] * 300)
     rates.add(300, 5.0, foreseen=rates.foreseen(300, 5.0, scheduled=False), told=True)
