@@ -53,10 +53,10 @@ def one(N, steps=5, eps=1e-5):
 
 @every_shape
 @every_kind
-@pytest.mark.parametrize("steps", range(1, 8))
-def test_result_is_the_plain_loops(kind, shape, steps):
+def test_result_is_the_plain_loops_after_any_number_of_steps(kind, shape):
     N = kind(3, *shape)
-    torch.testing.assert_close(one(N, steps), newton_schulz(N, steps), rtol=0, atol=1e-12)
+    for steps in range(1, 8):
+        torch.testing.assert_close(one(N, steps), newton_schulz(N, steps), rtol=0, atol=1e-12)
 
 
 @every_shape
