@@ -33,7 +33,7 @@ class Course(lightning.Callback):
         self.name = name
 
     def on_train_batch_start(self, trainer, module, batch, index):
-        time.sleep(0.04 if self.name in ("clean", "accident") else 0.2)  # long enough to be scraped some times
+        time.sleep(0.04 if self.name in ("clean", "accident") else 0.5)  # long enough to be scraped some times
         if self.name == "accident" and trainer.global_step == ERROR:
             raise RuntimeError("the disk of the data is gone")
         self._scale(trainer, 10.0)
