@@ -34,6 +34,8 @@ from hilbert_monitor.service.web.server import AddressError, background
 
 PORT = 8000
 """Port of the dashboard, unless it is taken."""
+QUIET = 30.0
+"""Seconds between two lines about runs that go on, where the output is no terminal."""
 NAMES: dict[str, str] = {"adamw": "AdamW", "rownorm": "RowNorm"}
 RESULTS = {"validation_loss": "validation_loss", "step_diameter": "diameter", "perturbation_rms": "perturbation_rms"}
 """From the numbers in the results to the fields of a record."""
@@ -162,14 +164,21 @@ def stop(run: DemoRun, patience: float = 20.0) -> None:
 
 
 def follow(pair: Sequence[DemoRun], recipe: Recipe, console: Console, *, title: str = "") -> None:
-    """Show the runs of a pair until both have ended; raise RuntimeError if one of them failed."""
-    start = time.monotonic()
+    """Show the runs of a pair until both have ended; raise RuntimeError if one of them failed.
+
+    A terminal has a table that changes in place; a file or a pipe gets a line every now and then.
+    """
+    start = said = time.monotonic()
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while any(run.process.poll() is None for run in pair):
             for run in pair:
                 run.update()
                 check(run)
             live.update(view(pair, recipe, time.monotonic() - start, title))
+            if not console.is_terminal and time.monotonic() - said > QUIET:
+                said = time.monotonic()
+                steps = ", ".join(f"{NAMES[run.head]} {run.step}" for run in pair)
+                console.print(f"steps of {recipe.updates}: {steps}; {remaining(pair, recipe, said - start)}")
             time.sleep(0.25)
     for run in pair:
         run.process.wait()
@@ -186,7 +195,6 @@ def check(run: DemoRun) -> None:
 
 def view(pair: Sequence[DemoRun], recipe: Recipe, seconds: float, title: str) -> Group:
     """Return the state of a pair: a table, a progress bar and the time that is left."""
-    assert recipe.updates is not None
     table = Table(title=title or None, title_justify="left")
     for name in ("head", "step", "training loss", "validation loss", "D(S)", "Hilbert RMS"):
         table.add_column(name, justify="left" if name == "head" else "right")
@@ -194,9 +202,15 @@ def view(pair: Sequence[DemoRun], recipe: Recipe, seconds: float, title: str) ->
         values = (format(run.values[name], form) if name in run.values else "" for name, form in FORMATS.items())
         table.add_row(NAMES[run.head], f"{run.step} of {recipe.updates}", *values)
     step = min(run.step for run in pair)
-    left = seconds / step * (recipe.updates - step) if step else None
-    eta = "starting" if left is None else f"{left / 60:.1f} minutes left"
-    return Group(table, ProgressBar(total=recipe.updates, completed=step, width=60), eta)
+    bar = ProgressBar(total=recipe.updates, completed=step, width=60)
+    return Group(table, bar, remaining(pair, recipe, seconds))
+
+
+def remaining(pair: Sequence[DemoRun], recipe: Recipe, seconds: float) -> str:
+    """Return how long a pair that began so many seconds ago will go on."""
+    assert recipe.updates is not None
+    step = min(run.step for run in pair)
+    return f"{seconds / step * (recipe.updates - step) / 60:.1f} minutes left" if step else "starting"
 
 
 def results(runs: Sequence[DemoRun], folder: Path) -> dict[str, Any]:

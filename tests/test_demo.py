@@ -28,6 +28,7 @@ from hilbert_monitor import demo
 from hilbert_monitor.__main__ import main
 from tests.support.warm import Forked
 
+demo.QUIET = 0.0
 demo.subprocess = SimpleNamespace(**vars(demo.subprocess) | {"Popen": Forked})
 main()
 """
@@ -90,6 +91,7 @@ def test_a_demo_that_is_interrupted_ends_cleanly_with_what_there_is(tmp_path):
     os.kill(demo.process.pid, signal.SIGINT)
     assert demo.wait() == 0, demo.output
     assert "ended early" in demo.output
+    assert re.search(r"^steps of 5000: AdamW \d+, RowNorm \d+; [\d.]+ minutes left$", demo.output, re.MULTILINE)
     assert "Traceback" not in demo.output
     assert json.loads((tmp_path / "out.json").read_text())["ratios"]["step_diameter"] > 0
     states = [run.state(time.time()) for run in find_runs(tmp_path / "demo" / "runs")]
