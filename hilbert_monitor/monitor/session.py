@@ -292,4 +292,3 @@ class MonitorSession:
         if probe.judge is not None and "history" in self._resumed:
             with self.guard("history"):
                 probe.judge.restore(self._resumed["history"])
-                probe.judge.resumed()

@@ -15,10 +15,13 @@ from .record import Alert, StepRecord
 
 def nonfinite_message(record: StepRecord) -> str:
     """Say that rows of the increment are not finite."""
+    number = record.nonfinite_rows or 0
+    rows = "1 row of the increment is" if number == 1 else f"{number:,} rows of the increment are"
+    token = tokens(record.pair, record.pair_text, 1)
+    which = "" if record.pair is None else f", that of {token}" if number == 1 else f", that of {token} among them"
     return (
-        f"{record.nonfinite_rows:,} rows of the increment are not finite, that of"
-        f" {tokens(record.pair, record.pair_text, 1)} among them: look at the batch, the loss scale and the gradient"
-        " norm of this step, and go back to the last checkpoint before it"
+        f"{rows} not finite{which}: look at the batch, the loss scale and the gradient norm of this step, and go back"
+        " to the last checkpoint before it"
     )
 
 
@@ -59,18 +62,18 @@ def comparison(name: str, value: float, expected: float, pattern: str, rarity: f
     return f"{what}{usual}{chance}"
 
 
-def advice(record: StepRecord, pattern: str, rate_before: float | None) -> str:
+def advice(record: StepRecord, pattern: str, foreseen: float) -> str:
     """Say what to look at, where a value departs from its history.
 
     Args:
         record: of the step.
         pattern: in which it departs.
-        rate_before: the learning rate of the step before.
+        foreseen: the learning rate that earlier ones led to expect.
     """
     if pattern == "rate":
-        return f"the learning rate went from {rate_before:.3g} to {record.learning_rate:.3g}, look at it"
+        return f"the learning rate is {record.learning_rate:.3g} where {foreseen:.3g} was to be expected, look at it"
     if pattern == "trend":
-        return "the steps grow while the learning rate does not, lower it, or go back and look at loss and data"
+        return "steps have grown against the learning rate, lower it, or go back and look at loss and data"
     if pattern == "level":
         return "look at what changed in the run or its data some steps ago"
     if record.pair and record.gradient_row_token in record.pair:

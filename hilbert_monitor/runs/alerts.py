@@ -53,9 +53,9 @@ class Rules:
                 f"Rules has one setting, false_alarms_per_10k, and no {', '.join(sorted(old))}: limits, windows and"
                 " schedules are learned from the run, so leave it out"
             )
-        if not 1e-3 <= false_alarms_per_10k <= 100:
+        if not isinstance(false_alarms_per_10k, int | float) or not 1e-3 <= false_alarms_per_10k <= 100:
             raise ValueError(
-                f"false_alarms_per_10k is a number from 0.001 to 100, got {false_alarms_per_10k}: 1 is usual"
+                f"false_alarms_per_10k is a number from 0.001 to 100, got {false_alarms_per_10k!r}: 1 is usual"
             )
         object.__setattr__(self, "false_alarms_per_10k", float(false_alarms_per_10k))
 
@@ -156,10 +156,6 @@ class Judge:
         fresh._blow_ups.restore(state["lasting"])
         self.__dict__.update(fresh.__dict__)
 
-    def resumed(self) -> None:
-        """Forget the learning rates: those of a resumed run may be others on purpose."""
-        self.rates.forget()
-
     def judge(self, record: StepRecord) -> list[Alert]:
         """Return the alerts of a record, and add it to the history."""
         if record.skipped:
@@ -230,17 +226,24 @@ class Judge:
             accident = noise.ready and usual is not None and x - usual > math.log(RATE_FACTOR)
             if self._blow_ups.begins(series.kind, value, accident):
                 assert usual is not None
-                yield self._history_alert(series, record, value, _exp(usual) * foreseen, "rate", None)
+                yield self._history_alert(series, record, value, foreseen, _exp(usual) * foreseen, "rate", None)
             return
         event = noise.event(x, self._probability(series), exact=exact)
         if self._blow_ups.begins(series.kind, value, event is not None):
             assert event is not None
             expected = _exp(event.usual + (noise.offset if exact else 0.0)) * lr
-            yield self._history_alert(series, record, value, expected, event.pattern, event)
+            yield self._history_alert(series, record, value, foreseen, expected, event.pattern, event)
         noise.add(x, exact=exact, pattern="" if event is None else event.pattern)
 
     def _history_alert(
-        self, series: Series, record: StepRecord, value: float, expected: float, pattern: str, event: Event | None
+        self,
+        series: Series,
+        record: StepRecord,
+        value: float,
+        foreseen: float,
+        expected: float,
+        pattern: str,
+        event: Event | None,
     ) -> Alert:
         pair, text = record.pair, record.pair_text
         if series.kind == "perturbation":
@@ -249,7 +252,7 @@ class Judge:
             pair, text = record.stored_pair, None
         rarity = None if event is None else series.rarity(event)
         compared = comparison(series.name, value, expected, pattern, rarity)
-        message = f"{compared}, between {tokens(pair, text)}: {advice(record, pattern, self.rates.before)}"
+        message = f"{compared}, between {tokens(pair, text)}: {advice(record, pattern, foreseen)}"
         return _alert(record, series.kind, value, expected, message, pair, text, pattern=pattern, rarity=rarity)
 
     def _learn_gap(self, record: StepRecord) -> None:

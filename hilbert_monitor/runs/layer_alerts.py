@@ -58,7 +58,7 @@ class LayerJudge:
         event, factor = events[name]
         layer, others = record.layers[name], len(events) - 1
         rarity = min(self._gap / max(event.chance, 1e-12), 1e12)
-        more = f", and {others} other layers with it" if others else ", and no other layer with it"
+        more = f", and {others or 'no'} other layer{'s' * (others > 1)} with it"
         return Alert(
             step=record.step,
             time=record.time,

@@ -34,11 +34,6 @@ class Rates:
         self.highest = 0.0
         """The highest rate that was foreseen, or told of."""
 
-    @property
-    def before(self) -> float | None:
-        """The rate of the last step."""
-        return self._last[-1][1] if self._last else None
-
     def foreseen(self, step: int, lr: float, *, scheduled: bool | None) -> float:
         """Return the learning rate; if nobody could foresee it, the highest that could be.
 
@@ -74,11 +69,6 @@ class Rates:
             self.highest = max(self.highest, lr)
         self._last.append((step, lr))
 
-    def forget(self) -> None:
-        """Forget the rates: those of a resumed run may be others on purpose."""
-        self._last.clear()
-        self.highest = 0.0
-
     def state(self) -> dict[str, Any]:
         """Return the rates in plain types."""
         return {"last": [list(rate) for rate in self._last], "highest": self.highest}
@@ -104,5 +94,6 @@ class Rates:
                 break
             first, second = (math.sqrt(self._last[-n][1]) for n in (2 * span, span))
             grown = second + abs(second - first)
-            bounds.append(max(grown * grown, self.highest / ACCIDENT))  # ** would raise where this is infinite
+            bound = max(grown * grown, self.highest / ACCIDENT)  # ** would raise where this is infinite
+            bounds += [bound] if bound > 0 else []  # a head that has been frozen leads to expect nothing
         return bounds

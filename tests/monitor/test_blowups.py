@@ -100,7 +100,8 @@ def test_a_run_that_raises_has_failed_with_what_it_raised():
 
 def test_a_warning_is_the_default_and_a_function_is_called():
     alerts = []
-    with pytest.warns(UserWarning, match=f"step {JUMP}: D.S. = .* the learning rate went from 0.001 to 0.01"):
+    said = f"step {JUMP}: D.S. = .* the learning rate is 0.01 where 0.001 was to be expected"
+    with pytest.warns(UserWarning, match=said):
         fit(Jumps(), HilbertMonitor(perturbation_every=0, run_dir=None, on_blowup=["warn", alerts.append]))
     assert [(a.step, a.kind) for a in alerts] == [(JUMP, "diameter")]
 
@@ -290,6 +291,32 @@ def test_the_rules_go_on_with_their_history_after_a_resume(tmp_path):
         alerts = []
         fit(Jumps(), monitor(run_dir=None, on_blowup=alerts.append), checkpoint=saver.best_model_path)
     assert alerts[0].step == JUMP
+
+
+class Restarts(Module):
+    """Has warm restarts every 25 steps, and by a factor another learning rate than the recipe's."""
+
+    factor = 1.0
+
+    def configure_optimizers(self):
+        optimizer = AdamW(self.parameters(), lr=1e-3)
+        schedule = LambdaLR(optimizer, lambda t: self.factor * (1.02 - t % 25 / 25))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize(("factor", "steps", "told"), [(1.0, 80, []), (10.0, 70, [62])])
+def test_a_resumed_run_restarts_in_silence_is_told_of_another_rate_and_a_replay_says_the_same(
+    tmp_path, factor, steps, told
+):
+    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=60, enable_version_counter=False)
+    fit(Restarts(), monitor(perturbation_every=0), saver, steps=60)
+    module, alerts = Restarts(), []
+    module.factor = factor
+    watch = monitor(perturbation_every=0, on_blowup=[alerts.append])
+    fit(module, watch, steps=steps, checkpoint=saver.best_model_path)
+    (run,) = find_runs("runs")
+    assert len(run.attempts) == 2
+    assert [a.step for a in alerts] == [a.step for a in alerts_of(run.steps())] == told
 
 
 def test_a_second_fit_goes_on_where_the_first_was_and_undoes_nothing():

@@ -239,7 +239,6 @@ def test_lightning_says_batch_schedule_and_the_samples_of_an_alert(tmp_path):
 def test_a_resumed_run_goes_on_with_batch_schedule_and_the_whole_history_of_the_rules(tmp_path, monkeypatch):
     first, second, calls = Keep(), Keep(), []
     monkeypatch.setattr(Judge, "restore", lambda judge, state: calls.append(("restore", state)))
-    monkeypatch.setattr(Judge, "resumed", lambda judge: calls.append(("resumed", None)), raising=False)
 
     def run(sink, steps, **where):
         monitor = HilbertMonitor(run_dir=None, perturbation_every=0, sinks=[sink])
@@ -256,7 +255,7 @@ def test_a_resumed_run_goes_on_with_batch_schedule_and_the_whole_history_of_the_
     assert [*first.records, *second.records] == [*range(1, 9)]
     assert all(record.scheduled for record in [*first.records.values(), *second.records.values()])
     assert [record.batch for record in second.records.values()] == [5, 6, 7]
-    assert [call for call, _ in calls] == ["restore", "resumed"]
+    assert [call for call, _ in calls] == ["restore"]
     saved = torch.load(tmp_path / "run.ckpt", weights_only=False)["hilbert_monitor"][""]
     assert calls[0][1] == saved["history"]
 

@@ -61,6 +61,22 @@ def test_a_learning_rate_that_jumps_is_not_divided_out(at, factor, steps):
     assert kinds(record(t + 1, lr, ratios[t], scheduled=t < at) for t, lr in enumerate(rates)) == [(at + 1, "diameter")]
 
 
+@pytest.mark.parametrize("after", [30, 100, 140])
+def test_a_head_that_was_frozen_is_judged_as_any_other(after):
+    ratios = noisy(200)
+    ratios[after] *= 20
+    frozen = [record(t + 1, 0.0, 0.0) for t in range(300)]
+    assert kinds([*frozen, *(record(t + 301, ratio=r) for t, r in enumerate(ratios))]) == [(after + 301, "diameter")]
+
+
+def test_the_rate_that_is_told_is_the_one_that_was_compared_with_where_not_every_step_is_measured():
+    records = [record(t, 1e-3 if t < 502 else 3e-3) for t in range(1, 521)]
+    some = [msgspec.structs.replace(r, diameter_lower=None) if r.step % 10 else r for r in records]
+    (alert,) = alerts_of(some)
+    assert alert.step == 510
+    assert "the learning rate is 0.003 where 0.001 was to be expected" in alert.message
+
+
 @pytest.mark.parametrize("scheduled", [True, False, None])
 @pytest.mark.parametrize("growth", [1.01, 1.02, 1.05, 1.2, 1.6])
 def test_a_learning_rate_that_grows_without_end_is_told_before_it_has_trebled(growth, scheduled):
@@ -71,7 +87,7 @@ def test_a_learning_rate_that_grows_without_end_is_told_before_it_has_trebled(gr
     assert alert.pattern == "rate"
     assert at < alert.step
     assert growth ** (alert.step - at) < 3 * growth
-    assert "the learning rate went from" in alert.message
+    assert f"the learning rate is {rates[alert.step - 1]:.3g} where " in alert.message
 
 
 SCHEDULES = {
@@ -108,7 +124,7 @@ def test_a_jump_to_a_rate_already_had_is_a_restart_only_if_the_scheduler_made_it
     assert kinds(record(t + 1, lr) for t, lr in enumerate(rates)) == []
     (alert,) = alerts_of(record(t + 1, lr, scheduled=t != 200) for t, lr in enumerate(rates))
     assert (alert.step, alert.pattern, alert.rarity) == (201, "rate", None)
-    assert "the learning rate went from 0.0001 to 0.001" in alert.message
+    assert "the learning rate is 0.001 where 0.0001 was to be expected" in alert.message
     assert alert.expected == pytest.approx(1e-3)
     assert alert.value == pytest.approx(1e-2)
     higher = [1e-3] * 100 + [3e-3] * 50  # a rate that it never had, by whomever
@@ -238,7 +254,7 @@ def test_old_settings_are_refused_with_what_to_do(field):
         Rules(**{field: 1})
 
 
-@pytest.mark.parametrize("dial", [0, -1, 101, math.nan])
+@pytest.mark.parametrize("dial", [0, -1, 101, math.nan, "1", None])
 def test_a_dial_that_cannot_be_is_refused(dial):
     with pytest.raises(ValueError, match=r"a number from 0\.001 to 100"):
         Rules(false_alarms_per_10k=dial)
@@ -297,7 +313,11 @@ def test_an_increment_that_is_not_finite_is_reported_once(value):
     bad = {"diameter_lower": value, "diameter_upper": value, "nonfinite_rows": 7, "pair_text": (" the", "x")}
     (alert,) = alerts_of([record(1, **bad), record(2, **bad), record(3, **bad)])
     assert (alert.step, alert.kind, alert.value) == (1, "nonfinite", 7.0)
-    assert "token 3 ' the'" in alert.message
+    assert "7 rows of the increment are not finite, that of token 3 ' the' among them: " in alert.message
+    (alert,) = alerts_of([record(1, **bad | {"nonfinite_rows": 1})])
+    assert "1 row of the increment is not finite, that of token 3 ' the': " in alert.message
+    (alert,) = alerts_of([record(1, **bad | {"nonfinite_rows": 2, "pair": None})])
+    assert "2 rows of the increment are not finite: " in alert.message
 
 
 def test_a_skipped_step_says_nothing():

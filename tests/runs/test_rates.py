@@ -57,5 +57,3 @@ def test_rates_that_were_saved_and_restored_foresee_the_same():
     other.restore(json.loads(json.dumps(rates.state())))
     for lr in (1.0, 4.02, 4.5, 9.0):
         assert other.foreseen(300, lr, scheduled=False) == rates.foreseen(300, lr, scheduled=False)
-    rates.forget()
-    assert rates.foreseen(300, 9.0, scheduled=False) == 9.0
