@@ -9,7 +9,6 @@ import math
 
 import msgspec
 
-from .noise import LAG
 from .record import Alert, StepRecord
 
 
@@ -55,7 +54,7 @@ def comparison(name: str, value: float, expected: float, pattern: str, rarity: f
     """
     what = f"{name} = {value:.3g}, {value / max(expected, math.ulp(0.0)):.3g} times "
     usual = {
-        "trend": f"the {expected:.3g} of {LAG} measured steps ago at this learning rate",
+        "trend": f"the {expected:.3g} that was usual some hundred measured steps ago, at this learning rate",
         "level": f"the usual {expected:.3g}, and high for some steps",
     }.get(pattern, f"the usual {expected:.3g}")
     chance = "" if rarity is None else f", {_once_in(rarity)}"

@@ -6,7 +6,8 @@ level, the slowest the slow level. Each has a spread, and `tails` says how far b
 
 - a step: a value far above the fast level, or far above the slow one;
 - a level: an average of the last 3, 20 or 60 deviations from the slow level that is too high for chance;
-- a trend: a level far above the one of 200 values ago, which growth since cannot raise.
+- a trend: a level far above the one of 200 values ago, which growth since cannot raise, or eight times the lowest of
+  the last 2,000 values.
 
 Every rule is a limit for the next value, known before it comes. Its probability is the rule's share of the false alarms
 that are allowed. No event is smaller than a factor of 1.4 (trends: 1.75): nobody wants to be called for less.
@@ -39,13 +40,16 @@ ROUND = 3.0
 """Deviations enter levels and averages up to so many spreads."""
 LAG = 200
 """Values between a level and the one that a trend compares it with."""
+LOWEST_EVERY, LOWEST_OF = 50, 40
+"""Every so many values the slow level is noted; so many of these are remembered."""
 SMALLEST_SPREAD = 1e-3
 SHARES: dict[Pattern, float] = {"step": 0.8, "level": 0.13, "trend": 0.07}
 """How the allowed false alarms are shared. Floors make levels and trends rarer than their share."""
 BURST_SHARE = 1.4
 """Bursts have a share of their own: where a run has them, they are what false alarms are made of."""
 TREND_FLOOR, TREND_CEILING = math.log(1.75), math.log(8)
-"""Growth below the first is no trend; growth above the second is one, even in a run that has always drifted."""
+"""Growth below the first is no trend; growth above the second is one, even in a run that has always drifted, and so is
+a level so far above the lowest one of late: growth that was missed at first teaches its own pace as the usual drift."""
 EARLY, EARLY_CEILING = 100, math.log(6)
 """Before so many values no tail is known: such a step is an event, unless it is within 4.5 spreads."""
 SETTLED, FALLEN = 50, 20
@@ -61,6 +65,8 @@ class Limit(NamedTuple):
 
     value: float
     pattern: Pattern
+    usual: float
+    """What it is compared with."""
 
 
 class Bars(NamedTuple):
@@ -80,7 +86,7 @@ class Event:
 
     pattern: Pattern
     usual: float
-    """What it is compared with: the slow level; for a trend, the one of LAG values ago."""
+    """What it is compared with: the slow level; for a trend, an earlier one."""
     chance: float
     """How likely that is in this run, for each value."""
 
@@ -106,6 +112,7 @@ class Noise:
         self._averages = [0.0] * len(AVERAGES)
         self._average_variances = [0.0] * len(AVERAGES)
         self._past: deque[float] = deque(maxlen=LAG)  # slow levels
+        self._lowest: deque[float] = deque(maxlen=LOWEST_OF)  # slow levels, one in LOWEST_EVERY
         self._drift, self._drift_count = 0.0, 0
         self._first: list[float] = []  # values before there is a level
         self._first_exact: list[float] = []  # those of them that are no lower bounds
@@ -133,19 +140,21 @@ class Noise:
         fast_spread, slow_spread = self._spread(self._best), self._spread(SLOW)
         least = slow + self.floor
         limits = [
-            Limit(max(least, fast + max(self.floor, self._bars.step * fast_spread)), "step"),
-            Limit(max(least, slow + self._bars.step * slow_spread), "step"),
+            Limit(max(least, fast + max(self.floor, self._bars.step * fast_spread)), "step", slow),
+            Limit(max(least, slow + self._bars.step * slow_spread), "step", slow),
         ]
         for i, length in enumerate(AVERAGES):
             if self.number >= 10 * length:
                 needed = self._averages[i] + length * (self._bars.averages[i] - self._averages[i])
                 if needed < ROUND:
-                    limits.append(Limit(max(least, slow + max(needed, -ROUND) * slow_spread), "level"))
-        if len(self._past) == LAG:
+                    limits.append(Limit(max(least, slow + max(needed, -ROUND) * slow_spread), "level", slow))
+        earlier = [(self._past[0], self._bars.trend)] if len(self._past) == LAG else []
+        earlier += [(min(self._lowest), TREND_CEILING)] if self._lowest else []
+        for usual, bar in earlier:
             trend, room = self._levels[TREND], ROUND * fast_spread
-            needed = (self._past[0] + self._bars.trend - trend) / GAINS[TREND]
+            needed = (usual + bar - trend) / GAINS[TREND]
             if needed < room:
-                limits.append(Limit(max(trend, trend + needed), "trend"))
+                limits.append(Limit(max(trend, trend + needed), "trend", usual))
         return limits
 
     def event(self, value: float, probability: float, *, exact: bool = False) -> Event | None:
@@ -163,8 +172,8 @@ class Noise:
             averages = [average + (z - average) / n for average, n in zip(self._averages, AVERAGES, strict=True)]
             highest = max(average / self._average_spread(i) for i, average in enumerate(averages))
             return Event("level", slow, 1 - _NORMAL.cdf(highest))
-        grown = (self._levels[TREND] - self._past[0]) / self._trend_spread()
-        return Event("trend", self._past[0], 1 - _NORMAL.cdf(grown))
+        grown = (self._levels[TREND] - broken.usual) / self._trend_spread()
+        return Event("trend", broken.usual, 1 - _NORMAL.cdf(grown))
 
     def add(self, value: float, *, exact: bool = False, pattern: str = "") -> None:
         """Learn from a value.
@@ -198,6 +207,7 @@ class Noise:
             self._learn(value, z)
         if pattern == "trend":
             self._past.clear()  # the next one is compared with the level of now
+            self._lowest.clear()
 
     def state(self) -> dict[str, Any]:
         """Return what was learned, in plain types."""
@@ -212,7 +222,7 @@ class Noise:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned."""
-        lists = {name: [float(x) for x in state[name]] for name in _LISTS}
+        lists = {name: [float(x) for x in state.get(name, ())] for name in _LISTS}
         scalars = {name: state[name] for name in _SCALARS}
         tail = Tail()
         tail.restore(state["tail"])
@@ -223,6 +233,7 @@ class Noise:
         for name, value in {**lists, **scalars}.items():
             setattr(self, f"_{name}", value)
         self._past = deque(lists["past"], maxlen=LAG)
+        self._lowest = deque(lists["lowest"], maxlen=LOWEST_OF)
 
     # Learning
 
@@ -262,6 +273,8 @@ class Noise:
         self._follow(value)
         if self.number >= 100:
             self._past.append(self._levels[SLOW])
+            if self.number % LOWEST_EVERY == 0:
+                self._lowest.append(self._levels[SLOW])
 
     def _follow(self, value: float, *, with_levels: bool = True) -> None:
         """Move levels and spreads towards a value, and choose the level that predicts best."""
@@ -299,6 +312,8 @@ class Noise:
         self._averages = [0.0] * len(AVERAGES)
         self._away = []
         self._past.clear()
+        if is_event:  # it was told; a level that crept up was not
+            self._lowest.clear()
         return True
 
     # Limits
@@ -352,4 +367,4 @@ def _deviations(probability: float) -> float:
 
 
 _SCALARS = ("best", "drift", "drift_count")
-_LISTS = ("levels", "variances", "averages", "average_variances", "past", "first", "first_exact", "away")
+_LISTS = ("levels", "variances", "averages", "average_variances", "past", "lowest", "first", "first_exact", "away")

@@ -54,6 +54,8 @@ MANY_BURSTS = 16
 FIRST_BURSTS, USUAL_BURST = 5, math.log(4)
 """Until so many bursts were seen, others of up to this size are expected."""
 
+ENDED = 0.005
+"""Bursts after which there is a silence that is less likely than this have ended: those of a warm-up, for one."""
 RECORD = math.log(1.2)
 """A burst that exceeds the largest one so far by this factor is an event, however few have been seen."""
 
@@ -176,6 +178,8 @@ class Tail:
             number: of the value.
             size: its distance from its level.
         """
+        if self._have_ended(number):
+            self.bursts = []
         if not self.bursts or number - self.bursts[-1][0] > APART:
             self.bursts = [*self.bursts, (number, size)][-BURSTS:]
         elif size > self.bursts[-1][1]:
@@ -239,13 +243,27 @@ class Tail:
     def _burst_rate(self, number: int, spread: float) -> tuple[float, list[float]]:
         """How often there is a burst that the body does not explain, and the heights of bursts, the largest first."""
         m = len(self.bursts)
-        if not m or number <= 0:
+        if not m or number <= 0 or self._have_ended(number):
             return 0.0, []
-        span = number if m < BURSTS else max(number - self.bursts[0][0], 1)
+        span = number - self._since()
         rate = m / span - self._body_chance(_tables()[int(10 * BODY)])
         heights = sorted((max(size / spread, BODY) for _, size in self.bursts), reverse=True)
         heights[0] = min(heights[0], 1.5 * (heights[1] if m > 1 else BODY))  # one accident excuses no other
         return rate, heights
+
+    def _since(self) -> int:
+        """The number of the value from which on the bursts are known."""
+        return 0 if len(self.bursts) < BURSTS else self.bursts[0][0]
+
+    def _have_ended(self, number: int) -> bool:
+        """Whether the bursts were those of an earlier time: so long a silence is not theirs.
+
+        Of m bursts that come at any time, the last is within the first part x of the time with probability x^m.
+        """
+        if len(self.bursts) < 2:
+            return False
+        since, m = self._since(), len(self.bursts)
+        return m * ((self.bursts[-1][0] - since) / max(number - since, 1)) ** m < ENDED
 
     def _burst_height(self, probability: float, number: int, spread: float) -> float:
         """Return what bursts exceed with this probability for each value, by how far apart the highest three are."""

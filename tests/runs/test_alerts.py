@@ -140,6 +140,17 @@ def test_gradual_growth_is_told_while_it_is_small(doubling):
     assert 2 ** ((first.step - 601) / doubling) < 2.6
 
 
+@pytest.mark.parametrize("doubling", [200, 300, 600])
+@pytest.mark.parametrize("begins", [0, 300, 1000])
+def test_growth_that_is_not_noticed_at_first_does_not_become_usual(begins, doubling):
+    steps = begins + 5 * doubling
+    ratios = [r * 2 ** (max(0, t - begins) / doubling) for t, r in enumerate(noisy(steps, spread=0.05))]
+    alerts = list(alerts_of(record(t + 1, ratio=r) for t, r in enumerate(ratios)))
+    assert alerts
+    assert {alert.pattern for alert in alerts} <= {"level", "trend"}
+    assert 2 ** ((alerts[0].step - begins) / doubling) < 12
+
+
 def test_a_staircase_is_told():
     ratios = [r * 1.6 ** max(0, (t - 400) // 20) for t, r in enumerate(noisy(500, spread=0.2))]
     assert kinds(record(t + 1, ratio=r) for t, r in enumerate(ratios))[0][0] < 445
@@ -438,6 +449,14 @@ def test_a_burst_of_long_ago_excuses_no_other():
     ratios[100] *= 4
     ratios[29_000] *= 3
     assert [step for step, _ in kinds(record(t + 1, ratio=r) for t, r in enumerate(ratios))] == [101, 29_001]
+
+
+@pytest.mark.parametrize("at", [2000, 15_000])
+def test_bursts_of_a_warm_up_excuse_nothing_once_they_are_over(at):
+    ratios = noisy(at + 1)
+    for t, factor in ((30, 20.0), (60, 20.0), (at, 10.0)):
+        ratios[t] *= factor
+    assert (at + 1, "diameter") in kinds(record(t + 1, ratio=r) for t, r in enumerate(ratios))
 
 
 # Precision of the logits
