@@ -72,7 +72,7 @@ class HilbertMonitor(Callback):
         prometheus_port: short for ``prometheus=Prometheus(port=...)``.
         prometheus: how the run's metrics are exported, see `Prometheus`; by default they are not.
         stalled_after: seconds without a step or validation after which the run counts as stalled, unless twenty of its
-            steps take longer; by default 300.
+            steps, or twice its longest pause in the last hundred, take longer; by default 300.
         progress_bar: show the diameter in the progress bar.
         immediate: wait for an accelerator in every step, so that its record and alerts come in that step. By default
             it is not waited for in steps of which only bounds are measured, and these come when the next step is made.

@@ -45,8 +45,8 @@ class Prometheus:
     registry: Any = None
     """Register the metrics with this CollectorRegistry; without a port, that is all."""
     stalled_after: float = STALLED_AFTER
-    """Seconds without a step or validation after which the run counts as stalled, unless twenty of its steps take
-    longer. The same as `stalled_after` of the monitor."""
+    """Seconds without a step or validation after which the run counts as stalled, unless twenty of its steps, or
+    twice its longest pause in the last hundred, take longer. The same as `stalled_after` of the monitor."""
     linger: float = 30.0
     """Seconds that the metrics stay, at most, after the end of the run, for one more scrape. A run that was never
     scraped waits for nobody, and one that was asked to stop waits two seconds at most."""

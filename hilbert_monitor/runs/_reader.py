@@ -11,14 +11,13 @@ import itertools
 import math
 import os
 import socket
-import statistics
 import time
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -27,7 +26,7 @@ from ._heartbeat import Heartbeat
 from ._lines import LONGEST, Line, Marker, Step, blocks, is_locked, items, process_exists, tail
 from .json_values import clean
 from .record import Alert, RunInfo, StepRecord
-from .states import LOST_AFTER, STALLED_AFTER, STALLED_STEPS, Status
+from .states import LOST_AFTER, STALLED_AFTER, Status, patience
 
 INFO, STEPS, ALERTS, END, HEARTBEAT = "info.jsonl", "steps.jsonl", "alerts.jsonl", "end.jsonl", "heartbeat"
 
@@ -106,14 +105,24 @@ class AlertNews(Struct, frozen=True, kw_only=True):
         return earlier if keep is None else [alert for alert in earlier if alert.step <= keep]
 
 
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    step: int | None
+    """Its last step, if it has made one."""
+    time: float
+    """When it made that, or when it began, in seconds since the epoch."""
+    patience: float = 0.0
+    """Seconds of silence that are nothing new in it."""
+
+
 class RunReader:
     """Reads a run's folder, also while it is written. It changes nothing there and keeps no file open.
 
     Args:
         folder: ROOT/RUN.
         lost_after: seconds without a heartbeat after which a process counts as gone, on whichever host.
-        stalled_after: seconds without a step after which a run counts as stalled, unless it says so itself.
-        stalled_steps: steps, at the run's own pace, that must have fitted into that time too.
+        stalled_after: seconds without a step after which a run counts as stalled, unless it says so itself, or is slow.
     """
 
     def __init__(
@@ -122,12 +131,12 @@ class RunReader:
         *,
         lost_after: float = LOST_AFTER,
         stalled_after: float = STALLED_AFTER,
-        stalled_steps: float = STALLED_STEPS,
     ) -> None:
         self.folder = Path(folder)
-        self.lost_after, self.stalled_after, self.stalled_steps = lost_after, stalled_after, stalled_steps
+        self.lost_after, self.stalled_after = lost_after, stalled_after
         self._torn = {STEPS: 0, ALERTS: 0}
         self._heartbeat = Heartbeat(self.folder / HEARTBEAT)
+        self._progress: tuple[Any, Progress] | None = None  # what it was read from, and what it is
 
     @property
     def attempts(self) -> list[RunInfo]:
@@ -198,8 +207,8 @@ class RunReader:
             info: that of the newest attempt, if the caller has read it already.
         """
         now, info = time.time() if now is None else now, self.info if info is None else info
-        last, step = self._last()
-        here: dict[str, Any] = {"step": step, "time": last[-1].time if last else info.started}
+        progress = self._read_progress(info)
+        here: dict[str, Any] = {"step": progress.step, "time": progress.time}
         end = self._end_of(info)
         if end is not None:
             return RunState(status=end.status, error=end.error, message=end.message, ended=end.time, **here)
@@ -207,9 +216,9 @@ class RunReader:
             return RunState(status="killed", ended=here["time"], message=self._of_its_clock(info), **here)
         if not self.lives(now, info):
             return RunState(status="killed", ended=max(self._heartbeat.time, 0.0), **here)
-        asked = info.stalled_after
-        patience = max(self.stalled_after if asked is None else asked, self.stalled_steps * _pace(last))
-        return RunState(status="stalled" if self._age(STEPS, now) > patience else "running", **here)
+        least = self.stalled_after if info.stalled_after is None else info.stalled_after
+        is_stalled = self._age(STEPS, now) > max(least, progress.patience)
+        return RunState(status="stalled" if is_stalled else "running", **here)
 
     def lives(self, now: float, info: RunInfo | None = None) -> bool:
         """Whether a process writes the run now.
@@ -269,14 +278,15 @@ class RunReader:
             return [item for item in items(whole, decoder) if item is not None and not isinstance(item, Marker)]
         return []
 
-    def _last(self) -> tuple[list[StepRecord], int | None]:
-        """The last records that count, and the last step."""
+    def _read_progress(self, info: RunInfo) -> Progress:
+        """How far an attempt is, by the end of its log, which is read again only if it has changed."""
         with contextlib.suppress(OSError):
-            lines = items(tail(self.folder / STEPS), as_record)
-            records = sorted(_counting(lines), key=lambda record: record.step)
-            resumed = min((item.first_step for item in lines if isinstance(item, Marker)), default=0)
-            return records, records[-1].step if records else resumed or None
-        return [], None
+            file = (self.folder / STEPS).stat()
+            source = file.st_ino, file.st_size, file.st_mtime_ns, info.attempt
+            if self._progress is None or self._progress[0] != source:
+                self._progress = source, _progress(items(tail(self.folder / STEPS), as_record), info)
+            return self._progress[1]
+        return Progress(step=None, time=info.started)
 
     def _visible(self) -> array[int]:
         """Numbers of the lines of the log of steps that count."""
@@ -333,6 +343,16 @@ def find_runs(root: str | os.PathLike[str], **limits: float) -> list[RunReader]:
     return [reader for reader in readers if reader.attempts]
 
 
+def _progress(lines: list[StepRecord | Marker | None], info: RunInfo) -> Progress:
+    """How far an attempt is, by the last lines of the log of steps."""
+    records = sorted(_counting(lines), key=lambda record: record.step)
+    if not records:
+        resumed = min((item.first_step for item in lines if isinstance(item, Marker)), default=0)
+        return Progress(step=resumed or None, time=info.started)
+    times = [record.time for record in records if record.step > info.first_step]
+    return Progress(step=records[-1].step, time=records[-1].time, patience=patience(times, 0.0))
+
+
 def _keep(lines: Iterable[object]) -> int | None:
     """The earliest step that an attempt among some lines goes on from; None without an attempt."""
     return min((item.first_step for item in lines if isinstance(item, Marker)), default=None)
@@ -347,9 +367,3 @@ def _counting(lines: list[StepRecord | Marker | None]) -> list[StepRecord]:
         elif item is not None:
             records[item.step] = item
     return list(records.values())
-
-
-def _pace(records: list[StepRecord]) -> float:
-    """Median of the seconds between two steps; 0 if that is not known."""
-    gaps = (after.time - before.time for before, after in itertools.pairwise(records))
-    return statistics.median([gap for gap in gaps if 0 < gap < math.inf] or [0.0])

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ from .alerts import KINDS
 from .families import FAMILIES, Family
 from .metrics import CATALOGUE, values
 from .record import Alert, RunInfo, StepRecord
-from .states import STALLED_AFTER, STALLED_STEPS, STATUSES
+from .states import PACED_BY, STALLED_AFTER, STATUSES, patience
 
 __all__ = [
     "BUCKETS",
@@ -101,7 +101,7 @@ class RunSamples:
     ) -> None:
         self._info, self._failures, self._clock, self._lock = info, failures, clock, threading.Lock()
         self._samples = Samples(info=info(), heartbeat=clock(), stalled_after=stalled_after)
-        self._stalled_after, self._last = stalled_after, math.nan
+        self._stalled_after, self._times = stalled_after, deque[float](maxlen=PACED_BY)
         self._buckets = [0] * len(BUCKETS)
 
     def write(self, record: StepRecord | Alert) -> None:
@@ -129,6 +129,7 @@ class RunSamples:
             samples.latest, samples.alerts = dict(samples.latest), dict(samples.alerts)
             samples.seconds, samples.blowups = Counter(samples.seconds), Counter(samples.blowups)
             samples.buckets = tuple(self._buckets)
+            samples.stalled_after = patience(tuple(self._times), self._stalled_after)
         samples.info, samples.failures = self._info(), Counter(self._failures())
         return samples
 
@@ -139,11 +140,7 @@ class RunSamples:
             samples.latest[metric.name] = float(value)
         if samples.step is not None and record.step <= samples.step:
             return
-        pace = record.time - self._last
-        if pace > 0:  # the slower of the last steps and a memory of those before
-            remembered = max(STALLED_STEPS * pace, 0.9 * samples.stalled_after)
-            samples.stalled_after = max(self._stalled_after, remembered)
-        self._last = record.time
+        self._times.append(record.time)
         samples.step, samples.steps = record.step, samples.steps + 1
         samples.skipped += bool(record.skipped)
         samples.nonfinite += bool(record.nonfinite_rows)

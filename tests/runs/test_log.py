@@ -1190,15 +1190,33 @@ def test_a_living_run_without_a_step_for_long_is_stalled_until_it_makes_progress
         assert reader.state(now).status == status
 
 
-def test_a_slow_run_is_given_the_time_of_twenty_of_its_own_steps(begin):
+@pytest.mark.parametrize(
+    ("moments", "allowed"),
+    [
+        ((0, 100, 200, 300, 500, float("nan"), 600, 700), 2000),  # twenty of its steps
+        ((0, 1, 2, 3, 903, 904, 905), 1800),  # twice the time of a validation
+    ],
+)
+def test_a_slow_run_is_given_the_time_that_its_steps_and_pauses_take(begin, moments, allowed):
     writer = begin()
-    for number, moment in enumerate((0, 100, 200, 300, 9000, float("nan"), 9100, 9200), start=1):
+    for number, moment in enumerate(moments, start=1):
         writer.write(StepRecord(step=number, time=moment))
+    now, reader = time.time(), RunReader(writer.folder)
+    for age, status in ((allowed - 1, "running"), (allowed + 1, "stalled")):
+        aged(writer.folder / "steps.jsonl", now - age)
+        assert reader.state(now).status == RunReader(writer.folder).state(now).status == status
+
+
+def test_a_state_follows_the_log_and_a_pause_is_forgotten_after_a_hundred_steps(begin):
+    writer = begin()
+    reader, moment = RunReader(writer.folder), 0.0
+    for number in range(1, 121):
+        moment += 9000.0 if number == 10 else 1.0
+        writer.write(StepRecord(step=number, time=moment))
+        assert (reader.state(0.0).step, reader.state(0.0).time) == (number, moment)
     now = time.time()
-    aged(writer.folder / "steps.jsonl", now - 1999)
-    assert RunReader(writer.folder).state(now).status == "running"
-    aged(writer.folder / "steps.jsonl", now - 2001)
-    assert RunReader(writer.folder).state(now).status == "stalled"
+    aged(writer.folder / "steps.jsonl", now - 301)
+    assert reader.state(now).status == "stalled"
 
 
 def test_the_heart_beats_until_the_run_is_closed(begin):

@@ -108,7 +108,8 @@ def create_app(
     _add_figures(app, responder)
     add_diameter(app, responder)
     _add_events(app, index)
-    add_prometheus(app, PrometheusExport(lambda: index.runs.values(), everything=reexport))
+    export = PrometheusExport(lambda: index.runs.values(), everything=reexport)
+    add_prometheus(app, export, lambda: index.problem)
     _add_pages(app, Assets())
     return app
 

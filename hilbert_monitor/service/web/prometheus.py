@@ -14,21 +14,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from hilbert_monitor.runs.exposition import BUCKETS, CollectorRegistry, Exposition, Samples, choose_encoder
 from hilbert_monitor.runs.metrics import CATALOGUE
 from hilbert_monitor.runs.record import RunInfo
-from hilbert_monitor.runs.states import LIVE, LOST_AFTER, STALLED_AFTER, STALLED_STEPS
+from hilbert_monitor.runs.states import LIVE, LOST_AFTER, PACED_BY, STALLED_AFTER, patience
 from hilbert_monitor.service.following.columns import SECONDS, Floats, Table, present
 from hilbert_monitor.service.following.snapshot import RunSnapshot
 
-RECENT = 600.0
-"""Seconds for which a run that has ended is still exported, so that scrapes see how it ended."""
+RECENT, RECENT_TROUBLE = 600.0, 3600.0
+"""Seconds for which a run that has ended is still exported, so that scrapes see how it ended. One that failed or was
+killed is exported as long as rules tell of it: the service may have been away when it happened."""
 LINGERING = 60.0
 """Seconds for which a run that has ended is still a target: its process waits for a last scrape."""
-REMEMBERED_STEPS = 200
-"""The last steps of a run that the time after which it counts as stalled follows from."""
 
 
 class PrometheusExport:
@@ -65,9 +65,14 @@ class PrometheusExport:
         ]
 
     def _exported(self) -> Iterator[RunSnapshot]:
-        """The runs that are exported from their logs."""
-        for run in self.runs():
-            if not run.problem and run.indexed == 1.0 and not self._is_target(run) and _is_recent(run, RECENT):
+        """The runs that are exported from their logs. A copy of a run that is there too is no run of its own."""
+        runs = list(self.runs())
+        folders = {run.id for run in runs}
+        for run in runs:
+            seconds = RECENT_TROUBLE if run.status in ("failed", "killed") else RECENT
+            is_copy = run.info.id != run.id and run.info.id in folders
+            is_read = not run.problem and run.indexed == 1.0
+            if is_read and not is_copy and not self._is_target(run) and _is_recent(run, seconds):
                 yield run
 
     def _is_target(self, run: RunSnapshot) -> bool:
@@ -92,7 +97,7 @@ def samples(run: RunSnapshot) -> Samples:
     diameters = _diameters(table)
     places = np.searchsorted(BUCKETS, diameters)
     return Samples(
-        info=run.info,
+        info=msgspec.structs.replace(run.info, id=run.id),  # of the folder, as everywhere in the service
         status=run.status,
         heartbeat=run.heartbeat,
         stalled_after=stalled_after(run),
@@ -111,15 +116,10 @@ def samples(run: RunSnapshot) -> Samples:
 
 
 def stalled_after(run: RunSnapshot) -> float:
-    """Seconds without a step after which a run counts as stalled: the rule of RunSamples, applied to its log."""
-    least = run.info.stalled_after or STALLED_AFTER
+    """Seconds without a step after which a run counts as stalled."""
     first = int(np.searchsorted(run.table.steps, run.info.first_step, "right"))  # of the present attempt
-    times = run.table.column("time")[max(first, len(run.table) - REMEMBERED_STEPS) :]
-    patience = least
-    for pace in np.diff(times):
-        if pace > 0:
-            patience = max(least, STALLED_STEPS * float(pace), 0.9 * patience)
-    return patience
+    times = run.table.column("time")[max(first, len(run.table) - PACED_BY) :]
+    return patience(times.tolist(), STALLED_AFTER if run.info.stalled_after is None else run.info.stalled_after)
 
 
 def _diameters(table: Table) -> Floats:
@@ -148,14 +148,16 @@ def _address(info: RunInfo) -> str:
     """The address at which a run serves its metrics; empty if it serves none, or only to another machine than this."""
     if info.port is None:
         return ""
-    here = info.host == socket.gethostname()
-    if _is_loopback(info.address):
-        return f"127.0.0.1:{info.port}" if here else ""
-    return f"{info.host}:{info.port}"
+    loopback = _loopback(info.address)
+    if not loopback:
+        return f"{info.host}:{info.port}"
+    return f"{loopback}:{info.port}" if info.host == socket.gethostname() else ""
 
 
-def _is_loopback(address: str) -> bool:
+def _loopback(address: str) -> str:
+    """An address that only its own machine reaches, as in a URL; empty for any other."""
     try:
-        return ipaddress.ip_address(address).is_loopback
+        number = ipaddress.ip_address(address)
     except ValueError:
-        return address in ("", "localhost")
+        return "127.0.0.1" if address in ("", "localhost") else ""
+    return "" if not number.is_loopback else f"[{number}]" if number.version == 6 else str(number)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
-from fastapi import FastAPI, Header, Request
+from fastapi import FastAPI, Header, HTTPException, Request
 from starlette.responses import Response
 
 from . import schema
@@ -19,8 +20,15 @@ class PlainText(Response):
     media_type = "text/plain"
 
 
-def add_prometheus(app: FastAPI, export: PrometheusExport) -> None:
-    """Add the routes."""
+def add_prometheus(app: FastAPI, export: PrometheusExport, problem: Callable[[], str]) -> None:
+    """Add the routes.
+
+    Args:
+        app: gets them.
+        export: has the runs.
+        problem: returns why the runs are not followed, or nothing. There are no metrics then: runs whose last sign of
+            life nobody reads would be taken for stalled ones.
+    """
 
     @app.get(
         "/api/prometheus/targets",
@@ -33,9 +41,15 @@ def add_prometheus(app: FastAPI, export: PrometheusExport) -> None:
         return json_response(request, export.targets())
 
     @app.get(
-        "/metrics", tags=["prometheus"], summary="Metrics of runs that do not serve them", response_class=PlainText
+        "/metrics",
+        tags=["prometheus"],
+        summary="Metrics of runs that do not serve them",
+        response_class=PlainText,
+        responses={503: {"model": schema.Problem, "description": "The runs are not followed."}},
     )
     def metrics(accept: Annotated[str, Header(max_length=1000, description="Text or OpenMetrics.")] = "") -> Response:
-        """The latest values of live runs, and of those that ended or were killed in the last ten minutes."""
+        """The latest values of live runs, of those that ended in the last ten minutes, or badly in the last hour."""
+        if problem():
+            raise HTTPException(503, problem())
         body, kind = export.metrics(accept)
         return Response(body, headers={"Content-Type": kind})

@@ -2,10 +2,12 @@
 
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -166,18 +168,42 @@ def test_a_killed_run_is_no_target_and_is_told_of_from_its_log(root):
         return 'run="run",status="killed"} 1.0' in service.get("/metrics").text
 
     assert seen(0)
-    assert seen(600)  # on another host it takes a minute until the process counts as gone
-    assert not seen(700)
+    assert seen(3600)  # on another host it takes a minute until the process counts as gone
+    assert not seen(3700)
 
 
-def test_a_run_with_a_port_is_a_target_while_it_lingers_and_then_told_of_from_its_log(root, monkeypatch):
+@pytest.mark.parametrize(("error", "told_for"), [(None, 600), (RuntimeError("no"), 3600)])
+def test_a_run_with_a_port_is_a_target_while_it_lingers_and_then_told_of_from_its_log(
+    root, monkeypatch, error, told_for
+):
     writer = begin(root, "run", port=9464)
-    writer.close(RuntimeError("no"))
+    writer.close(error)
     service, now = client(root), time.time()
-    for later, targets, exported in ((0, 1, set()), (100, 0, {"run"}), (700, 0, set())):
+    for later, targets, exported in ((0, 1, set()), (told_for - 100, 0, {"run"}), (told_for + 100, 0, set())):
         monkeypatch.setattr(scraped.time, "time", lambda later=later: now + later)
         assert len(service.get("/api/prometheus/targets").json()) == targets
         assert names(service.get("/metrics").text) == exported
+
+
+def test_a_copy_of_a_run_is_not_told_of_and_a_run_that_was_renamed_has_the_name_of_its_folder(root):
+    writer = begin(root, "run")
+    shutil.copytree(root / "run", root / "backup")
+    text = client(root).get("/metrics").text
+    assert names(text) == {"run"}
+    assert 'run="run",status="running"} 1.0' in text
+    writer.close()
+    shutil.rmtree(root / "run")
+    assert names(client(root).get("/metrics").text) == {"backup"}
+
+
+def test_a_service_that_cannot_read_the_runs_has_no_metrics_of_them(root):
+    writer = begin(root, "run")
+    service = client(root)
+    assert service.get("/metrics").status_code == 200
+    with mock.patch.object(Index, "problem", "The runs have not been read for 125 s: does their disk answer?"):
+        answer = service.get("/metrics")
+    assert (answer.status_code, "does their disk answer" in answer.text) == (503, True)
+    writer.close()
 
 
 def test_a_stopped_run_says_so(root):
@@ -192,7 +218,9 @@ def test_a_stopped_run_says_so(root):
     ("address", "here", "target"),
     [
         ("127.0.0.1", True, "127.0.0.1:9000"),
-        ("::1", True, "127.0.0.1:9000"),
+        ("127.0.0.2", True, "127.0.0.2:9000"),
+        ("::1", True, "[::1]:9000"),
+        ("::", True, f"{HERE}:9000"),
         ("localhost", True, "127.0.0.1:9000"),
         ("", True, "127.0.0.1:9000"),
         ("127.0.0.1", False, ""),
