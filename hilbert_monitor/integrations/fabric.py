@@ -179,7 +179,7 @@ def watch(
         model: as `fabric.setup` returned it.
         optimizer: as `fabric.setup` returned it.
         panel: validation text, see `hilbert_monitor.watch`.
-        schedulers: of the learning rate.
+        schedulers: of the learning rate, see `hilbert_monitor.watch`.
         last_step: the number of updates at the end of training.
         first_step: updates that were made before, in a run that goes on without a `state`.
         state: what `state_dict()` returned, for a run that goes on.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from .device_numbers import Later, read_now, reads_later
 
@@ -104,6 +106,17 @@ class Schedule:
         if getattr(getattr(type(scheduler), "step", None), "__module__", "") == TORCH:
             return True
         return self._matches.get(id(scheduler), (scheduler, 0.0, False))[2]
+
+
+def has_scheduler(optimizer: Any) -> bool:
+    """Whether one of torch's schedulers has been made for an optimizer: it leaves a mark on its step."""
+    return bool(getattr(optimizer.step, "_wrapped_by_lr_sched", False))
+
+
+def schedulers_of(optimizer: Any) -> list[LRScheduler]:
+    """Torch's schedulers of an optimizer. It goes through all objects there are, which may take a tenth of a second."""
+    schedulers = (one for one in gc.get_objects() if LRScheduler in type(one).__mro__)
+    return [one for one in schedulers if getattr(one, "optimizer", None) is optimizer]
 
 
 def _has_a_say(scheduler: Any, param: Tensor) -> bool:

@@ -121,7 +121,7 @@ def test_an_increment_that_is_not_finite_is_an_alert_in_its_step_and_can_stop_th
     assert run.steps == 4
     (sentence,) = said(caught)
     assert 'step 4: training is to end here, as on_blowup="stop" asks: ' in sentence
-    assert "rows of the increment are not finite, that of token" in sentence
+    assert "1 row of the increment is not finite, that of token" in sentence
     assert "look at the batch" in sentence
 
 
