@@ -50,8 +50,9 @@ BURST_SHARE = 1.4
 TREND_FLOOR, TREND_CEILING = math.log(1.75), math.log(8)
 """Growth below the first is no trend; growth above the second is one, even in a run that has always drifted, and so is
 a level so far above the lowest one of late: growth that was missed at first teaches its own pace as the usual drift."""
-EARLY, EARLY_CEILING = 100, math.log(6)
-"""Before so many values no tail is known: such a step is an event, unless it is within 4.5 spreads."""
+EARLY, YOUNG, EARLY_CEILING = 100, 1000, math.log(6)
+"""Before so many values no tail is known: such a step is an event, unless it is within 4.5 spreads. Before so many, the
+tail of a body that looks normal is not known to be heavy either."""
 SETTLED, FALLEN = 50, 20
 """Events in a row, or values far below the slow level in a row, after which they are the new normal."""
 MOST = 1e-3
@@ -334,7 +335,8 @@ class Noise:
         height = self._tail.height(
             probability * SHARES["step"] * alone, probability * BURST_SHARE, self.number, self._spread(self._best)
         )
-        if self.number < EARLY and len(self._tail.bursts) < 2:
+        is_new = self.number < EARLY or (self.number < YOUNG and self._tail.looks_normal)
+        if is_new and len(self._tail.bursts) < 2:
             height = min(height, max(EARLY_CEILING / self._spread(SLOW), 4.5))
         average = _deviations(probability * SHARES["level"] / len(AVERAGES))
         trend = _deviations(probability * SHARES["trend"]) * self._trend_spread()

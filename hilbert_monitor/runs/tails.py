@@ -162,6 +162,11 @@ class Tail:
         best = max(scores)
         self.scores = [max(score - best, -30.0) for score in scores]
 
+    @property
+    def looks_normal(self) -> bool:
+        """Whether the body so far makes a normal distribution more likely than it was before."""
+        return self._weights()[0] > PRIOR[0]
+
     def begin_anew(self) -> None:
         """Forget the shape of the body, and bursts if there were few: deviations are now those from another level."""
         self.scores = [math.log(weight) for weight in PRIOR]
