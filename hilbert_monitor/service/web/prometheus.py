@@ -25,6 +25,8 @@ from hilbert_monitor.service.following.snapshot import RunSnapshot
 
 RECENT = 600.0
 """Seconds for which a run that has ended is still exported, so that scrapes see how it ended."""
+KILLED = 3600.0
+"""The same for one that was killed: as long as RunKilled tells of it, also if the service was away when it happened."""
 LINGERING = 60.0
 """Seconds for which a run that has ended is still a target: its process waits for a last scrape."""
 REMEMBERED_STEPS = 200
@@ -67,7 +69,8 @@ class PrometheusExport:
     def _exported(self) -> Iterator[RunSnapshot]:
         """The runs that are exported from their logs."""
         for run in self.runs():
-            if not run.problem and run.indexed == 1.0 and not self._is_target(run) and _is_recent(run, RECENT):
+            seconds = KILLED if run.status == "killed" else RECENT
+            if not run.problem and run.indexed == 1.0 and not self._is_target(run) and _is_recent(run, seconds):
                 yield run
 
     def _is_target(self, run: RunSnapshot) -> bool:
