@@ -273,10 +273,10 @@ def story(tmp_path_factory):
         cluster.before = {system: cluster.page.told(system) for system in SYSTEMS}
         cluster.wait_for('hilbert_step{run="missed",job="hilbert-runs"} > 20', "steps of missed")
         end(cluster.serving)
-        os.kill(int(told_by(missed, " ")["missed"]), signal.SIGKILL)
         cluster.wait_told("MonitorServiceDown", "")  # after 12 s: for longer than `plain` may be silent
+        os.kill(int(told_by(missed, " ")["missed"]), signal.SIGKILL)
         cluster.wait_for('up{job="hilbert-runs",run="missed"} == 0', "the end of missed")
-        time.sleep(16)  # for longer than a process may not answer
+        time.sleep(20)  # for longer than a process may not answer
         cluster.silent = {system: cluster.page.told(system) - cluster.before[system] for system in SYSTEMS}
         cluster.serve()
         cluster.wait_told("RunKilled", "missed")
