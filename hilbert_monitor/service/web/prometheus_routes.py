@@ -36,6 +36,6 @@ def add_prometheus(app: FastAPI, export: PrometheusExport) -> None:
         "/metrics", tags=["prometheus"], summary="Metrics of runs that do not serve them", response_class=PlainText
     )
     def metrics(accept: Annotated[str, Header(max_length=1000, description="Text or OpenMetrics.")] = "") -> Response:
-        """The latest values of live runs, and of runs that ended ten minutes ago at most or were killed an hour ago."""
+        """The latest values of live runs, and of those that ended in the last ten minutes, for an hour if killed."""
         body, kind = export.metrics(accept)
         return Response(body, headers={"Content-Type": kind})
