@@ -138,7 +138,7 @@ class Cluster:
     def _settings(self):
         """Our settings with other addresses and shorter waits: the file of the rules, and that of Prometheus."""
         (self.folder / "token").write_text(TOKEN)
-        short = {"for: 30s": "for: 1s", "for: 1m": "for: 3s", "for: 3m": "for: 12s"}
+        short = {"for: 30s": "for: 1s", "for: 1m": "for: 3s", "for: 3m": "for: 12s", '"firing"}[5m]': '"firing"}[15s]'}
         addresses = {
             "service:8000": f"127.0.0.1:{self.service}",
             "alertmanager:9093": f"127.0.0.1:{self.alertmanager}",
@@ -245,6 +245,7 @@ def story(tmp_path_factory):
         write_long(folder / "runs")
         cluster = Cluster(folder, stack)
         training = cluster.module("oncall_run", cluster.runs, certificate, key, *TRAINED)
+        missed = cluster.module("oncall_run", cluster.runs, certificate, key, "missed")
         logged = {name: cluster.log(name) for name in LOGGED}
         logged["early"].kill()
         killed = time.monotonic()
@@ -270,9 +271,15 @@ def story(tmp_path_factory):
         cluster.scraped = {system: cluster.query(system, SEEN) for system in SYSTEMS}
 
         cluster.before = {system: cluster.page.told(system) for system in SYSTEMS}
+        cluster.wait_for('hilbert_step{run="missed",job="hilbert-runs"} > 20', "steps of missed")
         end(cluster.serving)
         cluster.wait_told("MonitorServiceDown", "")  # after 12 s: for longer than `plain` may be silent
+        os.kill(int(told_by(missed, " ")["missed"]), signal.SIGKILL)
+        cluster.wait_for('up{job="hilbert-runs",run="missed"} == 0', "the end of missed")
+        time.sleep(20)  # for longer than a process may not answer
+        cluster.silent = {system: cluster.page.told(system) - cluster.before[system] for system in SYSTEMS}
         cluster.serve()
+        cluster.wait_told("RunKilled", "missed")
         cluster.wait_for(f'hilbert_steps_total{{run="long"}} > {LONG}', "the long log")
         time.sleep(5)
         cluster.away = {system: cluster.page.told(system) - cluster.before[system] for system in SYSTEMS}
@@ -348,7 +355,12 @@ def test_a_patient_run_is_left_alone_and_another_as_slow_has_stalled(story, syst
 
 @on_both
 def test_a_service_that_is_away_is_told_once_and_no_run_is_blamed(story, system):
-    assert story.away[system] == {("MonitorServiceDown", "")}
+    assert story.silent[system] == {("MonitorServiceDown", "")}
+
+
+@on_both
+def test_a_run_that_is_killed_while_the_service_is_away_is_told_once_it_is_back_and_nothing_else(story, system):
+    assert story.away[system] == {("MonitorServiceDown", ""), ("RunKilled", "missed")}
 
 
 @on_both

@@ -7,6 +7,7 @@ clean     serves its metrics by https, trains and finishes
 accident  has ten times the learning rate for one step, and later an exception
 stopped   trains until it gets SIGTERM
 killed    trains with loader workers until it is killed
+missed    trains until it is killed
 
 "NAME PID" is printed as each begins, "NAME = CODE" as it ends, negative after a signal.
 """
