@@ -149,13 +149,12 @@ class Noise:
                 needed = self._averages[i] + length * (self._bars.averages[i] - self._averages[i])
                 if needed < ROUND:
                     limits.append(Limit(max(least, slow + max(needed, -ROUND) * slow_spread), "level", slow))
-        earlier = [(self._past[0], self._bars.trend)] if len(self._past) == LAG else []
-        earlier += [(min(self._lowest), TREND_CEILING)] if self._lowest else []
-        for usual, bar in earlier:
-            trend, room = self._levels[TREND], ROUND * fast_spread
-            needed = (usual + bar - trend) / GAINS[TREND]
-            if needed < room:
-                limits.append(Limit(max(trend, trend + needed), "trend", usual))
+        earlier = [(TREND, self._past[0], self._bars.trend)] if len(self._past) == LAG else []
+        earlier += [(SLOW, min(self._lowest), TREND_CEILING)] if self._lowest else []
+        for k, usual, bar in earlier:
+            needed = (usual + bar - self._levels[k]) / GAINS[k]
+            if needed < ROUND * fast_spread:
+                limits.append(Limit(self._levels[k] + max(0.0, needed), "trend", usual))
         return limits
 
     def event(self, value: float, probability: float, *, exact: bool = False) -> Event | None:

@@ -148,7 +148,7 @@ def test_growth_that_is_not_noticed_at_first_does_not_become_usual(begins, doubl
     alerts = list(alerts_of(record(t + 1, ratio=r) for t, r in enumerate(ratios)))
     assert alerts
     assert {alert.pattern for alert in alerts} <= {"level", "trend"}
-    assert 2 ** ((alerts[0].step - begins) / doubling) < 12
+    assert 2 ** ((alerts[0].step - begins) / doubling) < 16
 
 
 def test_a_staircase_is_told():
