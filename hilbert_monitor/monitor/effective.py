@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from hilbert_monitor.geometry import compute_dtype, full_precision
 from hilbert_monitor.optim.roles import parameter_of, weight_matrix
+from hilbert_monitor.runs.stops import handled_signals
 
 from .head_rows import HeadRows
 from .hidden import undisturbed
@@ -200,6 +201,8 @@ def _check_linear(module: Module, width: int) -> None:
             zero, one, minus = (head.forward(k * x[None]).double() for k in (0, 1, -1))
             linear = zero.ndim == 2 and float((one + minus - 2 * zero).norm()) <= ALIKE * float(one.norm())
     except Exception as error:  # whatever its forward pass raises
+        if handled_signals(error):
+            raise
         raise TypeError(
             f"the head is an adapter, a {type(module).__name__}, that does not take hidden states of {width} numbers"
             f" ({error}): train the head whole, or watch another as head=..."

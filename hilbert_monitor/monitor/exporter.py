@@ -61,6 +61,12 @@ class Prometheus:
         for name in ("stalled_after", "linger"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is a number of seconds, zero or more, got {getattr(self, name)}")
+        if self.linger > threading.TIMEOUT_MAX:
+            raise ValueError(
+                f"linger is a number of seconds that the process waits at its end, and Python waits for"
+                f" {threading.TIMEOUT_MAX:.0f} at most, got {self.linger}: give a little more than the time between two"
+                " scrapes, such as 30.0"
+            )
 
 
 class Exporter:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hilbert_monitor.runs.stops import handler_frames
+from hilbert_monitor.runs.stops import handled_signals
 
 
 def tell(text: str, *, stacklevel: int = 2) -> None:
@@ -54,7 +54,7 @@ class Guard:
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
-            if self.strict or not (user_code or isinstance(error, Exception)) or any(handler_frames(error)):
+            if self.strict or not (user_code or isinstance(error, Exception)) or handled_signals(error):
                 raise
             self.count(part, error, stacklevel=4)
 

@@ -22,6 +22,7 @@ from torch.nn import Embedding, Module
 from torch.nn.parallel import DistributedDataParallel
 
 from hilbert_monitor.optim.roles import weight_matrix
+from hilbert_monitor.runs.stops import handled_signals
 
 from .batches import Batch, input_ids, select_rows, text_ids, with_tensors
 from .guard import tell
@@ -175,6 +176,8 @@ def _inputs_of(
                     try:
                         _compare(outputs, caller(*args, **kwargs))
                     except Exception as error:  # perhaps after the head: a loss without its targets
+                        if handled_signals(error):
+                            raise
                         failure = error
                     if (whole := _joined(inputs, ids)) is not None:
                         return whole

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from hilbert_monitor.runs.stops import handled_signals
+
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
@@ -114,7 +116,9 @@ def _read(config: Any, name: str) -> Any:
         return config.get(name)
     try:
         return getattr(config, name, None)
-    except Exception:  # a property may fail on a config that is incomplete
+    except Exception as error:  # a property may fail on a config that is incomplete
+        if handled_signals(error):
+            raise
         return None
 
 

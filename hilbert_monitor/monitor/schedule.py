@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from hilbert_monitor.runs.stops import handled_signals
+
 from .device_numbers import Later, read_now, reads_later
 
 Rate = float | Tensor
@@ -133,7 +135,9 @@ def _last_rate(scheduler: Any, param: Tensor) -> Rate | None:
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
         index = _index(groups, param) if groups is not None else 0 if len(rates) == 1 else None
         rate = None if index is None else rates[index]
-    except Exception:  # whatever a scheduler of the user's does
+    except Exception as error:  # whatever a scheduler of the user's does
+        if handled_signals(error):
+            raise
         return None
     return rate if isinstance(rate, Tensor) else None if rate is None else float(rate)
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hilbert_monitor.runs.alerts import Judge
-from hilbert_monitor.runs.stops import requested_stop
+from hilbert_monitor.runs.stops import note_handlers, requested_stop
 
 from .delivery import Delivery
 from .guard import Guard
@@ -74,6 +74,7 @@ class MonitorSession:
 
     def start(self, loop: TrainingLoop) -> None:
         """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
+        note_handlers()
         self.guard.failures.clear()  # those of an earlier run
         self._waiting = None
         self._begin(loop)

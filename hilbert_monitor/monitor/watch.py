@@ -152,7 +152,12 @@ class Watch:
     # From start to end
 
     def start(self) -> Watch:
-        """Find the head and its optimizer, and begin to watch: on all ranks, or on none. A second call does nothing."""
+        """Find the head and its optimizer, and begin to watch: on all ranks, or on none. A second call does nothing.
+
+        Without a ``with`` block, `close` ends the run, and a SIGTERM does what it does without the monitor. A run that
+        nobody closes ends with the process: it failed if an exception ended that, and is finished otherwise, also
+        after a ``sys.exit`` of any code, which Python tells nobody of.
+        """
         if self._running:
             return self
         self._asked = True
@@ -191,7 +196,10 @@ class Watch:
         self.session.close(error)
 
     def _close_at_exit(self) -> None:
-        """Close what nobody has closed, with the exception that ends the process if there is one."""
+        """Close what nobody has closed, with the exception that ends the process if there is one.
+
+        Python keeps no SystemExit for its end, nor the code: it is cleared before functions like this one are called.
+        """
         error = getattr(sys, "last_value", None)
         self._running = False
         self.session.close(error if isinstance(error, BaseException) else None)
@@ -260,7 +268,8 @@ def watch(
                     run.step(loss=loss)
 
     Within the block a SIGTERM raises SystemExit(143), unless it has a handler: the run's log then says that it was
-    stopped. What leaves the block is in the log too.
+    stopped. What leaves the block is in the log too. ``run.start()`` and ``run.close(error)`` in place of the block
+    leave SIGTERM as it is.
 
     Args:
         model: a language model, also inside DistributedDataParallel, sharded by FSDP2, or prepared by Accelerate.

@@ -25,8 +25,10 @@ from hilbert_monitor.monitor.sinks import QueuedSink
 from hilbert_monitor.monitor.token_texts import TokenTexts
 from hilbert_monitor.runs.log import RunReader
 from hilbert_monitor.runs.record import Alert, StepRecord
+from hilbert_monitor.runs.stops import note_handlers
+from tests.support.decoders import Plain
 from tests.support.sinks import Recorder
-from tests.support.training import UPDATES, Module, Text, fit
+from tests.support.training import UPDATES, Module, Text, V, fit
 from tests.support.warm import warm_ranks_fixture  # noqa: F401
 
 
@@ -76,6 +78,67 @@ def test_what_a_signal_handler_raises_while_the_monitor_works_ends_the_run(form,
     with pytest.raises(type(error)), guard("panel", user_code=user_code):
         signal.raise_signal(signal.SIGUSR2)
     assert not guard.failures
+
+
+def removes_itself(number, frame):
+    signal.signal(number, signal.SIG_IGN)
+    raise TimeoutError("preempted")
+
+
+def removes_itself_and_its_arguments(*arguments):
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    del arguments
+    raise TimeoutError("preempted")
+
+
+@pytest.mark.parametrize("handler", [removes_itself, removes_itself_and_its_arguments])
+def test_what_a_signal_handler_raises_that_has_removed_itself_ends_the_run(handler, usr2):
+    usr2(handler)
+    note_handlers()  # as at the start of a run; without arguments a handler is known by that
+    guard = Guard()
+    with pytest.raises(TimeoutError), guard("panel", user_code=True):
+        signal.raise_signal(signal.SIGUSR2)
+    assert not guard.failures
+
+
+def test_a_handler_that_is_installed_while_the_run_trains_and_removes_itself_ends_it(usr2, monkeypatch):
+    def interrupted(S):
+        usr2(lambda number, frame: removes_itself(number, None))
+        os.kill(os.getpid(), signal.SIGUSR2)
+        time.sleep(5)
+
+    monkeypatch.setattr(measurement, "row_diameter", interrupted)
+    with pytest.raises(TimeoutError, match="preempted"):
+        fit(Module("torch"), quick())
+
+
+def test_a_function_that_is_given_a_number_and_some_frame_is_no_signal_handler():
+    def fails(number, frame):
+        raise ValueError("of the user")
+
+    guard = Guard()
+    with pytest.warns(UserWarning, match="panel failed"), guard("panel", user_code=True):
+        fails(15, sys._getframe().f_back)
+    assert guard.failures == {"panel": 1}
+
+
+class Interrupted(Plain):
+    """Gets a signal in its forward pass, which the panel alone makes, once the head has been called."""
+
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        time.sleep(5)
+        return logits
+
+
+def test_a_stop_that_arrives_in_the_forward_pass_of_the_panel_ends_the_run(usr2):
+    """Other failures of that pass do not matter there."""
+    usr2(removes_itself)
+    module = Module("torch")
+    module.model = Interrupted(V, 16)
+    with pytest.raises(TimeoutError, match="preempted"):
+        fit(module, quick(perturbation_every=2))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit], ids=lambda error: error.__name__)

@@ -4,6 +4,7 @@ import atexit
 import io
 import os
 import signal
+import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
@@ -308,6 +309,90 @@ def test_a_run_that_is_terminated_says_so(tmp_path):
     assert program.wait() == 143
     log = only_run(tmp_path)
     assert (log.state().status, log.end.stopped) == ("stopped", "SIGTERM")
+
+
+PREEMPTED = """
+import os, signal, sys, time
+from hilbert_monitor.monitor import measurement
+from tests.monitor.test_watch import watched, steps
+
+_, folder, place, then, end = sys.argv
+
+class Preempted(Exception):
+    pass
+
+def handle(number, frame):
+    signal.signal(number, getattr(signal, then))
+    raise Preempted if end == "own" else SystemExit(int(end))
+
+def preempt(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+
+signal.signal(signal.SIGTERM, handle)
+run, model, optimizer = watched(run_dir=folder, strict=False)
+with run:
+    steps(run, model, optimizer, range(2))
+    if place == "measuring":
+        measurement.row_diameter = preempt
+    else:
+        preempt()
+    steps(run, model, optimizer, range(2))
+"""
+
+
+@pytest.mark.parametrize("place", ["training", "measuring"])
+@pytest.mark.parametrize(("then", "end", "code"), [("SIG_IGN", "0", 0), ("SIG_DFL", "1", 1), ("SIG_IGN", "own", 1)])
+def test_a_handler_of_sigterm_that_removes_itself_stops_the_run_wherever_it_is(place, then, end, code, tmp_path):
+    program = Program("-c", PREEMPTED, tmp_path, place, then, end)
+    assert program.wait() == code, program.output
+    assert "training goes on" not in program.output
+    log = only_run(tmp_path)
+    assert (log.state().status, log.end.stopped, log.end.error) == ("stopped", "SIGTERM", "")
+
+
+ENDS = """
+import os, signal, sys, time
+from tests.monitor.test_watch import watched, steps
+
+class Preempted(Exception):
+    pass
+
+def handle(number, frame):
+    signal.signal(number, signal.SIG_IGN)
+    raise Preempted
+
+children = []
+for name in ("handler", "exit", "sigterm", "error"):
+    children.append(os.fork())
+    if not children[-1]:
+        break
+else:
+    sys.exit([os.waitpid(child, 0)[1] for child in children] != [256, 256, 15, 256])
+run, model, optimizer = watched(run_dir=sys.argv[1], run_name=name)
+steps(run.start(), model, optimizer, range(2))
+if name == "handler":
+    signal.signal(signal.SIGTERM, handle)
+if name in ("handler", "sigterm"):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+if name == "exit":
+    sys.exit("loss is nan")
+1 / 0
+"""
+
+
+def test_without_a_block_the_log_has_the_exception_that_ends_python_and_knows_of_no_exit(tmp_path):
+    """Python tells nobody of a SystemExit at its end, and a SIGTERM without a handler leaves no time."""
+    done = subprocess.run([sys.executable, "-c", ENDS, tmp_path], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    states = {name: RunReader(tmp_path / name).state() for name in ("handler", "exit", "sigterm", "error")}
+    assert {name: (state.status, state.error) for name, state in states.items()} == {
+        "handler": ("stopped", ""),
+        "exit": ("finished", ""),
+        "sigterm": ("killed", ""),
+        "error": ("failed", "ZeroDivisionError"),
+    }
 
 
 def test_a_run_that_nobody_closes_ends_with_the_process_and_what_ended_that(tmp_path, monkeypatch):

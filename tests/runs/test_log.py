@@ -1021,6 +1021,41 @@ def by_a_handler_of_any_arguments(number, error):
     time.sleep(5)
 
 
+def by_a_handler_that_removes_itself(number, error, then):
+    """As handlers do that want no second signal to come through."""
+
+    def handle(number, frame):
+        signal.signal(number, then)
+        raise error
+
+    signal.signal(number, handle)
+    os.kill(os.getpid(), number)
+    time.sleep(5)
+
+
+def by_a_handler_that_calls_another(number, error):
+    """The one is called for an alarm, and calls the one for SIGTERM too."""
+
+    def end(number, frame):
+        raise error
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(number, lambda *arguments: end(*arguments))
+    os.kill(os.getpid(), number)
+    time.sleep(5)
+
+
+def by_a_handler_of_two_signals_that_drops_the_frame(number, error):
+    def handle(number, frame):
+        del frame
+        raise error
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(number, handle)
+    os.kill(os.getpid(), number)
+    time.sleep(5)
+
+
 def raised(error):
     raise error
 
@@ -1037,6 +1072,12 @@ def raised(error):
         (lambda: by_handler(signal.SIGTERM, SystemExit(0)), "SIGTERM"),
         (lambda: by_handler(signal.SIGTERM, RuntimeError("preempted")), "SIGTERM"),
         (lambda: by_a_handler_of_any_arguments(signal.SIGTERM, SystemExit(1)), "SIGTERM"),
+        (lambda: by_a_handler_that_removes_itself(signal.SIGTERM, SystemExit(0), signal.SIG_IGN), "SIGTERM"),
+        (lambda: by_a_handler_that_removes_itself(signal.SIGTERM, SystemExit(1), signal.SIG_DFL), "SIGTERM"),
+        (lambda: by_a_handler_that_removes_itself(signal.SIGALRM, TimeoutError("slow"), signal.SIG_DFL), ""),
+        (lambda: by_a_handler_that_calls_another(signal.SIGALRM, TimeoutError("slow")), ""),
+        (lambda: by_a_handler_of_two_signals_that_drops_the_frame(signal.SIGINT, SystemExit(0)), "SIGINT"),
+        (lambda: by_a_handler_of_two_signals_that_drops_the_frame(signal.SIGALRM, TimeoutError("slow")), ""),
         (lambda: by_handler(signal.SIGALRM, TimeoutError("slow")), ""),
         (lambda: raised(SystemExit(1)), ""),
         (lambda: raised(SystemExit("143")), ""),
