@@ -222,7 +222,8 @@ class Noise:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned."""
-        lists = {name: [float(x) for x in state.get(name, ())] for name in _LISTS}
+        state = {"lowest": [], **state}  # one of an earlier version has none
+        lists = {name: [float(x) for x in state[name]] for name in _LISTS}
         scalars = {name: state[name] for name in _SCALARS}
         tail = Tail()
         tail.restore(state["tail"])

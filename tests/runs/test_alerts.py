@@ -397,6 +397,17 @@ def test_a_judge_that_was_saved_and_restored_says_what_it_would_have_said(seen, 
     assert second.state() == whole.state()
 
 
+def test_a_history_without_the_lowest_levels_goes_on():
+    judge, other = Judge(), Judge()
+    for t, ratio in enumerate(noisy(300)):
+        judge.judge(record(t + 1, ratio=ratio))
+    state = json.loads(json.dumps(judge.state()))
+    assert state["series"]["diameter"]["noise"].pop("lowest")
+    other.restore(state)
+    assert other.limit(301, 1e-3) == judge.limit(301, 1e-3)
+    assert other.judge(record(301, ratio=300.0)) == judge.judge(record(301, ratio=300.0)) != []
+
+
 def test_a_history_of_an_earlier_version_is_left_out():
     judge = Judge()
     judge.restore({"diameter": [1.0, 2.0], "perturbation": [], "rates": [], "lasting": {}})
