@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from hilbert_monitor.runs.exposition import CollectorRegistry, Exposition, RunSamples, Samples
+from hilbert_monitor.runs.process_bound import ProcessBound
 from hilbert_monitor.runs.states import STALLED_AFTER
 
 from .guard import tell
@@ -69,8 +67,8 @@ class Prometheus:
             )
 
 
-class Exporter:
-    """Serves the samples of one run at /metrics, in threads of its own.
+class Exporter(ProcessBound):
+    """Serves the samples of one run at /metrics, in threads of its own. A forked child cannot use it.
 
     Args:
         samples: of the run.
@@ -80,6 +78,7 @@ class Exporter:
     def __init__(self, samples: RunSamples, settings: Prometheus) -> None:
         self.samples, self.settings, self._born = samples, settings, time.monotonic()
         self._scraped = self._ended = False
+        self.bind_to_process()
         self._seen = threading.Event()
         registry = CollectorRegistry() if settings.registry is None else settings.registry
         self._server: MetricsServer | None = None
@@ -93,11 +92,11 @@ class Exporter:
                 self._leave()
                 raise
             self.port = self._server.server_port
-            _watch_forks()
-            _servers.add(self._server)
 
     def end(self, status: str) -> None:
         """Export how the run ended; stop after one more scrape, for which a thread of its own waits."""
+        if self.inherited:
+            return
         self.samples.end(status)
         self._ended = True
         if not self._scraped:
@@ -108,6 +107,8 @@ class Exporter:
 
     def stop(self) -> None:
         """Stop serving, and take the run's series out of the registry."""
+        if self.inherited:
+            return
         self._seen.set()
         self._leave()
         server, self._server = self._server, None
@@ -119,7 +120,14 @@ class Exporter:
         time.sleep(0.2 if self._server is not None else 0.0)  # for the answer to be sent
         self.stop()
 
+    def on_fork(self) -> None:
+        """Free the lock of the registries, which runs of the child take too."""
+        global _joining
+        _joining = threading.Lock()
+
     def _samples(self) -> list[Samples]:
+        if self.inherited:
+            return []
         samples = self.samples.samples()
         nameless = not samples.info.id and time.monotonic() - self._born < NAMELESS
         if nameless and not self._ended:
@@ -181,20 +189,3 @@ def _join(registry: CollectorRegistry, source: Callable[[], list[Samples]]) -> C
                     registry.unregister(_collectors.pop(registry))
 
     return leave
-
-
-# A forked loader worker would keep the port of a killed parent open, and answer nobody.
-
-
-_servers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-@cache
-def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_let_go)
-
-
-def _let_go() -> None:
-    for server in _servers:
-        with suppress(OSError):
-            server.socket.close()

@@ -16,6 +16,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from hilbert_monitor.runs.exposition import CollectorRegistry, make_wsgi_app
+from hilbert_monitor.runs.process_bound import ProcessBound
 
 PATIENCE = 5.0
 """Seconds that a handshake, and each read or write of a connection, may take."""
@@ -25,7 +26,7 @@ STOPPING = 2.0
 """Seconds after which `stop` returns, whatever the server is doing."""
 
 
-class MetricsServer(ThreadingMixIn, WSGIServer):
+class MetricsServer(ProcessBound, ThreadingMixIn, WSGIServer):
     """Serves a registry at an address, from the moment it is made until `stop`.
 
     Args:
@@ -43,8 +44,13 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self._tls, self._free = tls, threading.BoundedSemaphore(CONNECTIONS)
         super().__init__((str(info[0][4][0]), port), _Handler)
         self.set_app(make_wsgi_app(registry))
+        self.bind_to_process()
         self.socket.setblocking(False)  # a client may be gone again before it is accepted
         threading.Thread(target=self.serve_forever, args=(0.1,), name="hilbert-monitor metrics", daemon=True).start()
+
+    def on_fork(self) -> None:
+        """Close the socket in the child, which would keep the port of a killed parent and answer nothing."""
+        self.socket.close()
 
     def stop(self) -> None:
         """Listen no more. Returns within `STOPPING` seconds; connections end by themselves."""

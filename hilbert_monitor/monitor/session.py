@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hilbert_monitor.runs.alerts import Judge
+from hilbert_monitor.runs.process_bound import ProcessBound
 from hilbert_monitor.runs.stops import note_handlers, requested_stop
 
 from .delivery import Delivery
@@ -45,8 +46,12 @@ class Waiting:
         return f"nothing is measured so far, and the head is watched as soon as an optimizer has it: {self.why}"
 
 
-class MonitorSession:
-    """Monitors the runs of one model, one after the other.
+_parents_runs: list[Any] = []
+"""Runs that a forked child has dropped. Nothing of them is finalized, as a sink might then write its buffer again."""
+
+
+class MonitorSession(ProcessBound):
+    """Monitors the runs of one model, one after the other. A forked child starts without a run.
 
     Args:
         options: of the user.
@@ -75,6 +80,7 @@ class MonitorSession:
     def start(self, loop: TrainingLoop) -> None:
         """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
         note_handlers()
+        self.bind_to_process()
         self.guard.failures.clear()  # those of an earlier run
         self._waiting = None
         self._begin(loop)
@@ -222,10 +228,13 @@ class MonitorSession:
 
     def state_dict(self) -> dict[str, Any]:
         """Steps and tokens so far, the name of the log and the history of the rules, of plain types."""
-        if self.probe is None or self.probe.judge is None:
-            return dict(self._resumed)
         with self.guard("record"):
             self.flush()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        if self.probe is None or self.probe.judge is None:
+            return dict(self._resumed)
         layers = {} if self._layers is None else {"layers": self._layers.state()}
         return {
             "step": self.probe.step,
@@ -235,6 +244,14 @@ class MonitorSession:
             "history": self.probe.judge.state(),
             **layers,
         }
+
+    def on_fork(self) -> None:
+        """Drop the run in the child. Its state as of the last record stays, for a child that saves a checkpoint."""
+        _parents_runs.append((self.probe, self._delivery, self._layers))
+        try:
+            self._resumed = self._state()
+        finally:
+            self.probe = self._delivery = self._layers = self._waiting = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting where the run was saved."""

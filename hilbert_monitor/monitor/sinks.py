@@ -16,6 +16,7 @@ import msgspec
 
 from hilbert_monitor.runs.layers import LayerRecord
 from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.process_bound import ProcessBound
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
 from .guard import describe, tell
@@ -34,8 +35,8 @@ class Sink(Protocol[T]):
         """Take one record."""
 
 
-class QueuedSink(Generic[T]):
-    """A sink behind a bounded queue and a thread of its own: whoever writes never waits.
+class QueuedSink(ProcessBound, Generic[T]):
+    """A sink behind a bounded queue and a thread of its own: whoever writes never waits. A forked child cannot use it.
 
     Args:
         sink: what the records are for.
@@ -49,10 +50,13 @@ class QueuedSink(Generic[T]):
         self._waiting: queue.Queue[T | None] = queue.Queue(room)
         self._last: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._work, name=f"hilbert-monitor {self.name}", daemon=True)
+        self.bind_to_process()
         self._thread.start()
 
     def write(self, record: T) -> None:
         """Hand a record over, or drop it if the sink has fallen behind."""
+        if self.inherited:
+            return
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
@@ -62,6 +66,8 @@ class QueuedSink(Generic[T]):
 
     def close(self, timeout: float = 5.0, *, last: Callable[[], None] | None = None) -> None:
         """Wait up to `timeout` seconds until all records are written and `last` was called, in the sink's thread."""
+        if self.inherited:
+            return
         deadline = time.monotonic() + timeout
         self.end(last)
         with suppress(queue.Full):
@@ -72,6 +78,8 @@ class QueuedSink(Generic[T]):
 
     def end(self, last: Callable[[], None] | None = None) -> None:
         """Take no more records, and call `last` once those that wait are written."""
+        if self.inherited:
+            return
         self._last = self._last or last
         with suppress(queue.Full):
             self._waiting.put_nowait(None)

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from hilbert_monitor.runs.alert_messages import with_texts
+from hilbert_monitor.runs.process_bound import ProcessBound
 from hilbert_monitor.runs.record import Alert, StepRecord
 
 from .guard import Guard
@@ -30,7 +31,7 @@ PAIRS = ("pair", "perturbation_pair")
 Item = TypeVar("Item")
 
 
-class TokenTexts:
+class TokenTexts(ProcessBound):
     """The texts of tokens.
 
     Args:
@@ -47,16 +48,17 @@ class TokenTexts:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self.bind_to_process()
 
     def ask(self, item: StepRecord | Alert) -> None:
         """Have the tokens of a record or an alert decoded, without waiting."""
-        if self.decode is not None:
+        if self.decode is not None and not self.inherited:
             with self._changed:
                 self._want({token for name in PAIRS for token in getattr(item, name, None) or ()})
 
     def complete(self, item: Item, *, patience: float = PATIENCE) -> Item:
         """Return a record or an alert with its texts, as far as they are known when it is `patience` seconds old."""
-        if self.decode is None or not isinstance(item, StepRecord | Alert):
+        if self.decode is None or self.inherited or not isinstance(item, StepRecord | Alert):
             return item
         missing = {name: pair for name in PAIRS if (pair := getattr(item, name, None)) and not _text(item, name)}
         texts = self._known({token for pair in missing.values() for token in pair}, item.time + patience)
@@ -68,6 +70,8 @@ class TokenTexts:
 
     def close(self) -> None:
         """End the thread, once `decode` lets it."""
+        if self.inherited:
+            return
         with self._changed:
             self._closed = True
             self._changed.notify_all()

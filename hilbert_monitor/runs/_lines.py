@@ -11,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -25,6 +23,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .json_values import plain
+from .process_bound import ProcessBound
 
 LONGEST = 1 << 24
 """The longest line that is read, in bytes."""
@@ -56,7 +55,7 @@ def line_of(record: Struct) -> bytes:
 # Writing
 
 
-class LineFile:
+class LineFile(ProcessBound):
     """A file that this process appends lines to.
 
     It can be locked for as long as the process lives. The lock is flock's: it holds between processes and between
@@ -65,11 +64,10 @@ class LineFile:
     """
 
     def __init__(self, path: Path) -> None:
-        _watch_forks()
         self.path = path
         self._guard = threading.Lock()
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        _files.add(self)
+        self.bind_to_process()
         size = os.fstat(self._fd).st_size
         self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
         self._reserved: int | None = None  # where the blanks begin
@@ -161,23 +159,11 @@ class LineFile:
                 " forked, and takes no more lines: write from the process that opened it"
             )
 
-    def _forked(self) -> None:
+    def on_fork(self) -> None:
+        """Close the file in the child, which would hold the lock of the run otherwise."""
         fd, self._fd, self._guard = self._fd, -1, threading.Lock()
         if fd >= 0:
             os.close(fd)
-
-
-_files: weakref.WeakSet[LineFile] = weakref.WeakSet()
-
-
-@functools.cache
-def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_close_all)
-
-
-def _close_all() -> None:
-    for file in _files:
-        file._forked()
 
 
 # Reading

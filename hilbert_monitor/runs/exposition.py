@@ -30,6 +30,7 @@ from prometheus_client.utils import floatToGoString
 from .alerts import KINDS
 from .families import FAMILIES, Family
 from .metrics import CATALOGUE, values
+from .process_bound import ProcessBound
 from .record import Alert, RunInfo, StepRecord
 from .states import PACED_BY, STALLED_AFTER, STATUSES, patience
 
@@ -81,7 +82,7 @@ class Samples:
     failures: Counter[str] = field(default_factory=Counter)
 
 
-class RunSamples:
+class RunSamples(ProcessBound):
     """Collects the samples of a run while it is trained: a sink of its records and alerts, safe between threads.
 
     Args:
@@ -103,9 +104,12 @@ class RunSamples:
         self._samples = Samples(info=info(), heartbeat=clock(), stalled_after=stalled_after)
         self._stalled_after, self._times = stalled_after, deque[float](maxlen=PACED_BY)
         self._buckets = [0] * len(BUCKETS)
+        self.bind_to_process()
 
     def write(self, record: StepRecord | Alert) -> None:
         """Take a record or an alert. A second record of a step replaces its values and is not counted again."""
+        if self.inherited:
+            return
         with self._lock:
             if isinstance(record, Alert):
                 self._samples.alerts[record.kind] = record

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import warnings
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from hilbert_monitor.runs import _lines
 from hilbert_monitor.runs._reader import as_record
 from hilbert_monitor.runs.log import RunReader, RunWriter, _file_name, _last_number, find_runs
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from tests.support.forks import forked, outcome
 
 FILES = ["info.jsonl", "steps.jsonl", "alerts.jsonl", "end.jsonl", "heartbeat"]
 
@@ -59,26 +59,6 @@ def alert(number, **fields):
 
 def numbers(folder):
     return [record.step for record in RunReader(folder).steps()]
-
-
-def forked(work):
-    """Process id of a child that does `work` and ends without cleaning up; status 0 if it raised nothing."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            signal.alarm(300)
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return pid
-
-
-def outcome(work):
-    return os.waitstatus_to_exitcode(os.waitpid(forked(work), 0)[1])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,225 @@
+"""Children that are forked from a run that is watched: they leave it alone, and never wait for its locks."""
+
+import contextlib
+import os
+import queue
+import threading
+
+import lightning
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+
+import hilbert_monitor
+from hilbert_monitor import HilbertMonitor, Prometheus
+from hilbert_monitor.monitor import exporter
+from hilbert_monitor.runs import process_bound
+from hilbert_monitor.runs.exposition import CollectorRegistry
+from hilbert_monitor.runs.layers import read_layers
+from hilbert_monitor.runs.log import RunReader
+from hilbert_monitor.runs.record import Alert, StepRecord
+from tests.support.decoders import Plain, batch, loss_of, seeded
+from tests.support.forks import forked, outcome
+from tests.support.ports import free_port
+from tests.support.sinks import Recorder
+from tests.support.training import Module, Text
+
+LAYER_STEP = 10  # the first step at which layers are measured
+
+
+def watched(folder, **options):
+    model = seeded(Plain)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = {"run_dir": str(folder), "strict": True, "diameter_every": 1} | options
+    return hilbert_monitor.watch(model, optimizer, **options), model, optimizer
+
+
+def update(run, model, optimizer, count=1):
+    for number in range(count):
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss=1.0)
+
+
+def locks(item):
+    """The locks that an object has as attributes, by class and name."""
+    for name, value in vars(item).items():
+        value = value.mutex if isinstance(value, queue.Queue) else value
+        value = value._cond if isinstance(value, threading.Event) else value
+        if hasattr(value, "acquire"):
+            yield f"{type(item).__name__}.{name}", value
+
+
+@contextlib.contextmanager
+def every_lock_held():
+    """Hold all locks of all runs in another thread, and yield their names."""
+    held = {name: lock for item in process_bound._objects for name, lock in locks(item)}
+    held["exporter._joining"] = exporter._joining
+    taken, done = threading.Event(), threading.Event()
+
+    def hold():
+        with contextlib.ExitStack() as stack:
+            for item in tuple(process_bound._objects):
+                for _, lock in locks(item):
+                    stack.enter_context(lock)
+            stack.enter_context(exporter._joining)
+            taken.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert taken.wait(30)
+    try:
+        yield set(held)
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that uses every output, after its layers were measured."""
+    run, model, optimizer = watched(
+        tmp_path / "runs",
+        sinks=[Recorder()],
+        panel_size=50,
+        panel=[batch(number) for number in range(2)],
+        decode=str,
+        layers=True,
+        on_blowup=["warn", "http://127.0.0.1:9/"],
+        prometheus=Prometheus(port=0, registry=CollectorRegistry(), linger=0.0),
+    )
+    run.start()
+    update(run, model, optimizer, LAYER_STEP)
+    yield run, model, optimizer
+    run.close()
+
+
+def only_run(folder):
+    (path,) = folder.iterdir()
+    return RunReader(path)
+
+
+def test_a_forked_child_waits_for_no_lock_of_its_parents_run(run, tmp_path):
+    run, model, optimizer = run
+
+    def use():
+        assert run.session.outputs is None
+        update(run, model, optimizer, LAYER_STEP)
+        run.validated(1.0)
+        run.alive()
+        assert run.state_dict()["step"] == LAYER_STEP  # as of the fork
+        run.close(RuntimeError("a child's own"))
+
+    def use_outputs():  # as a child does that is forked by a function of the user's that we call
+        outputs.write(record)
+        outputs.alive()
+        outputs.close()
+        responses.tell([alert])
+        texts.ask(record)
+        assert texts.complete(record) is record
+        texts.close()
+
+    outputs, delivery = run.session.outputs, run.session._delivery
+    responses, texts = delivery._responses, delivery._texts
+    record = StepRecord(step=99, time=0.0, pair=(1, 2))
+    alert = Alert(step=99, time=0.0, kind="spike", value=1.0, expected=0.1, message="large")
+    with every_lock_held() as names:
+        assert names >= {
+            "QueuedSink._waiting",
+            "LineFile._guard",
+            "RunSamples._lock",
+            "Exporter._seen",
+            "TokenTexts._changed",
+            "exporter._joining",
+        }
+        children = [forked(use), forked(use_outputs), forked(run._close_at_exit)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [0, 0, 0]
+    assert only_run(tmp_path / "runs").state().status == "running"
+    update(run, model, optimizer)
+    run.close()
+    log = only_run(tmp_path / "runs")
+    assert log.state().status == "finished"
+    assert [record.step for record in log.steps()] == [*range(1, LAYER_STEP + 2)]
+    assert [record.step for record in read_layers(log.folder)] == [LAYER_STEP]
+
+
+def test_a_forked_child_can_watch_a_run_itself(run, tmp_path):
+    _, model, optimizer = run
+
+    def train():
+        own = hilbert_monitor.watch(
+            model, optimizer, run_dir=str(tmp_path / "own"), prometheus=Prometheus(port=0), decode=str, strict=True
+        )
+        with own:
+            update(own, model, optimizer, 3)
+
+    with every_lock_held():
+        assert outcome(train) == 0
+    log = only_run(tmp_path / "own")
+    assert (log.state().status, len(list(log.steps()))) == ("finished", 3)
+    assert len(list(only_run(tmp_path / "runs").steps())) == LAYER_STEP
+
+
+class Worker(Dataset):
+    """Text whose samples tell how many files and sockets of a run their loader's worker has open."""
+
+    def __init__(self, folder, port):
+        self.text, self.folder, self.port = Text(0), str(folder), port
+
+    def __len__(self):
+        return len(self.text)
+
+    def __getitem__(self, index):
+        assert torch.utils.data.get_worker_info() is not None
+        links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+        assert not [link for link in links if link.startswith(self.folder)]
+        with open("/proc/self/net/tcp") as sockets:
+            listening = {row.split()[9] for row in sockets if row.split()[1].endswith(f":{self.port:04X}")}
+        assert not [link for link in links if link.removeprefix("socket:[").rstrip("]") in listening]
+        return self.text[index]
+
+
+def _is_open(fd):
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def test_workers_of_a_loader_leave_a_watched_run_alone(tmp_path):
+    kept = Recorder()
+    model, port = Plain(37, 16), free_port()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = hilbert_monitor.watch(
+        model, optimizer, run_dir=str(tmp_path), sinks=[kept], prometheus=Prometheus(port=port), strict=True
+    )
+    data = Worker(tmp_path, port)
+    with run:
+        for _ in range(2):  # an epoch each, with workers of its own
+            for tokens in DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork"):
+                cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+                optimizer.step()
+                run.step()
+    log = only_run(tmp_path)
+    assert (log.state().status, len(list(log.steps())), len(kept.records)) == ("finished", 12, 12)
+
+
+def test_workers_of_a_loader_leave_a_run_of_lightnings_alone(tmp_path):
+    port = free_port()
+    monitor = HilbertMonitor(
+        run_dir=str(tmp_path), panel_size=50, sinks=[Recorder()], prometheus=Prometheus(port=port), strict=True
+    )
+    data = Worker(tmp_path, port)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=[monitor],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Module("torch"), DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork"))
+    log = only_run(tmp_path)
+    assert (log.state().status, len(list(log.steps()))) == ("finished", 12)
