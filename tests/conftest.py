@@ -10,6 +10,8 @@ import sys
 import tempfile
 
 import pytest
+import pytest_timeout
+from _pytest._io import TerminalWriter
 from hypothesis import settings
 
 from hilbert_monitor.doctor.bf16 import VARIABLE, WITHOUT_AMX, leave_out_broken_amx
@@ -41,6 +43,14 @@ settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
+def _dump_stacks(_, dump=pytest_timeout.dump_stacks):
+    dump(TerminalWriter(sys.__stderr__))
+
+
+# A worker of pytest-xdist has no stdout: the stacks of a test that hangs would be lost.
+pytest_timeout.dump_stacks = _dump_stacks
+
+
 LONGEST = (
     *("test_oncall.py", "test_page.py", "test_demo.py", "test_page_live.py", "test_docker.py", "test_page_access.py"),
     *("test_doctor.py", "test_examples.py", "test_page_compare.py", "test_grafana.py", "test_page_runs.py"),
@@ -67,3 +77,13 @@ def pytest_report_header():
 def _elsewhere(tmp_path, monkeypatch):
     """What a test writes without saying where goes to a folder of its own."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem, sched):
+    """Do not run a test again whose worker ended, as at its time limit: pytest-xdist would, in the next worker."""
+    for scope, unit in list(sched.workqueue.items()):
+        if crashitem in unit:
+            unit[crashitem] = True
+        if all(unit.values()):
+            del sched.workqueue[scope]
