@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from hilbert_monitor.runs import diameter_sweep
 from hilbert_monitor.runs.log import RunState
 from hilbert_monitor.runs.record import Alert, RunInfo
 from hilbert_monitor.runs.states import Status
@@ -98,5 +97,4 @@ def summary(run: RunSnapshot) -> dict[str, Any]:
         "version": run.version,
         "indexed": run.indexed,
         "torn": run.torn,
-        "sweep": diameter_sweep.KEY in info.config,
     }

@@ -13,7 +13,6 @@ from pathlib import Path
 from hilbert_monitor.runs.panels import PANELS
 from hilbert_monitor.service.figures import compare_figures
 from hilbert_monitor.service.figures.comparison import Comparison
-from hilbert_monitor.service.figures.diameter_curves import FIGURES, DiameterSweep, diameter_sweeps
 from hilbert_monitor.service.figures.final_values import METRIC_NAMES
 from hilbert_monitor.service.figures.plot_options import PlotOptions
 from hilbert_monitor.service.figures.style import Figure
@@ -68,32 +67,11 @@ def _of_comparison(c: Comparison) -> list[Illustration]:
         "ratio": " over ".join(c.sides),
     }
     drawn = {name: draw(c, PlotOptions(seeds=True)) for name, draw in compare_figures.PANELS.items()}
-    swept = [one for sweep in diameter_sweeps(c.runs) for one in _of_sweep(sweep)]
-    return swept + [
+    return [
         Illustration(name, titles[name], " ".join(_caption(c, name, figure)), figure)
         for name, figure in drawn.items()
         if figure["data"]
     ]
-
-
-def _of_sweep(sweep: DiameterSweep) -> Iterator[Illustration]:
-    """The figures of a sweep over diameters."""
-    titles = {"loss": "What a diameter buys", "made": "Diameter made"}
-    about = {
-        "loss": "Final validation loss over the diameter that a step of the head was allowed, in multiples of the"
-        " largest that RowNorm's has.",
-        "made": "Median diameter of the steps that were made, over the diameter allowed; on the dashed line all of it"
-        " is used.",
-    }
-    counts = {len(point.runs) for points in sweep.curves.values() for point in points}
-    spread = ""
-    if max(counts, default=0) > 1:
-        least, most = min(counts), max(counts)
-        seeds = plural(most, "seed") if least == most else f"{least} to {plural(most, 'seed')}"
-        spread = f" Lines are means over {seeds}, bands the mean ± one sample standard deviation."
-    for name, draw in FIGURES.items():
-        if (figure := draw(sweep))["data"]:
-            yield Illustration(f"sweep-{name}", titles[name], " ".join([about[name] + spread, *sweep.notes]), figure)
 
 
 def _of_run(panels: Mapping[str, Figure]) -> list[Illustration]:

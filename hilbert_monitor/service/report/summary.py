@@ -17,7 +17,6 @@ from hilbert_monitor.runs.record import Alert, RunInfo
 from hilbert_monitor.service.figures import run_figures
 from hilbert_monitor.service.figures.comparison import BASELINE, CANDIDATE, Comparison
 from hilbert_monitor.service.figures.contrasts import Contrast
-from hilbert_monitor.service.figures.diameter_curves import point_of
 from hilbert_monitor.service.figures.final_values import METRIC_NAMES, METRICS, SampleStatistics, final_value
 from hilbert_monitor.service.figures.series import CURVES, RunSeries, read_run, read_table, run_series
 from hilbert_monitor.service.figures.style import Figure
@@ -74,8 +73,6 @@ def _load_run(reader: RunReader, *, alone: bool) -> ReportedRun:
     try:
         state, table = reader.state(), read_table(reader)
         series = read_run(reader, state, table)
-        if point_of(series):
-            series = replace(series, table=table)  # its curve needs the learning rates
         alerts, efficiency = tuple(reader.alerts()), dict(_mean_efficiency(table))
         panels = run_figures.figures(table, reader.info, reader.attempts, alerts) if alone else {}
         panels = {name: figure for name, figure in panels.items() if name != "cost"}  # that of the monitor

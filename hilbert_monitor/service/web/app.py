@@ -25,7 +25,6 @@ from hilbert_monitor.service.following.text import csv_lines
 
 from . import answers, compare_schema, run_columns, schema, search
 from .assets import PAGE, Assets
-from .diameter_routes import add_diameter
 from .figure_answers import choose
 from .notebook import Notebook
 from .parameters import (
@@ -106,7 +105,6 @@ def create_app(
     _add_columns(app, responder)
     add_remarks(app, responder)
     _add_figures(app, responder)
-    add_diameter(app, responder)
     _add_events(app, index)
     export = PrometheusExport(lambda: index.runs.values(), everything=reexport)
     add_prometheus(app, export, lambda: index.problem)
@@ -383,7 +381,7 @@ def _add_pages(app: FastAPI, assets: Assets) -> None:
     def runbook(request: Request) -> Response:
         return _or_404(assets.runbook(request, request.path_params["name"]))
 
-    for path in ("/", "/runs", "/runs/{id}", "/diameter", "/alerts"):
+    for path in ("/", "/runs", "/runs/{id}", "/alerts"):
         app.add_route(path, page, include_in_schema=False)
     for path in ("/static/{name}", "/static/{version}/{name}"):
         app.add_route(path, static, include_in_schema=False)

@@ -64,34 +64,6 @@ class GroupAnswer(Answer):
     runs: list[str] = Field(description="Ids.")
 
 
-class CurvePointAnswer(Answer):
-    """The runs of one point: they differ in the seed alone."""
-
-    allowed: Number | None = Field(description="Diameter allowed, in multiples of RowNorm's; null for no limit.")
-    loss: SeedSpread = Field(description="Final validation loss.")
-    made: SeedSpread = Field(description="Usual diameter of the steps that were made, in multiples of RowNorm's.")
-    runs: list[str] = Field(description="Ids.")
-
-
-class CurveAnswer(Answer):
-    """The points of one way to hold a step."""
-
-    name: str = Field(examples=["AdamW, rows held"])
-    colour: str = Field(examples=["#D55E00"])
-    points: list[CurvePointAnswer]
-
-
-class DiameterAnswer(Answer):
-    """What a diameter buys: final losses of a model over the diameter that steps of its head were allowed."""
-
-    models: list[str] = Field(description="All models that have such runs.")
-    model: str | None
-    curves: list[CurveAnswer]
-    notes: list[str] = Field(description="Sentences that a reader of the numbers has to know.")
-    figures: Figures = Field(description="For plotly: loss and made.")
-    version: Version
-
-
 class ComparisonAnswer(Answer):
     """The runs of one model, compared."""
 

@@ -84,7 +84,6 @@ class RunSummary(Answer):
     version: Version
     indexed: Progress
     torn: int = Field(description="Lines of the log that were skipped because they were not whole.")
-    sweep: bool = Field(description="Whether the run is a point of a sweep over diameters, see /api/diameter.")
 
 
 class Runs(Answer):

@@ -21,7 +21,6 @@ from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from hilbert_monitor.service.figures.comparison import compare
 from hilbert_monitor.service.following.published import PAPER
 from hilbert_monitor.service.report import page, summary
-from tests.support.swept_runs import write_sweep
 
 LOSSES = {"AdamW": [3.25, 3.5, 3.0], "RowNorm": [3.5, 3.625, 3.375]}
 DIAMETERS = {"AdamW": [0.5, 0.25, 0.75], "RowNorm": [0.015625, 0.03125, 0.046875]}
@@ -407,17 +406,3 @@ def test_a_run_that_was_asked_to_stop_is_shown_and_in_no_mean(tmp_path):
     assert {run.id for run in live.counted} == {"done", "stopped"}
     assert live.notes == ()
 
-
-def test_a_sweep_over_diameters_has_its_figures_first(tmp_path):
-    write_sweep(tmp_path / "runs", allowed=(0.5, 1.0, 16.0))
-    command = ["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report.html")]
-    result = CliRunner().invoke(app, [*command, "--figures", str(tmp_path / "figures")])
-    assert result.exit_code == 0, result.output
-    html = (tmp_path / "report.html").read_text()
-    assert "<b>Figure 1. What a diameter buys.</b>" in html
-    assert "Lines are means over 3 seeds, bands the mean \u00b1 one sample standard deviation." in html
-    drawing = (tmp_path / "figures" / "sweep-loss.svg").read_text()
-    assert [text in drawing for text in ("1/2\u00d7", "16\u00d7", "AdamW, rows held")] == [True] * 3
-    places = [float(x) for x in re.findall(r'<text x="([\d.]+)" [^>]*>(?:1/2|1|16)\u00d7<', drawing)]
-    assert (places[2] - places[1]) / (places[1] - places[0]) == pytest.approx(4, rel=0.01)  # powers of two
-    assert (tmp_path / "figures" / "sweep-made.svg").exists()

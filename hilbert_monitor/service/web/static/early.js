@@ -1,6 +1,6 @@
 /* Runs while the page is parsed, and not after all its modules: a view with panels waits longest for Plotly. */
 
-if (["/", "/diameter"].includes(location.pathname) || /^\/runs\/[^/]+$/.test(location.pathname)) {
+if (location.pathname === "/" || /^\/runs\/[^/]+$/.test(location.pathname)) {
   const script = document.createElement("script");
   script.id = "plotly";
   script.src = document.querySelector("meta[name=plotly]").content;

@@ -2,7 +2,7 @@
 
 import { WHOLE, change, go, lastQuery } from "./state.js";
 
-const VIEWS = { c: ["compare", "/"], r: ["runs", "/runs"], d: ["diameter", "/diameter"], a: ["alerts", "/alerts"] };
+const VIEWS = { c: ["compare", "/"], r: ["runs", "/runs"], a: ["alerts", "/alerts"] };
 const help = document.getElementById("help");
 let going = 0;
 

@@ -5,7 +5,6 @@ import { Alerts } from "./alerts.js";
 import { watch } from "./banner.js";
 import { STATES } from "./catalogue.js";
 import { Compare } from "./compare.js";
-import { Diameter } from "./diameter.js";
 import { fill, h, renew, say } from "./dom.js";
 import { locked, noPage, refused } from "./empties.js";
 import { plural, tick, whole } from "./format.js";
@@ -19,9 +18,9 @@ import { about, load, onRuns, runs } from "./store.js";
 import { offerThemes } from "./theme.js";
 import { countInTitle } from "./title.js";
 
-const VIEWS = { compare: Compare, runs: Runs, run: Run, diameter: Diameter, alerts: Alerts };
+const VIEWS = { compare: Compare, runs: Runs, run: Run, alerts: Alerts };
 const EVENTS = new Set(["run", "records", "alert", "gone"]);
-const PAGES = { "/": "compare", "/runs": "runs", "/diameter": "diameter", "/alerts": "alerts" };
+const PAGES = { "/": "compare", "/runs": "runs", "/alerts": "alerts" };
 
 const main = document.getElementById("main");
 let view = null;
@@ -90,7 +89,6 @@ function top() {
   badge.hidden = !alerts;
   say(badge, whole(alerts));
   countInTitle(alerts);
-  document.getElementById("diameter-link").hidden = ![...runs.values()].some((run) => run.sweep && !isArchived(run.id));
   progress();
 }
 
