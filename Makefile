@@ -69,8 +69,9 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# `make bench ARGS="geometry --quick"`; without ARGS it lists the benchmarks.
 bench: setup
-	$(BIN)/hilbert-monitor bench $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 # Renew constraints.txt: the newest versions that fit together, with the torch of TORCH.
 constraints:
