@@ -37,7 +37,7 @@ def pretrain(
     ] = True,
     accelerator: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
     plan: Annotated[
-        bool, typer.Option("--plan", help="Print the memory, FLOPs, traffic and hours of the run, and stop.")
+        bool, typer.Option("--plan", help="Print the memory, FLOPs, tokens and hours of the run, and stop.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")] = False,
 ) -> None:
@@ -62,10 +62,9 @@ def pretrain(
         numbers = {"head": head, "seed": seed, "devices": devices, "nodes": nodes, "strategy": strategy}
         recipe = recipes.recipe(size, **numbers | recipes.parse_changes(change or []))
         if plan:
-            from hilbert_monitor.pretrain.plan import plan as make_plan
-            from hilbert_monitor.pretrain.plan_tables import show
+            from hilbert_monitor.pretrain import plan as plans
 
-            show(make_plan(recipe), console)
+            plans.show(plans.plan(recipe), console)
             return
         if data is None:
             raise ValueError("give the folder of the token shards as --data; hilbert-monitor tokenize makes one")

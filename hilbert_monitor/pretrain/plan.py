@@ -1,214 +1,244 @@
-"""A run on paper, before anything runs: parameters, memory, FLOPs, the cost of the monitor, and hours.
+"""What a run takes, computed before it starts: parameters, memory, FLOPs, tokens, updates and hours.
 
-A multiply-add counts as two FLOPs. For the decoder and for Newton-Schulz only matrix products count; for the monitor
-the passes over the increment count too. Memory is what PyTorch holds at the end of a forward pass, plus what the loss
-adds. It leaves out gradients of activations, the chunk-wise sum of the head's gradient, Muon's gathered results (they
-come when the activations are gone), workspaces of kernels and of NCCL, and what the allocator wastes. `torch.compile`
-may hold less. What ranks exchange is in no hours but the monitor's: training does it while it computes, as far as it
-can.
+A multiply-add counts as two FLOPs, and only matrix products count. Memory is what PyTorch holds at the end of a forward
+pass, plus what the loss and the monitor add. It leaves out gradients of activations, workspaces of kernels and of NCCL,
+and what the allocator wastes; `torch.compile` may hold less. Hours assume 40 % of the data sheet of an H200, and leave
+out what ranks exchange and the monitor. Nobody has measured them.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
-from hilbert_monitor.emulation.device import unavailable
+from rich.console import Console
+from rich.table import Table
 
-from .device import Device
-from .monitor_cost import MonitorCost, monitor_at, monitor_costs, own_rows, panel_memory
-from .recipes import Head, Recipe
-from .training_cost import (
-    BF16,
-    FP32,
-    activations,
-    decoder_flops,
-    newton_schulz,
-    optimizer_state,
-    parameters,
-    validation_flops,
-)
-from .wire_cost import busiest_owner, exchange
+from .model import DecoderConfig
+from .recipes import Recipe
 
-HEADS_ELSEWHERE, RANKS_ELSEWHERE = ((50_257, 1_024), (128_256, 4_096), (262_144, 8_192)), (8, 64, 512)
-"""Heads, and numbers of ranks, for which a plan says what the monitor would take."""
+FP32, BF16, INT64 = 4, 2, 8  # bytes
+NEWTON_SCHULZ_STEPS = 5
+DEVICE, BF16_SPEED, FP32_SPEED, UTILISATION = "H200", 989e12, 67e12, 0.4
+"""Dense bf16 and fp32 FLOP/s of the data sheet (Newton-Schulz uses no TF32), and the share that a run reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What a recipe takes. Parts of a whole are dicts, in the order in which they are printed."""
 
-    size: str
-    head: Head
-    precision: str
-    strategy: str
-    devices: int
-    nodes: int
+    recipe: Recipe
     parameters: dict[str, int]
     """Parameters by role: embedding, matrices, head."""
     updates: int
     tokens: int
-    tokens_per_update: int
-    micro_batch: int
-    accumulation: int
     memory: dict[str, int]
     """Bytes of one rank, by part."""
     flops: dict[str, int]
-    """FLOPs of one update over all ranks, by part."""
-    validation_flops: int
-    """FLOPs of all ranks, as a mean over the updates."""
-    newton_schulz: dict[str, int]
-    """FLOPs of one update: over all ranks if each did everything, over all ranks when shared, and of the busiest."""
-    exchange: dict[str, float]
-    """Bytes that a rank sends in an update, by part; without the monitor's."""
-    monitor: dict[str, MonitorCost]
-    """Empty where this torch can host no emulated device to count it on."""
+    """FLOPs of one update over all ranks, by part; those of validation are a mean over the updates."""
     seconds: dict[str, float]
-    """Seconds of one update, by part."""
-    monitor_elsewhere: dict[str, MonitorCost] = field(default_factory=dict)
-    """What the monitor takes for other heads on other numbers of ranks, without the panel's forward pass."""
-    device: Device = field(default_factory=Device)
-
-    @property
-    def update_flops(self) -> int:
-        """FLOPs of one update over all ranks, without validation and monitor."""
-        return sum(self.flops.values())
-
-    @property
-    def monitor_share(self) -> dict[str, float]:
-        """Fraction that the monitor adds to an update, by FLOPs and by assumed seconds."""
-        seconds, flops = self.seconds["monitor"], sum(cost.flops for cost in self.monitor.values())
-        return {"flops": flops / self.update_flops, "seconds": seconds / (sum(self.seconds.values()) - seconds)}
-
-    @property
-    def overlapped_share(self) -> float:
-        """Fraction of an update's assumed seconds that is left where the monitor runs beside the next forward pass."""
-        left = sum(cost.overlapped for cost in self.monitor.values())
-        return left / (sum(self.seconds.values()) - self.seconds["monitor"])
-
-    @property
-    def exchange_seconds(self) -> float:
-        """Assumed seconds of an update's exchange, if nothing else were done meanwhile; streams stay in a machine."""
-        return sum(
-            self.device.wire_seconds(sent, 0, nodes=1 if name.startswith("stream") else self.nodes)
-            for name, sent in self.exchange.items()
-        )
-
-    @property
-    def newton_schulz_share(self) -> dict[str, float]:
-        """FLOPs of Newton-Schulz as a fraction of forward and backward, replicated and shared."""
-        rest = self.update_flops - self.flops["newton-schulz"]
-        return {name: self.newton_schulz[name] / rest for name in ("replicated", "shared")}
+    """Assumed seconds of one update, by part."""
 
     @property
     def hours(self) -> float:
-        """Hours of the run at the assumed speed."""
+        """Assumed hours of the run."""
         return self.updates * sum(self.seconds.values()) / 3600
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON, with the numbers that follow from them."""
-        return {
-            **asdict(self),
-            "update_flops": self.update_flops,
-            "monitor_share": self.monitor_share,
-            "overlapped_share": self.overlapped_share,
-            "exchange_seconds": self.exchange_seconds,
-            "newton_schulz_share": self.newton_schulz_share,
-            "hours": self.hours,
-            "device_hours": self.hours * self.devices * self.nodes,
-        }
+        """Plain types, for JSON."""
+        return {**asdict(self), "recipe": self.recipe.as_dict(), "hours": self.hours}
 
 
-def plan(recipe: Recipe, device: Device | None = None) -> Plan:
-    """Compute what a run takes.
-
-    Args:
-        recipe: the run; it need not be resolved.
-        device: the device that hours are computed for; by default an H200 at 40 %.
-    """
-    r, device = recipe.resolved, device or Device()
+def plan(recipe: Recipe) -> Plan:
+    """Compute what a run takes. The recipe need not be resolved."""
+    r = recipe.resolved
     assert r.updates is not None
-    orthogonalisation = newton_schulz(r.model, r.world)
-    if r.sharded:
-        orthogonalisation["busiest"] = busiest_owner(r)
-    monitor = {} if unavailable() else monitor_costs(r, device)
-    flops = decoder_flops(r.model, r.global_batch, chunked=r.loss_chunk is not None)
-    flops["newton-schulz"] = orthogonalisation["shared"]
-    validation = validation_flops(r)
+    decoder = decoder_flops(r.model, r.global_batch, chunked=r.loss_chunk is not None)
+    validation = forward_flops(r.model, r.validation_tokens // r.context, head=True) // r.validation_every
+    orthogonalization, busiest = newton_schulz(r.model, r.world)
+    speed = r.world * UTILISATION * (BF16_SPEED if r.autocast else FP32_SPEED)
     return Plan(
-        size=r.size,
-        head=r.head,
-        precision=r.precision,
-        strategy=r.strategy,
-        devices=r.devices,
-        nodes=r.nodes,
+        recipe=r,
         parameters=parameters(r.model),
         updates=r.updates,
         tokens=r.updates * r.tokens_per_update,
-        tokens_per_update=r.tokens_per_update,
-        micro_batch=r.micro_batch,
-        accumulation=r.accumulation,
         memory=memory(r),
-        flops=flops,
-        validation_flops=validation,
-        newton_schulz=orthogonalisation,
-        exchange=exchange(r),
-        monitor=monitor,
-        seconds=_seconds(r, flops, orthogonalisation["busiest"], validation, monitor, device),
-        monitor_elsewhere={}
-        if unavailable()
-        else {
-            f"{V:,} x {d:,}, {world} ranks": monitor_at(r, device, vocab_size=V, width=d, world=world)
-            for V, d in HEADS_ELSEWHERE
-            for world in RANKS_ELSEWHERE
+        flops={**decoder, "Newton-Schulz": orthogonalization, "validation": validation},
+        seconds={
+            "forward and backward": sum(decoder.values()) / speed,
+            "Newton-Schulz": busiest / (UTILISATION * FP32_SPEED),
+            "validation": validation / speed,
         },
-        device=device,
     )
+
+
+def parameters(config: DecoderConfig) -> dict[str, int]:
+    """Return the number of parameters by role."""
+    tokens = config.vocab_size * config.width
+    return {"embedding": tokens, "matrices": sum(m * n for m, n in matrices(config)), "head": tokens}
+
+
+def matrices(config: DecoderConfig) -> Iterator[tuple[int, int]]:
+    """Yield the shapes of the matrices that Muon trains."""
+    d, inner = config.width, config.mlp_ratio * config.width
+    for _ in range(config.blocks):
+        yield from [(d, d)] * 4 + [(inner, d)] * 2 + [(d, inner)]
+
+
+# Memory
 
 
 def memory(r: Recipe) -> dict[str, int]:
     """Return the bytes of one rank, by part."""
     count, ranks = parameters(r.model), r.tensor_parallel
-    total, bf16, shards = sum(count.values()), r.autocast, r.world if r.sharded else 1
+    total, shards = sum(count.values()), r.world if r.sharded else 1
     positions = r.micro_batch * r.context
     chunk = positions if r.loss_chunk is None else min(r.loss_chunk, positions)
+    block = count["matrices"] // r.blocks
+    gathered = count["embedding"] + count["head"] + 2 * block + max(block, count["head"])  # with one unit's gradient
+    head_rows = math.ceil(r.vocab_size / shards)  # under DDP rank zero measures all of them
     return {
         "parameters": FP32 * total // shards,
         "gradients": FP32 * total // shards,
         **{f"optimizer: {name}": size // shards for name, size in optimizer_state(r).items()},
         "gradient buckets of DDP": FP32 * total if r.world > 1 and not r.sharded else 0,
-        "gathered units of FSDP": _gathered(r) if r.sharded and r.readers > 1 else 0,
-        "bf16 copies of weights": BF16 * (count["matrices"] + count["head"]) // ranks if bf16 else 0,
+        "gathered units of FSDP": FP32 * gathered // ranks if r.sharded and r.readers > 1 else 0,
+        "bf16 copies of weights": BF16 * (count["matrices"] + count["head"]) // ranks if r.autocast else 0,
         "activations of a micro-batch": activations(
-            r.model, r.micro_batch, bf16=bf16, chunked=r.loss_chunk is not None, tensor_parallel=ranks
+            r.model, r.micro_batch, bf16=r.autocast, chunked=r.loss_chunk is not None, tensor_parallel=ranks
         ),
         "logits of a loss chunk": 3 * FP32 * chunk * -(-r.vocab_size // ranks),  # log-probabilities, two gradients
-        "monitor: increment": FP32 * own_rows(r) * r.width,
-        "monitor: panel": panel_memory(r),
+        "monitor: increment": FP32 * head_rows * r.width,
+        "monitor: panel": FP32 * r.panel_size * r.width + 2 * INT64 * panel_rows(r) * r.context
+        if r.perturbation_every
+        else 0,
     }
 
 
-def _gathered(r: Recipe) -> int:
-    """Return the bytes of the embedding, the head and two blocks in whole, and of the gradient of the largest unit."""
-    count = parameters(r.model)
-    block = count["matrices"] // r.blocks
-    numbers = count["embedding"] + count["head"] + 2 * block + max(block, count["head"])
-    return FP32 * numbers // r.tensor_parallel
+def optimizer_state(r: Recipe) -> dict[str, int]:
+    """Return the bytes of state by optimizer: Muon and RowNorm have one buffer, AdamW two and a count per tensor."""
+    count, adamw = parameters(r.model), r.head == "adamw"
+    state = {"Muon": FP32 * count["matrices"]}
+    state["AdamW"] = sum(2 * FP32 * count[role] + FP32 for role in ("embedding", "head")[: 1 + adamw])
+    return state if adamw else {**state, "RowNorm": FP32 * count["head"]}
 
 
-def _seconds(
-    r: Recipe,
-    flops: dict[str, int],
-    newton_schulz: int,
-    validation: int,
-    monitor: dict[str, MonitorCost],
-    device: Device,
-) -> dict[str, float]:
-    """Return the seconds of an update by part. Newton-Schulz is fp32 work, of which the busiest rank counts."""
-    training, ranks = sum(flops.values()) - flops["newton-schulz"], r.world * device.decoder_speed(bf16=r.autocast)
+def activations(config: DecoderConfig, sequences: int, *, bf16: bool, chunked: bool, tensor_parallel: int = 1) -> int:
+    """Return the bytes that a forward pass keeps for its backward pass, up to the input of the head, and targets.
+
+    For each position a block keeps these vectors of d entries: the two inputs of norms (the stream, fp32); queries and
+    keys before their norm (fp32) and after their rotation; values; the output of attention, as the kernel left it and
+    in order; the input of q, k and v; the input of gate and up. Of 4 d entries it keeps gate, its SiLU, up and their
+    product. Autocast casts the input anew for each product, so that two inputs become five. Each norm keeps one number
+    per row, and attention one per head. Outside the blocks there are the last norm's input in fp32, its output as the
+    loss gets it, tokens and targets. Tensor-parallel ranks each have the stream and the inputs, and their part of the
+    rest.
+    """
+    d, inner, heads = config.width, config.mlp_ratio * config.width, config.width // config.head_dim
+    inputs, small = (5, BF16) if bf16 else (2, FP32)
+    whole = 2 * FP32 * d + inputs * small * d + 2 * FP32
+    block = whole + (2 * FP32 * d + 5 * small * d + 4 * small * inner + 3 * FP32 * heads) // tensor_parallel
+    ends = FP32 * d + (FP32 if chunked else small) * d + FP32 + 2 * INT64
+    return sequences * config.context * (config.blocks * block + ends)
+
+
+def panel_rows(r: Recipe) -> int:
+    """Return the number of rows of text that hold the panel; in the paper each reader begins a new one."""
+    if r.panel != "paper":
+        return math.ceil(r.panel_size / r.context)
+    bounds = [r.panel_size * reader // r.readers for reader in range(r.readers + 1)]
+    return sum(math.ceil((stop - start) / r.context) for start, stop in pairwise(bounds))
+
+
+# FLOPs
+
+
+def decoder_flops(config: DecoderConfig, sequences: int, *, chunked: bool) -> dict[str, int]:
+    """Return the FLOPs of forward and backward: each product forward needs two backward.
+
+    Attention has two products forward and five backward, because a flash kernel computes its scores again, over the
+    T (T + 1)/2 pairs of positions that a causal mask leaves.
+    """
+    n, count = sequences * config.context, parameters(config)
     return {
-        "forward and backward": training / ranks,
-        "newton-schulz": newton_schulz / (device.utilisation * device.fp32),
-        "validation": validation / ranks,
-        "monitor": sum(cost.seconds for cost in monitor.values()),
+        "matrices": 6 * count["matrices"] * n,
+        "attention": 7 * _attention_product(config, sequences),
+        "head": 6 * count["head"] * n,
+        "head again, for a chunked loss": 2 * count["head"] * n if chunked else 0,
     }
+
+
+def forward_flops(config: DecoderConfig, sequences: int, *, head: bool) -> int:
+    """Return the FLOPs of a forward pass alone, with or without the logits."""
+    count = parameters(config)
+    weights = count["matrices"] + (count["head"] if head else 0)
+    return 2 * weights * sequences * config.context + 2 * _attention_product(config, sequences)
+
+
+def _attention_product(config: DecoderConfig, sequences: int) -> int:
+    """Return the FLOPs of one product of causal attention in all blocks."""
+    pairs = config.context * (config.context + 1) // 2
+    return 2 * pairs * config.width * config.blocks * sequences
+
+
+def newton_schulz(config: DecoderConfig, world: int) -> tuple[int, int]:
+    """Return the FLOPs of one update's Newton-Schulz: over all ranks, which share the matrices, and of the busiest."""
+    work = [(count, newton_schulz_flops(*shape)) for shape, count in Counter(matrices(config)).items()]
+    return sum(count * each for count, each in work), sum(math.ceil(count / world) * each for count, each in work)
+
+
+def newton_schulz_flops(rows: int, columns: int, steps: int = NEWTON_SCHULZ_STEPS) -> int:
+    """Return the FLOPs for one matrix: by the plain loop or, if one side is twice the other, in threes on A = X X'."""
+    m, n = sorted((rows, columns))
+    wide, square = 2 * m * m * n, 2 * m**3
+    if n < 2 * m:
+        return steps * (2 * wide + square)
+    groups = [min(3, steps - done) for done in range(0, steps, 3)]
+    return sum(2 * wide + (4 * k - 3) * square for k in groups)  # k squares of A, k - 1 of each other product
+
+
+# Print
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print a plan: the run, the memory of a rank, and the FLOPs of an update."""
+    r = plan.recipe
+    title = f"{r.size}, {r.head} head, {r.precision}: {r.nodes} x {r.devices} {DEVICE}, {r.strategy}"
+    run = {f"parameters: {role}": f"{count:,}" for role, count in plan.parameters.items()}
+    run |= {
+        "parameters": f"{sum(plan.parameters.values()):,}",
+        "updates": f"{plan.updates:,}",
+        "tokens": f"{plan.tokens:,}",
+        "tokens in an update": f"{r.tokens_per_update:,}",
+        "micro-batches in an update": f"{r.accumulation} of {r.micro_batch} sequences",
+        **{f"assumed time of an update: {name}": f"{part * 1e3:,.2f} ms" for name, part in plan.seconds.items()},
+        "assumed hours": f"{plan.hours:,.3g}",
+        "assumed device hours": f"{plan.hours * r.world:,.3g}",
+    }
+    memory = plan.memory | {"all": sum(plan.memory.values())}
+    flops = plan.flops | {"all": sum(plan.flops.values())}
+    console.print(
+        _table(title, ("run", ""), run),
+        _table("Memory of a rank", ("part", "GiB"), {k: f"{v / 2**30:,.4g}" for k, v in memory.items() if v}),
+        _table("One update on all ranks", ("part", "TFLOP"), {k: f"{v / 1e12:,.4g}" for k, v in flops.items() if v}),
+    )
+    console.print(
+        f"The hours are assumed; nobody has measured them. They assume {UTILISATION:.0%} of the data sheet of an"
+        f" {DEVICE}: {BF16_SPEED / 1e12:.0f} TFLOP/s bf16, {FP32_SPEED / 1e12:.0f} fp32 without TF32 (Newton-Schulz)."
+        " They leave out what ranks exchange, and the monitor. The memory leaves out workspaces and what the allocator"
+        " wastes.",
+        style="dim",
+    )
+
+
+def _table(title: str, columns: tuple[str, str], rows: dict[str, str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(columns[0])
+    table.add_column(columns[1], justify="right", no_wrap=True)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
