@@ -46,8 +46,7 @@ ROOMS = {
     "runs": set(),
     "optim": {"geometry"},
     "monitor": {"geometry", "optim", "runs"},
-    "emulation": {"geometry", "optim", "runs", "monitor"},
-    "pretrain": {"geometry", "optim", "runs", "monitor", "emulation"},
+    "pretrain": {"geometry", "optim", "runs", "monitor"},
     "inspection": {
         "geometry",
         "optim",
@@ -97,7 +96,6 @@ def training():
         "monitor without its callback": "\n".join(without_callback),
         "callback": "hilbert_monitor.HilbertMonitor",
         "monitor": imports_of("monitor"),
-        "emulation": imports_of("emulation"),
         "pretrain": imports_of("pretrain"),
     }
     return dict(zip(stages, loaded(*stages.values()), strict=True))

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hilbert_monitor.emulation.synthetic import synthetic_text
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.monitor.random_state import preserve_random_state
@@ -22,6 +21,7 @@ from .decoder import TinyDecoder, loss_of
 from .device import CheckSizes
 from .finding import Check, Outcome, outcome_of
 from .ranks import in_ranks
+from .samples import synthetic_text
 
 V, WIDTH, PANEL = 307, 32, 101
 CLOSE = 1e-3

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from hilbert_monitor.bench.measure import machine
+from hilbert_monitor import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +70,25 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{machine()['processor']} ({device.type})"
+
+
+def machine() -> dict[str, str]:
+    """Return the machine and the versions that the figures were measured with."""
+    return {
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "hilbert-monitor": __version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from hilbert_monitor import geometry
-from hilbert_monitor.bench.increments import SampleIncrement, make_increment
 
 from .device import CheckSizes
 from .finding import Check, Outcome, outcome_of
+from .samples import SampleIncrement, make_increment
 
 EXACT = 1e-10
 """Relative error that a diameter may have: both it and the reference are lengths in fp64."""

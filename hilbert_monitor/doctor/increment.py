@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
-from hilbert_monitor.emulation.synthetic import synthetic_text
 from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.optim import Muon, RowNorm, pretraining_optimizer
 from hilbert_monitor.optim.pretraining import FUSED_DEVICES
@@ -21,6 +20,7 @@ from .decoder import TinyDecoder, loss_of
 from .device import CheckSizes
 from .exactness import all_pairs
 from .finding import Check, Outcome, outcome_of
+from .samples import synthetic_text
 
 V, WIDTH = 307, 32
 RATES = (1.0, 0.5, 2.0)

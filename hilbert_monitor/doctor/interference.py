@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hilbert_monitor.emulation.synthetic import synthetic_text
 from hilbert_monitor.monitor.callback import HilbertMonitor
 from hilbert_monitor.monitor.random_state import preserve_random_state
 from hilbert_monitor.optim import pretraining_optimizer
@@ -26,6 +25,7 @@ from hilbert_monitor.runs.record import StepRecord
 from .decoder import TinyDecoder, loss_of
 from .device import CheckSizes
 from .finding import Check, Outcome, outcome_of
+from .samples import synthetic_text
 
 V, WIDTH, PANEL = 307, 32, 100
 Precision = Literal["32-true", "bf16-mixed"]

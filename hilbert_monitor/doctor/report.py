@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,15 +10,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hilbert_monitor.bench.output import progress_bar, show_machine, write_document
-
-from . import bf16, ddp, exactness, increment, interference, overhead, prediction
-from .device import CheckSizes, device_name
+from . import bf16, ddp, exactness, increment, interference, overhead
+from .device import CheckSizes, device_name, machine
 from .finding import CLAIMS, Check, Finding, examine
 
-ROOMS = (exactness, increment, interference, ddp, overhead, prediction)
+ROOMS = (exactness, increment, interference, ddp, overhead)
 COLOURS = {"ok": "green", "FAILED": "bold red", "skipped": "yellow", "not known": "yellow"}
 
 
@@ -31,7 +31,8 @@ def all_checks(device: torch.device, sizes: CheckSizes) -> list[Check]:
 def run(checks: Sequence[Check], console: Console) -> list[Finding]:
     """Run the checks behind a progress bar; if one fails, the others still run."""
     findings = []
-    with progress_bar(console) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(checks))
         for check in checks:
             progress.update(task, description=escape(f"{check.claim}: {check.case}"))
@@ -47,7 +48,7 @@ def failed(findings: Iterable[Finding]) -> list[str]:
 
 def show(findings: Sequence[Finding], device: torch.device, console: Console) -> None:
     """Print the machine, the findings by claim, and a conclusion."""
-    show_machine(console)
+    console.print(" | ".join(f"{name} {value}" for name, value in machine().items()), style="dim")
     table = Table(title=f"Checked on {device_name(device)}", title_justify="left", show_lines=False)
     table.add_column("claim", ratio=2)
     table.add_column("measured", ratio=3)
@@ -81,9 +82,10 @@ def conclusion(findings: Sequence[Finding], device: torch.device) -> str:
 
 def write_json(findings: Sequence[Finding], device: torch.device, path: Path) -> None:
     """Write the machine, the device and the findings as one JSON document."""
-    write_document(
-        path,
-        device={"name": device_name(device), "type": str(device), "gpus": torch.cuda.device_count()},
-        failed=failed(findings),
-        findings=[f.as_dict() for f in findings],
-    )
+    document = {
+        "machine": machine(),
+        "device": {"name": device_name(device), "type": str(device), "gpus": torch.cuda.device_count()},
+        "failed": failed(findings),
+        "findings": [f.as_dict() for f in findings],
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n")

@@ -8,7 +8,7 @@ import traceback
 
 import pytest
 
-from hilbert_monitor.emulation.device import unavailable
+from tests.support.emulation.device import unavailable
 from tests.support import warm
 
 PATIENCE = 300

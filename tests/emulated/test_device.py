@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hilbert_monitor.emulation.device import NAME, EmulatedDevice
+from tests.support.emulation.device import NAME, EmulatedDevice
 from hilbert_monitor.monitor.device_reads import PendingRead
 
 REFUSED = {

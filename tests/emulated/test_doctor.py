@@ -1,11 +1,11 @@
-"""The doctor's checks on the emulated device. Predictions are checked where the monitor's work is counted."""
+"""The doctor's checks on the emulated device."""
 
 import pytest
 
 from hilbert_monitor.doctor import exactness, increment
 from hilbert_monitor.doctor.device import CheckSizes
 from hilbert_monitor.doctor.finding import examine
-from hilbert_monitor.emulation.device import EmulatedDevice
+from tests.support.emulation.device import EmulatedDevice
 
 SMALL = CheckSizes(cloud=(700, 16, 64), updates=2, head=(2048, 32), turns=1, patience=300)
 ROOMS = {"exactness": exactness, "increment": increment}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hilbert_monitor import HilbertMonitor
-from hilbert_monitor.emulation.device import NAME, EmulatedDevice
+from tests.support.emulation.device import NAME, EmulatedDevice
 from tests.support.sinks import Recorder
 from tests.support.training import Module, Text
 

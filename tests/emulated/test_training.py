@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, NAdam
 
 from hilbert_monitor import Probe, pretraining_optimizer
-from hilbert_monitor.emulation.device import NAME, EmulatedDevice
+from tests.support.emulation.device import NAME, EmulatedDevice
 from hilbert_monitor.geometry import tension_bracket
 from hilbert_monitor.monitor import step_quality
 from hilbert_monitor.monitor.agenda import CHECKED

@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
 from hilbert_monitor import TrustRegion
-from hilbert_monitor.emulation.device import NAME, EmulatedDevice
+from tests.support.emulation.device import NAME, EmulatedDevice
 from tests.emulated.test_training import OPTIMIZERS, TEXT, V
 from tests.support.decoders import Plain, seeded
 

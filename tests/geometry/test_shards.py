@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hilbert_monitor.bench.increments import make_increment
+from hilbert_monitor.doctor.samples import make_increment
 from hilbert_monitor.geometry import (
     RowShards,
     _cloud,

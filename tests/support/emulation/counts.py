@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1]
-HERE = str(Path(__file__).parent)
+import hilbert_monitor
+
+PACKAGE = Path(hilbert_monitor.__file__).parent
 ELSEWHERE = "elsewhere"
 """Place of what no line of the package asked for, such as a backward pass."""
 
@@ -97,7 +98,7 @@ def line_of_package() -> str:
     root = f"{PACKAGE}/"
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(root) and not name.startswith(HERE):
+        if name.startswith(root):
             return f"{name.removeprefix(root)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ELSEWHERE
