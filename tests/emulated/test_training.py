@@ -50,9 +50,10 @@ NOT_COMPARED = {"time": 0.0, "seconds": {}, "share": None}
 class Training:
     """A decoder with a probe, on the CPU or on the emulated device."""
 
-    def __init__(self, make, device="cpu", V=V, **options):
+    def __init__(self, make, device="cpu", V=V, dtype=torch.float32, **options):
         self.text = (TEXT * V // TEXT.max().add(1)).to(device)
-        self.model = seeded(Plain, V=V, d=WIDTH).to(device)
+        self.model = seeded(Plain, V=V, d=WIDTH).to(device, dtype)
+        self.start, self.head_steps = self.weights, []
         self.optimizer = OPTIMIZERS[make](self.model)
         panel = Panel.of_tokens(self.text.cpu(), 200)
         self.probe = Probe(self.model, self.optimizer, panel=panel, strict=True, **options).attach()
@@ -61,11 +62,13 @@ class Training:
         self.optimizer.zero_grad()
         with torch.autocast(self.text.device.type, autocast or torch.bfloat16, enabled=autocast is not None):
             logits = self.model(self.text[:, :-1])
-        return cross_entropy(logits.float().flatten(0, 1), self.text[:, 1:].flatten())
+        return cross_entropy(logits.to(self.start[0].dtype).flatten(0, 1), self.text[:, 1:].flatten())
 
     def update(self):
+        before = self.head
         self.gradient().backward()
         self.optimizer.step()
+        self.head_steps.append(self.head - before)
         return self.probe.record()
 
     def run(self, updates):
@@ -73,7 +76,11 @@ class Training:
 
     @property
     def weights(self):
-        return [p.detach().cpu() for p in self.model.parameters()]
+        return [p.detach().cpu().clone() for p in self.model.parameters()]
+
+    @property
+    def head(self):
+        return self.model.lm_head.weight.detach().cpu().clone()
 
 
 def plain(record):
@@ -95,18 +102,46 @@ def alike(a, b):
     return a == b or (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-7))
 
 
-def test_weights_and_records_are_the_cpus():
-    cadence = {"diameter_every": 2, "perturbation_every": 3, "bracket": True}
+def both_trained(dtype, **options):
+    """For each optimizer the trainings on the CPU and on the device, and the records of both."""
     with EmulatedDevice():
-        found = {make: Training(make, NAME, **cadence) for make in OPTIMIZERS}  # before the CPU's first backward pass
-        records = {make: training.run(3) for make, training in found.items()}
-    for make, training in found.items():
-        expected = Training(make, **cadence)
-        for ours, theirs in zip(expected.run(3), records[make], strict=True):
-            found_else = differences(plain(ours), plain(theirs))
+        found = {make: Training(make, NAME, dtype=dtype, **options) for make in OPTIMIZERS}  # before the CPU's first
+        records = {make: training.run(3) for make, training in found.items()}  # backward pass
+    for make, theirs in found.items():
+        ours = Training(make, dtype=dtype, **options)
+        yield make, ours, theirs, ours.run(3), records[make]
+
+
+def deviations(ours, theirs):
+    """How far each weight is from the CPU's, in units of the longest way that a weight of its matrix went."""
+    for start, p, q in zip(ours.start, ours.weights, theirs.weights, strict=True):
+        yield (p - q).abs() / (p - start).abs().max().clamp(min=1e-30)  # some do not move at all
+
+
+def test_weights_and_records_are_the_cpus():
+    """In fp64: Adam divides rounding of a gradient near zero by as little, in fp32 by up to a whole step.
+
+    Pairs are compared by the length that they attain, since two of them may tie.
+    """
+    cadence = {"diameter_every": 2, "perturbation_every": 3, "bracket": True}
+    for make, on_cpu, on_device, expected, found in both_trained(torch.float64, **cadence):
+        for S, ours, theirs in zip(on_cpu.head_steps, expected, found, strict=True):
+            lengths = [float((S[r.pair[0]] - S[r.pair[1]]).norm()) for r in (ours, theirs)]
+            assert alike(*lengths), f"{make}: {ours.pair} and {theirs.pair} are {lengths} apart"
+            found_else = differences(*(plain(msgspec.structs.replace(r, pair=None)) for r in (ours, theirs)))
             assert found_else == {}, f"{make}: {found_else}"
-        for p, q in zip(expected.weights, training.weights, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=make)
+        # With a rate that is a tensor 1 - 0.999**t is formed in fp32: its root is wrong by 2**-24 / 1e-3 / 2 = 3e-5.
+        assert max(float(d.max()) for d in deviations(on_cpu, on_device)) < 1e-4, make
+
+
+def test_weights_in_fp32_are_the_cpus_on_average():
+    """A few have gradients of no more than rounding and go either way. The mean is rounding of weights by 1, 1e-7.
+
+    The shortest way of a matrix is about 1e-3, so that is 1e-4 of it; a step left out would be a third.
+    """
+    cadence = {"diameter_every": 0, "perturbation_every": 0, "bracket": True}
+    for make, ours, theirs, *_ in both_trained(torch.float32, **cadence):
+        assert max(float(d.mean()) for d in deviations(ours, theirs)) < 1e-3, make
 
 
 def waits_of_a_step(make, V, updates=CHECKED + 2, **options):
