@@ -6,7 +6,7 @@ import math
 import torch
 
 from hilbert_monitor import geometry as g
-from hilbert_monitor.bench.increments import make_increment
+from hilbert_monitor.doctor.samples import make_increment
 from tests.support.emulation.device import DeviceTensor, EmulatedDevice
 
 V, WIDTH, PANEL = 4000, 32, 256

@@ -405,4 +405,3 @@ def test_a_run_that_was_asked_to_stop_is_shown_and_in_no_mean(tmp_path):
     (live,) = compare((run.series for run in runs), live=True)
     assert {run.id for run in live.counted} == {"done", "stopped"}
     assert live.notes == ()
-
