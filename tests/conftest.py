@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from hilbert_monitor.doctor.bf16 import VARIABLE, WITHOUT_AMX, leave_out_broken_amx
+from tests.support.draws import draws
 
 # oneDNN reads the variable when torch is loaded; workers of pytest-xdist and children of tests inherit it.
 assert "torch" not in sys.modules
@@ -36,8 +37,8 @@ os.environ.setdefault("HILBERT_MONITOR_DATA", tempfile.mkdtemp(prefix="hilbert-m
 os.environ.setdefault("PIP_TIMEOUT", "60")
 os.environ.setdefault("PIP_RETRIES", "10")
 
-settings.register_profile("here", deadline=None)
-settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("here", deadline=None, max_examples=draws(100))
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=draws(100))
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
@@ -49,9 +50,28 @@ LONGEST = (
 """Files that take long come first: at the end one process would wait for the others. Some compute, others wait."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    _mark_sweeps(items)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+
+
+def _mark_sweeps(items):
+    """Of the cases of a test that has the mark `few`, those that it does not name or count are a sweep."""
+    cases = {}
+    for item in items:
+        if mark := item.get_closest_marker("few"):
+            cases.setdefault((item.path, item.originalname), (mark.args, []))[1].append(item)
+    for (first, *more), those in cases.values():
+        if isinstance(first, int):
+            number = min(first, len(those))
+            kept = {those[place * (len(those) - 1) // max(1, number - 1)].nodeid for place in range(number)}
+        else:
+            kept = {item.nodeid for item in those if item.callspec.id in (first, *more)}
+        for item in those:
+            if item.nodeid not in kept:
+                item.add_marker("sweep")
 
 
 def pytest_collection_finish():

@@ -116,6 +116,7 @@ def modules_after(room):
     return (in_turn(*chain) if chain else training())[room]
 
 
+@pytest.mark.sweep
 def test_importing_the_package_loads_no_torch_until_a_torch_name_is_used():
     assert "torch" not in training()["package"]
     assert "torch" in training()["torch name"]

@@ -40,6 +40,7 @@ def measured(tmp_path_factory):
     return json.loads((folder / "out.json").read_text())["results"], text, folder / "tmp"
 
 
+@pytest.mark.sweep
 def test_every_figure_is_there_beside_its_limit_or_opponent(measured):
     results, text, _ = measured
     assert {r["subject"] for r in results} == SUBJECTS

@@ -32,6 +32,7 @@ def summary(less_text):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.sweep
 def test_every_visible_fault_is_reported_in_its_step_and_clean_steps_are_silent(summary):
     assert summary.false_alarms == []
     assert summary.measured == 4 * QUICK.sizes.steps  # two heads, a run with faults and one without

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hilbert_monitor.geometry import center_rows, projected_row_norm, row_norm
+from tests.support.draws import draws
 from tests.support.references import all_pairs_diameter, normal, regular_simplex
 
-examples = settings(max_examples=30, deadline=None)
+examples = settings(max_examples=draws(30), deadline=None)
 seeds = st.integers(0, 2**32 - 1)
 heights = st.integers(1, 40)
 widths = st.integers(1, 12)

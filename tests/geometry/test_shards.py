@@ -107,6 +107,7 @@ def measured(found_by):
     return found_by(_measured_by_parts, 3)
 
 
+@pytest.mark.sweep
 def test_every_rank_has_the_same_answers(measured):
     first = measured[0]
     for other in measured[1:]:
@@ -247,6 +248,7 @@ def _moved(rank, world):
     return counts
 
 
+@pytest.mark.sweep
 def test_a_bracket_and_a_radius_move_a_few_rows_and_an_exact_search_its_hubs(found_by):
     (collectives, share), (_, exact_share), (radius_collectives, radius_share) = found_by(_moved, 2)[0]
     assert collectives <= 8

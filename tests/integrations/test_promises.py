@@ -91,6 +91,7 @@ def test_all_trainers_make_the_same_run_with_the_same_records(whole):
     assert len({records[-1].perturbation_rms for records in runs}) == 1  # the same positions of the same text
 
 
+@pytest.mark.few(2)
 @each_adapter
 def test_records_go_on_through_a_resume_as_if_there_had_been_none(adapter, whole, tmp_path):
     first, second = Recorder(), Recorder()
@@ -171,6 +172,7 @@ def two(tmp_path_factory):
     return folder, in_ranks(runs_of_a_rank, folder, folder, adapters)
 
 
+@pytest.mark.few("lightning")
 @each_adapter
 def test_two_processes_measure_together_and_train_as_without(adapter, two):
     folder, ranks = two

@@ -64,6 +64,7 @@ def only_run(folder):
     return RunReader(run)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arguments", [{"bf16": True}, {"gradient_checkpointing": True}], ids=str)
 def test_precision_and_checkpointed_gradients_change_neither_the_numbers_nor_the_weights(arguments, tmp_path):
     kept, weights, runs = Recorder(), [], []

@@ -129,6 +129,7 @@ def records(folder, name):
     return list(RunReader(folder / "runs" / name).steps())
 
 
+@pytest.mark.sweep
 def test_rank_zero_records_what_it_records_under_ddp(two):
     _, folder = two
     sharded, replicated = records(folder, "fsdp"), records(folder, "ddp")

@@ -60,6 +60,7 @@ def train(model, watched):
     return probe, record, effective(model) - before, tokens[0]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_an_adapted_head_is_measured_and_trains_to_the_bit_as_without_the_monitor(kind, dtype):

@@ -113,6 +113,7 @@ def two(tmp_path_factory):
     return in_ranks(all_of_a_rank, tmp_path_factory.mktemp("two"), patience=PATIENCE)
 
 
+@pytest.mark.sweep
 def test_whatever_fails_on_one_rank_costs_a_measurement_alone(two):
     (first, _), (second, _) = two
     for name, ((records, failures, remarks, _, weights), undisturbed) in first.items():

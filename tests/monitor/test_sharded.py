@@ -159,6 +159,7 @@ def ranks_of(tmp_path_factory):
     return cache(lambda world: in_ranks(all_of_a_rank, tmp_path_factory.mktemp("ranks"), world=world))
 
 
+@pytest.mark.few("FSDP-2", "tensor parallel-2")
 @pytest.mark.parametrize(("layout", "world"), LAYOUTS)
 def test_ranks_measure_what_one_process_measures_and_change_nothing(layout, world, ranks_of):
     names, ranks = LAYOUTS[layout, world], [rank[layout] for rank in ranks_of(world)]
@@ -265,6 +266,7 @@ TEAMS = (
 )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", TEAMS)
 def test_a_sharded_head_is_measured_as_teams_shard_it(case, ranks_of):
     with warnings.catch_warnings():

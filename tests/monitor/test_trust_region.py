@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from hilbert_monitor import ChainedOptimizer, Muon, RowNorm, TrustRegion
 from hilbert_monitor.monitor.finite_gradients import NonFiniteGradients
+from tests.support.draws import draws
 from tests.support.ranks import in_ranks
 
 V, D = 41, 8
@@ -105,7 +106,7 @@ def head_optimizer(name, model, lr):
     scale=st.sampled_from([1e-2, 1.0, 30.0]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=draws(75), deadline=None)
 def test_diameter_of_what_is_stored_is_within_the_limit(name, how, dtype, magnitude, limit, scale, seed):
     model = Model(scale=scale).to(dtype)
     weight = model.lm_head.weight
@@ -505,6 +506,7 @@ def ranks_of(tmp_path_factory):
     return cache(lambda world: in_ranks(all_of_a_rank, tmp_path_factory.mktemp("ranks"), world=world))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("world", "layout"), [(2, "fsdp"), (3, "fsdp"), (2, "tp")])
 def test_sharded_heads_are_held_as_whole_ones(ranks_of, world, layout):
     for name, how in HELD:

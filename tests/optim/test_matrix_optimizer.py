@@ -246,6 +246,7 @@ def test_transposed_storage_makes_the_same_step(make):
 # saved and copied
 
 
+@pytest.mark.few(4)
 @each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_saved_state_resumes_to_the_bit(make, dtype):
@@ -355,6 +356,7 @@ def test_increment_is_what_the_step_added_beside_the_decay(make, reference, opti
         before = after.double()
 
 
+@pytest.mark.few(4)
 @each
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1), (7, 6)])
 def test_some_rows_of_the_increment_are_those_of_the_whole(make, ranks, rank):
@@ -542,6 +544,7 @@ BAD = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("make", "name", "value"), BAD, ids=lambda x: x.__name__ if isinstance(x, type) else str(x))
 def test_a_bad_hyperparameter_is_refused_by_one_sentence_that_names_it(make, name, value):
     refused = partial(pytest.raises, (TypeError, ValueError), match=rf"\A{name} must .+, got .+\Z")

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from hilbert_monitor.optim import Muon, muon
+from tests.support.draws import draws
 from tests.support.optim_references import LRS, assert_walks_agree, close, gradients, muon_steps, rotation, walk
 from tests.support.precision import MatmulPrecision
 from tests.support.references import normal
 
-examples = settings(max_examples=20, deadline=None)
+examples = settings(max_examples=draws(20), deadline=None)
 seeds = st.integers(0, 2**31)
 sides = st.integers(1, 24)
 

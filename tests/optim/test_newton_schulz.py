@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hilbert_monitor.optim.newton_schulz import orthogonalize
+from tests.support.draws import draws
 from tests.support.optim_references import newton_schulz, rotation
 from tests.support.precision import MatmulPrecision
 from tests.support.references import normal
 
-examples = settings(max_examples=30, deadline=None)
+examples = settings(max_examples=draws(30), deadline=None)
 seeds = st.integers(0, 2**31)
 shapes = st.tuples(st.integers(1, 12), st.integers(1, 40)).map(sorted)
 
@@ -51,6 +52,7 @@ def one(N, steps=5, eps=1e-5):
     return orthogonalize(N.clone()[None], steps=steps, eps=eps)[0]
 
 
+@pytest.mark.few(6)
 @every_shape
 @every_kind
 def test_result_is_the_plain_loops_after_any_number_of_steps(kind, shape):

@@ -11,10 +11,11 @@ from torch.nn.functional import cross_entropy
 
 from hilbert_monitor.geometry import RowRuns, projected_row_norm, row_diameter
 from hilbert_monitor.optim import RowNorm, _chunks, rownorm
+from tests.support.draws import draws
 from tests.support.optim_references import LRS, assert_walks_agree, gradients, rotation, rownorm_steps, walk
 from tests.support.references import normal
 
-examples = settings(max_examples=30, deadline=None)
+examples = settings(max_examples=draws(30), deadline=None)
 seeds = st.integers(0, 2**31)
 heights = st.integers(1, 30)
 widths = st.integers(1, 20)

@@ -135,6 +135,7 @@ def assert_alike(results, whole, *, rtol, atol, case):
             )
 
 
+@pytest.mark.few(1)
 def test_rownorm_on_shards_is_rownorm_on_the_whole_matrix(rownorm):
     """To the bit where rows are sharded and none is subtracted, to rounding otherwise."""
     for ours in rownorm:
@@ -335,6 +336,7 @@ def odd(tmp_path_factory):
     return in_ranks(unusual, tmp_path_factory.mktemp("odd"), world=4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gradient", ["replicated", "columns", "partial", "one rank"])
 def test_a_gradient_of_another_layout_is_laid_out_as_its_parameter(odd, gradient):
     for rank in odd:

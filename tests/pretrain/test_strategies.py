@@ -132,6 +132,7 @@ def check(found, name, expected, other):
             torch.testing.assert_close(weight, other_ranks[0][other][1][key], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["fsdp", "tp=2"])
 def test_a_sharded_run_follows_its_ddp_run_to_rounding(two, strategy):
     check(two, strategy, two, "ddp")
@@ -160,6 +161,7 @@ def test_a_sharded_run_is_the_same_without_the_monitor(two):
         assert all(torch.equal(w, rank["fsdp"][1][key]) for key, w in rank["unwatched"][1].items())
 
 
+@pytest.mark.sweep
 def test_four_ranks_in_tensor_parallel_pairs_follow_the_ddp_run_of_two(two, tmp_path):
     """Two of them read data, so that the panel is that of two ranks."""
     four = trained(tmp_path, 4, {"tp=2": {"head": "adamw", "strategy": "tp=2"}})

@@ -214,6 +214,7 @@ def test_bounds_and_exact_values_have_one_history():
     assert judge.suspects(1501, 1e-3, 16e-3, 16e-3, scheduled=True)
 
 
+@pytest.mark.sweep
 def test_the_dial_is_the_rate_of_false_alarms():
     ratios = noisy(20_000, seed=11, spread=0.45)
     records = [record(t + 1, ratio=r) for t, r in enumerate(ratios)]
@@ -455,6 +456,7 @@ def test_a_stray_value_at_the_start_of_a_correlated_run_excuses_no_accident_late
     assert len(told) <= 2
 
 
+@pytest.mark.sweep
 def test_a_burst_of_long_ago_excuses_no_other():
     ratios = noisy(30_000, spread=0.05)
     ratios[100] *= 4

@@ -40,6 +40,7 @@ def document(tmp_path_factory):
     return document
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("mode", schemathesis.GenerationMode)
 @pytest.mark.parametrize(("path", "method"), ROUTES)
 def test_every_answer_is_as_documented_and_none_is_a_fault(document, path, method, mode):

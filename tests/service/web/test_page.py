@@ -156,6 +156,7 @@ def test_every_view_is_drawn_without_a_word_on_the_console_and_follows_the_syste
         assert not visitor.troubles, path
 
 
+@pytest.mark.sweep
 def test_a_page_that_turns_dark_while_it_is_drawn_has_no_light_plot(zoo, visit):
     page = visit(zoo, color_scheme="light", **WIDE).open("/runs/RowNorm-0")
     until(page, "document.querySelectorAll('[data-panel] .xtick').length")

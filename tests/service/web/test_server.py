@@ -98,6 +98,7 @@ def test_the_service_is_up_within_two_seconds_and_says_where_first(tmp_path):
     assert worked < 2, worked  # of the processor's time: a busy machine may take longer by the clock
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_the_service_ends_within_a_second_whoever_is_connected(tmp_path, how):
     write_run(tmp_path, "a", [record(1)])
@@ -312,6 +313,7 @@ def test_a_record_is_heard_of_within_a_second(live):
         assert at_best(seconds_to_be_heard, 1) < 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["header", "parameter", "both"])
 def test_who_comes_back_gets_what_was_missed_once(live, how):
     url, writer = live
