@@ -290,6 +290,7 @@ def test_little_scratch_memory_gives_the_same_result(operation, seed, V, d, rows
     close(operation(A, max_bytes=max_bytes), operation(A), 1e-13)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "view",
     [

@@ -127,6 +127,7 @@ def test_diameter_of_what_is_stored_is_within_the_limit(name, how, dtype, magnit
             assert weight.isfinite().all()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("how", ["rows", "scale"])
 def test_steps_within_the_limit_keep_their_bits(name, how):
@@ -338,6 +339,7 @@ def test_soft_capped_and_computed_heads_are_refused():
 # Gradients that are not finite
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_step_with_a_gradient_that_is_not_finite_is_left_out_whole(name, closure):

@@ -62,6 +62,7 @@ def usr2():
     signal.signal(signal.SIGUSR2, before)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("user_code", [False, True])
 @pytest.mark.parametrize("error", [SystemExit(3), Panic(), TimeoutError("preempted")], ids=repr)
 @pytest.mark.parametrize("form", ["function", "object", "method", "partial"])

@@ -150,6 +150,7 @@ def test_parameter_without_gradient_is_skipped_with_its_state(make):
     assert all(torch.equal(p, e) for i, (p, e) in enumerate(zip(params, expected, strict=True)) if i != 1)
 
 
+@pytest.mark.few(6)
 @each
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -219,6 +220,7 @@ def test_parameters_of_several_precisions_step_together_as_they_do_alone(make):
         assert same([p], [alone])
 
 
+@pytest.mark.few(6)
 @each
 @pytest.mark.parametrize("shape", [(3, 0), (0, 3), (1, 1), (1, 7), (7, 1)], ids=str)
 def test_thin_and_empty_matrices_are_matrices(make, shape):
@@ -342,6 +344,7 @@ REFERENCES = {
 each_with_reference = pytest.mark.parametrize(("make", "reference", "options"), REFERENCES.values(), ids=REFERENCES)
 
 
+@pytest.mark.few(4)
 @each_with_reference
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(12, 5), (4, 30)], ids=str)

@@ -803,6 +803,7 @@ def test_a_number_whose_run_was_deleted_is_not_taken_before_a_run_that_can_be_re
     assert [begin().id, begin("a", first_step=1).id] == ["a", "a-4"]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("last", [*range(20), 63, 64, 65, 1000])
 def test_the_last_number_is_found_in_few_lookups(last):
     lookups = []
