@@ -7,9 +7,6 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# Python's packages and the programs of the tests are installed at the same time.
-MAKEFLAGS += --jobs=2
-
 # What the tests run for real, as Debian packages and as commands.
 PACKAGES := chromium chromium-headless-shell prometheus prometheus-alertmanager victoria-metrics
 PROGRAMS := chromium chromium-headless-shell prometheus promtool prometheus-alertmanager amtool victoria-metrics vmalert
@@ -17,11 +14,13 @@ PROGRAMS := chromium chromium-headless-shell prometheus promtool prometheus-aler
 SETUP = PYTHON="$(PYTHON)" TORCH="$(TORCH)" .ci/setup
 # Three processes on two cores: much of the time one of them waits for a program.
 PYTEST := -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Python's packages and the programs of the tests are installed at the same time.
+PREPARE = @$(MAKE) --no-print-directory --jobs=2 setup programs
 
 # The lower bound of every direct dependency, as a constraint.
 LOWEST := sed -n '/^dependencies/,/^\[project.scripts\]/ s/^ *"\([a-z-]*\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml
 
-.PHONY: setup programs demo test test-lowest check format bench constraints clean
+.PHONY: setup programs demo test test-all test-lowest check format bench constraints clean
 
 setup:
 	@$(SETUP) $(VENV) constraints.txt
@@ -30,9 +29,10 @@ setup:
 programs:
 	@missing() { for program in $(PROGRAMS); do command -v $$program > /dev/null || echo $$program; done; }; \
 	if [ -n "$$(missing)" ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-		apt-get update -q; \
+		echo "Installing the Debian packages $(PACKAGES): up to two minutes"; \
+		apt-get update -qq; \
 		for package in $(PACKAGES); do \
-			DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $$package; \
+			DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$package > /dev/null; \
 		done; \
 	fi; \
 	for program in $$(missing); do echo "$$program is not installed: its tests are skipped"; done
@@ -40,8 +40,17 @@ programs:
 demo: setup
 	$(BIN)/hilbert-monitor demo $(ARGS)
 
-test: setup programs
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(ARGS)
+# Every promise of the README once, for real.
+test:
+	$(PREPARE)
+	@echo "Running the tests: four to eight minutes on two cores"
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not sweep" $(ARGS)
+
+# The sweeps, the long scenarios and the tests of the tests too.
+test-all:
+	$(PREPARE)
+	@echo "Running all tests: eight to twenty minutes on two cores"
+	HILBERT_MONITOR_SWEEP=1 OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(ARGS)
 
 # With the oldest versions that pyproject.toml allows, in an environment of its own, and the newest tools that take them.
 test-lowest: TORCH = $(shell $(LOWEST) | grep '^torch==')

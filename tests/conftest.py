@@ -10,6 +10,8 @@ import sys
 import tempfile
 
 import pytest
+import pytest_timeout
+from _pytest._io import TerminalWriter
 from hypothesis import settings
 
 from hilbert_monitor.doctor.bf16 import VARIABLE, WITHOUT_AMX, leave_out_broken_amx
@@ -40,6 +42,14 @@ os.environ.setdefault("PIP_RETRIES", "10")
 settings.register_profile("here", deadline=None, max_examples=draws(100))
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=draws(100))
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+def _dump_stacks(_, dump=pytest_timeout.dump_stacks):
+    dump(TerminalWriter(sys.__stderr__))
+
+
+# A worker of pytest-xdist has no stdout: the stacks of a test that hangs would be lost.
+pytest_timeout.dump_stacks = _dump_stacks
 
 
 LONGEST = (
@@ -87,3 +97,13 @@ def pytest_report_header():
 def _elsewhere(tmp_path, monkeypatch):
     """What a test writes without saying where goes to a folder of its own."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem, sched):
+    """Do not run a test again whose worker ended, as at its time limit: pytest-xdist would, in the next worker."""
+    for scope, unit in list(sched.workqueue.items()):
+        if crashitem in unit:
+            unit[crashitem] = True
+        if all(unit.values()):
+            del sched.workqueue[scope]

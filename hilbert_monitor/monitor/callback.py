@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any, Literal
 
@@ -59,7 +59,10 @@ class HilbertMonitor(Callback):
         decode: makes a token's text from its id, in a thread of its own. A record waits a second for its texts at most.
         run_dir: folder of the run logs, in which this run gets one of its own; None for no log.
         run_name: what the run is called; its log goes on in the same folder if it is started again.
-        config: settings to keep with the run; by default the module's hyperparameters.
+        config: settings to keep with the run; by default the module's hyperparameters. Values that look like secrets
+            are masked: those of names with key, token, secret, password or credential, and passwords in URLs.
+        secrets: further names in `config` whose values are masked.
+        private: let no other user read the run's folder (mode 0700). By default its mode follows the umask.
         efficiency: also measure, where the panel is, the step's descent as a share of the best possible at its
             diameter; it takes a second or two each time.
         layers: also measure every other layer in its own ruler, every tenth step: spectral norms of increments, and the
@@ -99,6 +102,8 @@ class HilbertMonitor(Callback):
         run_dir: str | None = "runs",
         run_name: str | None = None,
         config: dict[str, Any] | None = None,
+        secrets: Sequence[str] = (),
+        private: bool = False,
         efficiency: bool = False,
         layers: bool = False,
         rules: Rules | None = None,
@@ -133,6 +138,8 @@ class HilbertMonitor(Callback):
             run_dir=run_dir,
             run_name=run_name,
             config=config,
+            secrets=secrets,
+            private=private,
             efficiency=efficiency,
             layers=layers,
             rules=rules,

@@ -50,6 +50,7 @@ class Delivery:
             self.guard,
             sinks=self.options.sinks,
             run_dir=self.options.run_dir if self.loop.keeps_log else None,
+            private=self.options.private,
             prometheus=self.options.prometheus,
             texts=self._texts,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -57,6 +57,8 @@ class MonitorOptions:
     run_dir: str | None = "runs"
     run_name: str | None = None
     config: dict[str, Any] | None = None
+    secrets: Sequence[str] = ()
+    private: bool = False
     efficiency: bool = False
     layers: bool = False
     rules: Rules | None = None
@@ -91,6 +93,8 @@ class MonitorOptions:
             _check_count("vocab_size", self.vocab_size, "a number of rows of the head, or None for all", least=1)
         if isinstance(self.panel, str) and self.panel not in PANELS:
             raise ValueError(f"panel takes {', '.join(map(repr, PANELS))} or token ids, got {self.panel!r}")
+        if isinstance(self.secrets, str):
+            raise TypeError(f"secrets is a list of names in the config, got {self.secrets!r}: write [{self.secrets!r}]")
         self.sinks = _checked_sinks(self.sinks)
         resolved(self.on_blowup)
         if self.stalled_after is not None and not self.stalled_after >= 0:

@@ -33,6 +33,7 @@ class Outputs:
         guard: for what fails.
         sinks: of the user.
         run_dir: folder of the run logs; None for no log.
+        private: let no other user read the run's folder.
         prometheus: how the metrics are exported.
         texts: adds the texts of tokens to what the log and the sinks get.
     """
@@ -43,10 +44,11 @@ class Outputs:
         *,
         sinks: Iterable[Any] = (),
         run_dir: str | None = None,
+        private: bool = False,
         prometheus: Prometheus | None = None,
         texts: TokenTexts | None = None,
     ) -> None:
-        self.guard, self.run_dir, self.prometheus = guard, run_dir, prometheus
+        self.guard, self.run_dir, self.private, self.prometheus = guard, run_dir, private, prometheus
         self.texts = texts or TokenTexts(None, guard)
         self.log: RunLog | None = None
         self._log_queue: QueuedSink[Any] | None = None
@@ -67,7 +69,7 @@ class Outputs:
     def open(self, info: RunInfo, *, first_step: int) -> None:
         """Open the log and the exporter, and write what is known of the run."""
         if self.run_dir is not None:
-            self.log = RunLog(self.run_dir, first_step=first_step, strict=self.guard.strict)
+            self.log = RunLog(self.run_dir, first_step=first_step, strict=self.guard.strict, private=self.private)
         else:
             self._info = info = _own_name(info)
         with self.guard("exporter"):

@@ -10,7 +10,9 @@ import msgspec
 import torch
 
 from hilbert_monitor import __version__
+from hilbert_monitor.runs.json_values import plain
 from hilbert_monitor.runs.record import RunInfo
+from hilbert_monitor.runs.secrets import mask_secrets
 
 from .options import MonitorOptions
 from .panel import Panel
@@ -31,6 +33,7 @@ def describe_run(
         resumed: the state that the run goes on from, or nothing.
     """
     info = loop.describe()
+    config = info.config if options.config is None else options.config
     same = options.run_name in (None, resumed.get("name"))  # or it is a branch with a name of its own
     versions = {
         "hilbert_monitor": __version__,
@@ -44,7 +47,7 @@ def describe_run(
         name=options.run_name or "",
         head_optimizer=type(probe.source.optimizer).__name__,
         head_name=probe.head.name,
-        config=info.config if options.config is None else options.config,
+        config=mask_secrets(plain(dict(config)), options.secrets),
         panel_hash="" if panel is None else panel.hash,
         panel_size=None if panel is None else panel.size,
         remarks=tuple(probe.remarks),

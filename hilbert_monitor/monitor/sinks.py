@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -110,10 +111,13 @@ class RunLog:
         root: folder of the runs.
         first_step: the step that a checkpoint goes on from.
         strict: raise if another process is writing a run of this name.
+        private: let no other user read the folder.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, first_step: int = 0, strict: bool = False) -> None:
-        self.root, self.first_step, self.strict = root, first_step, strict
+    def __init__(
+        self, root: str | os.PathLike[str], *, first_step: int = 0, strict: bool = False, private: bool = False
+    ) -> None:
+        self.root, self._open = root, partial(RunWriter.open, first_step=first_step, strict=strict, private=private)
         self.writer: RunWriter | None = None
         self._info = RunInfo()
 
@@ -134,7 +138,7 @@ class RunLog:
             if self.writer is not None:
                 self.writer.describe(**_changes(known, record))
         if self.writer is None:
-            self.writer = RunWriter.open(self.root, self._info, first_step=self.first_step, strict=self.strict)
+            self.writer = self._open(self.root, self._info)
         if isinstance(record, StepRecord):
             self.writer.write(record)
         elif isinstance(record, Alert):

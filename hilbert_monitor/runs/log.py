@@ -53,6 +53,7 @@ from ._reader import (
 from .json_values import clean, shown
 from .layers import LAYERS, LayerFile, LayerRecord
 from .record import Alert, RunInfo, StepRecord
+from .secrets import mask_urls
 from .stops import requested_stop
 
 __all__ = [
@@ -105,6 +106,7 @@ class RunWriter:
         *,
         first_step: int = 0,
         strict: bool = False,
+        private: bool = False,
         heartbeat: float = 5.0,
     ) -> Self:
         """Begin a run, or a further attempt at the run of this name if its process is gone.
@@ -116,6 +118,8 @@ class RunWriter:
             info: what is known of the run. Its id, attempt, time and process are filled in here.
             first_step: the step that a checkpoint goes on from. With 0, a finished run of this name is not resumed.
             strict: raise if another process is writing a run of this name, instead of giving this one a number.
+            private: let no other user read the folder. By default its mode follows the umask, so that a service of
+                another user can read it.
             heartbeat: seconds between two heartbeats.
         """
         if first_step < 0 or heartbeat <= 0:
@@ -126,6 +130,8 @@ class RunWriter:
         _readable(info, as_info)  # before there is a folder
         with ExitStack() as undo:
             folder, steps, claim = _claim(Path(root).absolute(), info, first_step, strict, undo)
+            if private:
+                folder.chmod(0o700)
             attempts = RunReader(folder).attempts
             known = msgspec.structs.replace(
                 info,
@@ -222,7 +228,7 @@ class RunWriter:
 
 def _message(error: BaseException) -> str:
     try:
-        return shown(str(error), 4000)
+        return mask_urls(shown(str(error), 4000))
     except Exception:
         return shown(error)
 

@@ -615,3 +615,34 @@ def test_a_forward_pass_that_takes_no_batch_of_the_panel_is_told_of_with_what_to
         optimizer.step()
         with pytest.warns(UserWarning, match=r"ValueError: scale is needed; .*hidden= says how else to"):
             run.step()
+
+
+def test_no_secret_of_the_config_or_of_an_error_is_in_the_runs_folder(tmp_path):
+    config = {"api_key": "sk-4711", "db": "postgresql://me:sk-4711@db/runs", "pin": "sk-4711", "lr": 0.1}
+    run, model, optimizer = watched(run_dir=str(tmp_path), config=config, secrets=["pin"])
+    run.start()
+    steps(run, model, optimizer, range(2))
+    run.close(ConnectionError("no answer from postgresql://me:sk-4711@db/runs"))
+    assert only_run(tmp_path).info.config == {
+        "api_key": "***",
+        "db": "postgresql://***@db/runs",
+        "pin": "***",
+        "lr": 0.1,
+    }
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) >= 5
+    assert not [path for path in files if b"sk-4711" in path.read_bytes()]
+
+
+@pytest.mark.parametrize(("private", "mode"), [(False, 0o755), (True, 0o700)])
+def test_other_users_can_read_a_run_unless_it_is_private(private, mode, tmp_path):
+    before = os.umask(0o022)
+    try:
+        run, model, optimizer = watched(run_dir=str(tmp_path), private=private)
+        with run:
+            steps(run, model, optimizer, range(1))
+    finally:
+        os.umask(before)
+    folder = only_run(tmp_path).folder
+    assert folder.stat().st_mode & 0o777 == mode
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}

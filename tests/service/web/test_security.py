@@ -145,6 +145,20 @@ def test_the_way_back_leads_to_this_server(closed, path):
     assert re.match(r"/[^/\\]", answer.headers["location"] + "x")
 
 
+def test_the_ticket_is_found_among_cookies_of_other_services(closed):
+    closed.get("/", params={"token": TOKEN})
+    ticket = closed.cookies["hilbert_monitor_8000"]
+    closed.cookies.clear()
+    others = f'a="\\"{"x;" * 20}"; hilbert_monitor_8000={ticket}; b'
+    assert closed.get("/api/runs", headers={"cookie": others}).status_code == 200
+
+
+def test_a_header_of_escaped_quotes_is_refused_at_once(closed):
+    answer = closed.get("/api/runs", headers={"cookie": 'a="' + '\\"' * 60_000})
+    assert answer.status_code == 431
+    assert "delete cookies" in answer.text
+
+
 def test_a_cookie_of_another_token_is_refused(root, closed):
     closed.get("/", params={"token": TOKEN})
     assert closed.get("/api/runs").status_code == 200
