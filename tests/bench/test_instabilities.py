@@ -158,6 +158,7 @@ def test_a_run_is_the_same_beside_others_as_alone():
             assert together.table(place)[name] == pytest.approx(values, rel=2e-3, abs=1e-5), name
 
 
+@pytest.mark.sweep
 def test_arms_do_what_they_say():
     by_name = {arm.name: place for place, arm in enumerate(ARMS)}
     runs = StudyRuns([Job(arm, 0) for arm in ARMS], SMALL)

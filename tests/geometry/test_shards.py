@@ -107,7 +107,6 @@ def measured(found_by):
     return found_by(_measured_by_parts, 3)
 
 
-@pytest.mark.sweep
 def test_every_rank_has_the_same_answers(measured):
     first = measured[0]
     for other in measured[1:]:

@@ -172,7 +172,7 @@ def two(tmp_path_factory):
     return folder, in_ranks(runs_of_a_rank, folder, folder, adapters)
 
 
-@pytest.mark.few("lightning")
+@pytest.mark.sweep
 @each_adapter
 def test_two_processes_measure_together_and_train_as_without(adapter, two):
     folder, ranks = two

@@ -146,6 +146,7 @@ def other_panels(rank, world):
             for layout in ("FSDP", "DDP")}  # fmt: skip
 
 
+@pytest.mark.sweep
 def test_ranks_with_different_panels_measure_none_and_say_so(two):
     for _, runs in two:
         for records, failures, _, expected in runs.values():

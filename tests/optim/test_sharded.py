@@ -135,7 +135,6 @@ def assert_alike(results, whole, *, rtol, atol, case):
             )
 
 
-@pytest.mark.few(1)
 def test_rownorm_on_shards_is_rownorm_on_the_whole_matrix(rownorm):
     """To the bit where rows are sharded and none is subtracted, to rounding otherwise."""
     for ours in rownorm:
@@ -182,7 +181,7 @@ def everything(rank, world):
     return rownorm_everywhere(rank, world), muon_everywhere(rank, world)
 
 
-@pytest.fixture(scope="module", params=[3, 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[3, pytest.param(4, marks=pytest.mark.sweep)], ids="{} ranks".format)
 def steps(request, tmp_path_factory):
     """Three ranks in a line, and four in a square, whose lines have two."""
     return in_ranks(everything, tmp_path_factory.mktemp("steps"), world=request.param)

@@ -595,6 +595,7 @@ def test_a_time_that_is_no_number_empties_no_table_and_a_stopped_run_is_named(vi
 # Nothing there, and nobody let in
 
 
+@pytest.mark.sweep
 def test_an_empty_folder_says_what_to_do(tmp_path, visit):
     with background(tmp_path, cache=False) as place:
         visitor = visit(place.url, **WIDE)
