@@ -75,12 +75,13 @@ def _mark_sweeps(items):
     for item in items:
         if mark := item.get_closest_marker("few"):
             cases.setdefault((item.path, item.originalname), (mark.args, []))[1].append(item)
-    for (first, *more), those in cases.values():
-        if isinstance(first, int):
-            number = min(first, len(those))
+    for wanted, those in cases.values():
+        if isinstance(wanted[0], int):
+            number = min(wanted[0], len(those))
             kept = {those[place * (len(those) - 1) // max(1, number - 1)].nodeid for place in range(number)}
         else:
-            kept = {item.nodeid for item in those if item.callspec.id in (first, *more)}
+            kept = {item.nodeid for item in those if item.callspec.id in wanted}
+            assert len(kept) == len(wanted) or len(those) <= len(wanted), f"{those[0].nodeid}: no case {wanted}"
         for item in those:
             if item.nodeid not in kept:
                 item.add_marker("sweep")

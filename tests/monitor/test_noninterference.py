@@ -269,6 +269,7 @@ def all_pairs_of_runs(rank, world, folder, port):
     return {make: pair_of_runs(make, folder, world) for make in TOGETHER}
 
 
+@pytest.mark.sweep
 def test_two_processes_end_bit_for_bit_where_they_would_without_the_monitor(tmp_path):
     first, second = in_ranks(all_pairs_of_runs, tmp_path / "ranks", tmp_path, 29511)
     for make in TOGETHER:
