@@ -122,6 +122,7 @@ def test_importing_the_package_loads_no_torch_until_a_torch_name_is_used():
     assert "torch" in training()["torch name"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_module_of_a_room_loads_what_comes_after_it_in_the_way_of_the_data(room):
     modules = modules_after(room)

@@ -132,6 +132,7 @@ def empty_shard(rank, world):
     return train(world, kind=Clearing, rows=2)[:4]
 
 
+@pytest.mark.sweep
 def test_a_rank_without_rows_does_not_take_a_cleared_gradient_for_a_missing_one(tmp_path):
     for records, failures, _, expected in in_ranks(empty_shard, tmp_path, world=3, patience=PATIENCE):
         assert not failures

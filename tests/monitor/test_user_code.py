@@ -324,7 +324,7 @@ def test_a_quick_decoder_is_called_once_for_a_token_in_its_own_thread_and_every_
     assert decode.threads == {"hilbert-monitor decode"}
 
 
-@pytest.mark.few(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("seconds", [5, 60], ids=["slow", "hangs"])
 def test_a_slow_decoder_costs_texts_and_neither_records_nor_time(seconds):
     decode, kept, starts = Decoder(seconds), Recorder(), []

@@ -116,6 +116,7 @@ def test_half_sent_requests_lock_nobody_out(tmp_path, visit):
     assert text.count("connections") == 1
 
 
+@pytest.mark.sweep
 def test_what_is_no_http_is_logged_once_and_who_has_no_token_locks_nobody_out(tmp_path):
     secret = "open-sesame-open-sesame"
     with narrow_service(tmp_path, "--token", secret) as (url, output), ExitStack() as stack:

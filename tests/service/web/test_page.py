@@ -616,6 +616,7 @@ def test_an_empty_folder_says_what_to_do(tmp_path, visit):
         visitor.leave()
 
 
+@pytest.mark.sweep
 def test_a_page_without_the_token_says_where_to_find_it(tmp_path, visit):
     write_run(tmp_path, "a", [record(s) for s in range(1, 9)])
     with running_service(tmp_path, "--port", 0, "--token", "sesame-sesame-sesame") as (_, url, _):

@@ -232,7 +232,7 @@ def test_a_view_can_be_left_while_the_cursor_is_on_a_plot(view):
     wait_for_panels(page)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("scale", ["log", "linear"])
 def test_a_panel_zooms_in_y_alone_until_a_double_click(view, scale):
     page = view(f"/?model=GPT&scale={scale}")

@@ -293,6 +293,7 @@ def archive(page, *runs, archived=True):
     assert answer.ok
 
 
+@pytest.mark.sweep
 def test_a_run_that_somebody_archives_leaves_the_comparison(view):
     page = view("/")
     until(page, "document.querySelector('.selection summary').innerText === 'Runs: all 3'")
