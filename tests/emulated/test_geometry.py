@@ -52,10 +52,15 @@ def leaves(result):
 
 
 def same(a, b):
-    """Whether two numbers are equal; those of the panel, which is pruned on a CPU alone, to rounding."""
+    """Whether two numbers of fp64 are equal but for its rounding, which the search for a tension takes to 1e-8."""
     if isinstance(a, torch.Tensor):
-        return torch.allclose(a, b, rtol=1e-6, atol=0)
+        return a.shape == b.shape and bool(((a - b).abs() <= 1e-6 * a.abs().max()).all())
     return a == b or (isinstance(a, float) and abs(a - b) <= 1e-6 * abs(a))
+
+
+def similar(a, b):
+    """Whether numbers of fp32 agree: rows and pairs may tie there, and bounds of a radius are up to 1 % apart."""
+    return not isinstance(a, float) or a == b or abs(a - b) <= 1e-2 * abs(a)
 
 
 def test_numbers_are_the_cpus_and_kernels_and_waits_are_few():
@@ -64,13 +69,14 @@ def test_numbers_are_the_cpus_and_kernels_and_waits_are_few():
     inputs = [increment.S, G - G.mean(0), increment.H]
     wrong = []
     for name, (call, kernels, waits) in CASES.items():
-        expected = call(*inputs)
-        with EmulatedDevice() as device:
-            on_device = [device.tensor(x) for x in inputs]
-            with device.counted() as counts:
-                found = call(*on_device)
-        if not all(same(a, b) for a, b in zip(leaves(expected), leaves(found), strict=True)):
-            wrong.append(f"{name}: {found} in place of {expected}")
+        for dtype, agree in ((torch.float64, same), (torch.float32, similar)):
+            expected = call(*(x.to(dtype) for x in inputs))
+            with EmulatedDevice() as device:
+                on_device = [device.tensor(x.to(dtype)) for x in inputs]
+                with device.counted() as counts:
+                    found = call(*on_device)
+            if not all(agree(a, b) for a, b in zip(leaves(expected), leaves(found), strict=True)):
+                wrong.append(f"{name}, {dtype}: {found} in place of {expected}")
         if counts.total.kernels > kernels or counts.total.waits > waits:
             wrong.append(f"{name}, at most {kernels} kernels and {waits} waits: {counts.table()}")
     assert not wrong, "\n".join(wrong)

@@ -92,7 +92,10 @@ def test_records_are_the_cpus(make):
         found = fit(emulated=True, make=make)
     expected = fit(emulated=False, make=make)
     for ours, theirs in zip(numbers(expected), numbers(found), strict=True):
-        assert theirs == pytest.approx(ours, rel=1e-4)
+        # Bounds of a radius are up to 1 % apart. Of 37 * 16 gradients the least is some 600 times smaller than most and
+        # its rounding, 10 * 2**-24, as much larger: 4e-4 of Adam's rate, and D(S) is eight times the rate.
+        assert theirs.pop("radius", 0) == pytest.approx(ours.pop("radius", 0), rel=1e-2)
+        assert theirs == pytest.approx(ours, rel=1e-3)
 
 
 def test_a_run_in_bf16_is_measured_as_the_forward_pass_sees_it():

@@ -82,13 +82,18 @@ def test_diameters_are_those_of_copies_of_the_weights_and_training_is_the_same_t
 def test_all_trainers_make_the_same_run_with_the_same_records(whole):
     pytest.importorskip("accelerate")
     runs = [whole(adapter)[1] for adapter in ADAPTERS]
+    changes = whole(ADAPTERS[0])[0].changes
     names = ("diameter_upper", "train_loss", "learning_rate", "tokens", "validation_loss")
     for adapter, records in zip(ADAPTERS[1:], runs[1:], strict=True):
         for one, other in zip(records, runs[0], strict=True):
             values = [[getattr(record, name) or 0.0 for name in names] for record in (one, other)]
             assert values[0] == pytest.approx(values[1], rel=1e-5), (adapter, one.step)
-            assert one.pair == other.pair
-    assert len({records[-1].perturbation_rms for records in runs}) == 1  # the same positions of the same text
+            lengths = [
+                float((changes[one.step][[i]] - changes[one.step][[j]]).norm()) for i, j in (one.pair, other.pair)
+            ]
+            assert lengths[0] == pytest.approx(lengths[1], rel=1e-5)  # two pairs may tie
+        # The same positions of the same text: others would give another number.
+        assert records[-1].perturbation_rms == pytest.approx(runs[0][-1].perturbation_rms, rel=1e-5), adapter
 
 
 @pytest.mark.few(2)

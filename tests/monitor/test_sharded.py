@@ -29,6 +29,7 @@ from tests.support import warm
 from tests.support.decoders import Plain, Tied
 from tests.support.ranks import in_ranks
 from tests.support.tried import OURS, tried
+from tests.support.ways import assert_same_way
 
 V, D, UPDATES = 101, 8, 2
 SIZE = {"V": V, "d": D, "blocks": 1}
@@ -115,11 +116,16 @@ def whole(name):
 
 
 def check(numbers, expected):
-    """Compare records of a rank with those of one process, whose sums are in another order."""
+    """Compare records of a rank with those of one process, whose sums are in another order.
+
+    The radius is an upper bound, up to 1 % above, that is another where rows tie. The gauge waste is a square, of
+    nothing but rounding where gradients have no mean row: Newton-Schulz makes that up to 500 times larger.
+    """
+    tolerances = {"radius": {"rel": 1e-2}, "gauge_waste": {"rel": 2e-3, "abs": (500 * 2**-23) ** 2}}
     for record, other in zip(numbers, expected, strict=True):
         for field in FIELDS:
             if isinstance(other[field], float):
-                assert record[field] == pytest.approx(other[field], rel=2e-3), field
+                assert record[field] == pytest.approx(other[field], **tolerances.get(field, {"rel": 2e-3})), field
             elif field not in ("pair", "row_token"):  # the first steps of Adam and all rows of RowNorm tie
                 assert record[field] == other[field], field
 
@@ -401,7 +407,8 @@ def test_a_rank_that_fails_costs_a_measurement_and_never_the_run(where, ranks_of
     assert [d is None for d in first[0]] == [False, True, False]
     assert second[1]
     for rank in (first, second):
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(rank[2], weights, strict=True))
+        torch.manual_seed(0)
+        assert_same_way(rank[2], weights, Plain(**SIZE).parameters())
 
 
 def dying_rank(rank, folder):

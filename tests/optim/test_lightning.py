@@ -14,6 +14,7 @@ from hilbert_monitor import pretraining_optimizer, warmup_cosine
 from hilbert_monitor.geometry import row_diameter
 from tests.support.decoders import Plain
 from tests.support.warm import warm_ranks_fixture  # noqa: F401
+from tests.support.ways import assert_same_way
 
 BATCHES, ACCUMULATE, CLIP = 24, 2, 0.5
 UPDATES = BATCHES // ACCUMULATE
@@ -143,8 +144,8 @@ class Shared(Module):
 def test_ddp_over_two_processes_ends_where_one_process_does(tmp_path):
     options = {"enable_checkpointing": False, "strategy": "ddp_spawn", "devices": 2}
     weights = fit(Shared("rownorm"), tmp_path, **options)
-    for a, b in zip(weights, by_hand("rownorm"), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.manual_seed(0)
+    assert_same_way(weights, by_hand("rownorm"), Plain(37, 16, bias=True).parameters())
 
 
 class Asks(Callback):

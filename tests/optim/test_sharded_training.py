@@ -17,6 +17,7 @@ from hilbert_monitor import pretraining_optimizer, warmup_cosine
 from hilbert_monitor.optim import find_head
 from tests.support.decoders import Plain
 from tests.support.ranks import in_ranks
+from tests.support.ways import assert_same_way
 
 BEFORE, AFTER = range(3), range(3, 4)
 """Updates before a checkpoint and after it."""
@@ -168,9 +169,8 @@ def alone():
     return weights(run)
 
 
-def assert_follow(actual, expected, rtol=1e-4, atol=2e-5):
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+def assert_follow(actual, expected):
+    assert_same_way(actual, expected, weights(decoder()))
 
 
 def assert_equal(actual, expected):

@@ -16,6 +16,7 @@ from hilbert_monitor.pretrain.module import Places, train
 from hilbert_monitor.pretrain.shards import write_shard
 from hilbert_monitor.runs.log import RunReader
 from tests.support.ranks import in_ranks
+from tests.support.ways import assert_same_way
 
 V, UPDATES, CLIP = 131, 4, 0.3
 TINY = {
@@ -39,12 +40,13 @@ TINY = {
 
 
 class Norms(lightning.Callback):
-    """Keeps the norm of the whole gradient of each step."""
+    """Keeps the norm of the whole gradient of each step, and the weights before the first."""
 
     def __init__(self):
         self.norms = []
 
-    def on_train_start(self, trainer, _):
+    def on_train_start(self, trainer, module):
+        self.start = {key: whole(p) for key, p in module.named_parameters()}
         trainer.optimizers[0].register_step_post_hook(self.note)
 
     def note(self, optimizer, *_):
@@ -65,8 +67,8 @@ def whole(t):
 
 
 def runs_of_a_rank(rank, world, folder, runs):
-    """Run recipes one after the other; return of each the gradient norms, the whole weights, and how many this rank
-    has."""
+    """Run recipes one after the other; return of each the gradient norms, the whole weights, how many this rank has,
+    and the weights before the run."""
     os.environ["LOCAL_RANK"] = str(rank)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     results, monitor = {}, module.HilbertMonitor
@@ -84,7 +86,7 @@ def runs_of_a_rank(rank, world, folder, runs):
         weights = {key: whole(p) for key, p in trainer.lightning_module.named_parameters()}
         params = [p for group in trainer.optimizers[0].param_groups for p in group["params"]]
         held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in params)
-        results[name] = norms.norms, weights, held
+        results[name] = norms.norms, weights, held, norms.start
     return results
 
 
@@ -124,12 +126,13 @@ def check(found, name, expected, other):
         if not name.startswith("tp"):  # where a rank reads what two read
             assert mine.train_loss == pytest.approx(theirs.train_loss, rel=1e-5)
     assert {r.step for r in a if r.validation_loss is not None} == {2, 4}
+    _, expected_weights, _, start = other_ranks[0][other]
     for rank in ranks:
-        norms, weights, _ = rank[name]
+        norms, weights, _, _ = rank[name]
         assert norms == pytest.approx(other_ranks[0][other][0], rel=1e-4)
         assert max(norms) == pytest.approx(CLIP, rel=1e-4)  # some were clipped, or this shows nothing
-        for key, weight in weights.items():
-            torch.testing.assert_close(weight, other_ranks[0][other][1][key], rtol=1e-3, atol=1e-4)
+        assert weights.keys() == expected_weights.keys()
+        assert_same_way(*([named[key] for key in weights] for named in (weights, expected_weights, start)))
 
 
 @pytest.mark.sweep
