@@ -144,6 +144,7 @@ def test_a_signal_that_tells_is_above_chance_and_one_that_rings_always_is_not():
 SMALL = StudySizes(updates=3, vocab_size=260, width=16, head_dim=8, blocks=1, context=8, batch=2, rate=0.01)
 
 
+@pytest.mark.sweep
 def test_a_run_is_the_same_beside_others_as_alone():
     jobs = [Job(arm, 3) for arm in (*ARMS, without_qk_norm(ARMS[0]))]
     together = StudyRuns(jobs, SMALL)
@@ -157,6 +158,7 @@ def test_a_run_is_the_same_beside_others_as_alone():
             assert together.table(place)[name] == pytest.approx(values, rel=2e-3, abs=1e-5), name
 
 
+@pytest.mark.sweep
 def test_arms_do_what_they_say():
     by_name = {arm.name: place for place, arm in enumerate(ARMS)}
     runs = StudyRuns([Job(arm, 0) for arm in ARMS], SMALL)
@@ -183,6 +185,7 @@ def test_the_lower_bound_of_the_diameter_is_one():
         assert 0.8 * exact < bound <= exact * (1 + 1e-5)
 
 
+@pytest.mark.sweep
 def test_the_command_trains_once_and_judges_what_there_is(tmp_path):
     words = ["bench", "instabilities", "--quick", "--folder", str(tmp_path / "study")]
     files = {"--json": tmp_path / "out.json", "--figure": tmp_path / "leads.svg"}

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 
 from hilbert_monitor.bench.increments import make_increment
@@ -30,6 +31,7 @@ def test_emulated_ranks_find_what_the_whole_matrix_has():
     assert panel[0] == panel[1]
 
 
+@pytest.mark.sweep
 def test_bounds_move_what_two_passes_move():
     work = monitor_work.monitor_work("adamw", ranks=1, autocast=False)
     S = 4 * monitor_work.ROWS * monitor_work.WIDTH
@@ -44,6 +46,7 @@ def test_bounds_move_what_two_passes_move():
     assert chunked.bracket.count.bytes < 1.1 * work.bracket.count.bytes
 
 
+@pytest.mark.sweep
 def test_bytes_grow_as_those_of_a_larger_head_do_and_the_doctor_predicts_by_them():
     """In one process, which counts the three heads once. Fewer updates and positions make the counts no others."""
     monitor_work.UPDATES, monitor_work.BATCH = 4, 16
@@ -74,6 +77,7 @@ def the_doctor_predicts_an_accelerator_and_has_no_verdict_of_a_cpu():
     assert re.search("ms measured.*ms predicted", finding.measured)
 
 
+@pytest.mark.sweep
 def test_counts_made_in_another_process_are_the_same():
     sizes = {"positions": 64, "rows": 2048, "width": 32}
     here = monitor_work.monitor_work("rownorm", ranks=1, autocast=False, **sizes)

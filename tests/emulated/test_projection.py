@@ -1,5 +1,6 @@
 """The plans of the paper's three sizes, from counts of this code, and its opponents on the same device."""
 
+import pytest
 import torch
 
 from hilbert_monitor.bench import projection
@@ -16,6 +17,7 @@ MOST = {"190M": 0.0057, "380M": 0.0038, "640M": 0.0028}
 is seen. Our aim is 0.7, 0.4 and 0.3 %."""
 
 
+@pytest.mark.sweep
 def test_the_monitor_is_a_small_share_of_an_update_and_its_search_ten_times_faster_than_all_pairs():
     plan_module.HEADS_ELSEWHERE = ()  # which take as long to count again; this process is the test's own
     monitor_work.UPDATES, monitor_work.BATCH = 4, 16

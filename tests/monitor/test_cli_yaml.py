@@ -226,6 +226,7 @@ def test_arguments_can_be_given_on_the_command_line_too(tmp_path):
     assert (monitor.options.diameter_every, monitor.options.bracket) == (7, None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("panel", ["loader", [k % V for k in range(60)]], ids=["loader", "ids"])
 def test_a_config_trains_logs_and_saves_a_config_that_trains_the_same(panel, tmp_path):
     measured = []

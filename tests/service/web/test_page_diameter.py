@@ -43,6 +43,7 @@ def test_the_page_draws_the_curves_and_has_their_numbers(url, visit):
     wait_for_text(page, "AdamW, scaled 4.0 2")
 
 
+@pytest.mark.sweep
 def test_without_a_sweep_the_bar_has_no_link_and_the_page_says_how_to_make_one(visit, tmp_path):
     write_run(tmp_path, "ordinary", [record(1), record(2)])
     with background(tmp_path, port=0) as server:
