@@ -225,6 +225,8 @@ def service(tmp_path_factory):
     """Fetch from a service of the stored runs: path -> text."""
     root, port = tmp_path_factory.mktemp("golden") / "runs", free_port()
     shutil.copytree(FOLDER / "runs", root)
+    for end in root.glob("*/end.jsonl"):  # the metrics are those of runs that ended just now
+        end.write_text(re.sub(r'"time":[\d.]+', f'"time":{time.time()}', end.read_text()))
     command = [
         sys.executable,
         "-m",
