@@ -1333,3 +1333,29 @@ def test_reading_changes_nothing_on_disk(begin):
     reader = RunReader(folder)
     assert [*reader.steps(), *reader.alerts(), *reader.follow(), reader.state(), reader.info]
     assert trace() == before
+
+
+def test_a_child_forked_while_a_run_is_opened_does_not_hold_its_lock(tmp_path, monkeypatch):
+    opened, forked_meanwhile, really_open = threading.Event(), threading.Event(), os.open
+
+    def slow(path, flags, *args, **options):  # as a network file system may be
+        fd = really_open(path, flags, *args, **options)
+        if flags & os.O_APPEND and not opened.is_set():
+            opened.set()
+            forked_meanwhile.wait(60)
+        return fd
+
+    monkeypatch.setattr(os, "open", slow)
+    writers = []
+    opening = threading.Thread(target=lambda: writers.append(RunWriter.open(tmp_path, RunInfo(name="a"))))
+    opening.start()
+    assert opened.wait(60)
+    child = forked(lambda: time.sleep(100))
+    try:
+        forked_meanwhile.set()
+        opening.join()
+        writers[0].close(RuntimeError("a crash"))
+        assert _lines.is_locked(tmp_path / "a" / "steps.jsonl") is False
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
