@@ -1,8 +1,8 @@
 """Masks values that look like secrets, before a run's configuration is written.
 
 A name says that its value is a secret: `api_key`, `hfToken`, `db.password`. A URL says so by `user:password@`, and some
-tokens by how they begin. Numbers are no secrets unless their name says password: `num_key_value_heads` and `max_tokens`
-stay. Every text is read once, however long it is.
+tokens by how they begin. Numbers and short words are no secrets unless their name says password: `num_key_value_heads`
+and `sort_key="length"` stay. Every text is read once, however long it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ANY_VALUE = ("password", "passwords", "passwd", "passphrase", "secret", "secrets
 """Words of a name, or ends of them, whose value is a secret, whatever it is."""
 SHORT = {"pwd", "pw", "pass", "passcode"}
 """Words of a name whose value is a secret, whatever it is."""
-TEXT = ("apikey", "secretkey", "privatekey", "accesskey", "token", "tokens", "authorization")
+TEXT = ("apikey", "secretkey", "privatekey", "accesskey", "token", "authorization")
 """Words of a name, or ends of them, whose value is a secret if it is a text."""
 SHORT_TEXT = {"key", "keys", "auth", "bearer", "jwt", "cookie", "sig", "signature"}
 """Words of a name whose value is a secret if it is a text."""
@@ -26,7 +26,8 @@ ABOUT = {"path", "dir", "file", "folder", "type", "norm", "mixer", "length", "si
 """Last words of names of something else: `token_type` and `key_file` are no secrets."""
 
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-NUMBER = re.compile(r"[-+.\deE_]{1,12}[kKMmBbTt]?|[-+]?inf|nan")
+HARMLESS = re.compile(r"[-+.\deE_]{1,12}[kKMmBbTt]?|[-+]?inf|nan|[A-Za-z_]{1,16}")
+"""A number or a short word: `text_key="caption"` names a column."""
 URL = re.compile(
     r"""(?<=://)(?:[^\s/:@'"]{0,256}:(?!\d{1,5}(?:[/?#,]|$))(?:(?!://)[^\s'"]){0,256}|[^\s/:@'"]{20,256})(?=@)"""
 )
@@ -89,12 +90,12 @@ def _masked(name: str, value: Any, names: Collection[str]) -> Any:
 
 
 def _without_texts(value: Any) -> Any:
-    """The value with every text in it masked, but numbers."""
+    """Return the value with every text in it masked, but numbers and short words."""
     if isinstance(value, dict):
         return {name: _without_texts(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_without_texts(item) for item in value]
-    return MASK if isinstance(value, str) and value and not NUMBER.fullmatch(value) else value
+    return MASK if isinstance(value, str) and value and not HARMLESS.fullmatch(value) else value
 
 
 def _mask_assignments(text: str, counts: Callable[[re.Match[str]], bool], names: Collection[str]) -> str:
@@ -107,7 +108,7 @@ def _mask_assignments(text: str, counts: Callable[[re.Match[str]], bool], names:
             continue  # right behind the sign: the value may have names of its own
         first, last = _value(text, place)
         bare = text[first:last].strip("'\"")
-        if bare in ("", "None", "True", "False", MASK) or (kind == "text" and _is_number(bare, names)):
+        if bare in ("", "None", "True", "False", MASK) or (kind == "text" and _is_harmless(bare, names)):
             place = last
             continue
         quote = text[first] if text[first] in "'\"" else ""
@@ -118,7 +119,7 @@ def _mask_assignments(text: str, counts: Callable[[re.Match[str]], bool], names:
 
 
 def _value(text: str, place: int) -> tuple[int, int]:
-    """Where the value at a place of a text begins and ends: a text in quotes, a group in brackets, or a word."""
+    """Return where the value at a place of a text begins and ends: a text in quotes, a group in brackets, or a word."""
     scheme = SCHEME.match(text, place)
     place = scheme.end() if scheme else place
     if quoted := QUOTED.match(text, place):
@@ -130,7 +131,7 @@ def _value(text: str, place: int) -> tuple[int, int]:
 
 
 def _end_of_group(text: str, place: int) -> int:
-    """The place behind the bracket that closes the one at a place; the end of the text if none does."""
+    """Return the place behind the bracket that closes the one at a place; the end of the text if none does."""
     depth = 0
     while place < len(text):
         quoted = QUOTED.match(text, place) if text[place] in "'\"" else None
@@ -141,17 +142,17 @@ def _end_of_group(text: str, place: int) -> int:
     return place
 
 
-def _is_number(text: str, names: Collection[str]) -> bool:
-    """Whether a value is a number, or a group without texts and names of secrets."""
+def _is_harmless(text: str, names: Collection[str]) -> bool:
+    """Return True if a value is a number, a short word, or a group without texts and names of secrets."""
     if text[-1] not in "])}":
-        return NUMBER.fullmatch(text) is not None
+        return HARMLESS.fullmatch(text) is not None
     return not (
         "'" in text or '"' in text or any(_kind(m["flag"] or m["name"], names) for m in ASSIGNMENT.finditer(text))
     )
 
 
 def _kind(name: str, names: Collection[str]) -> str:
-    """Which values of a name are secrets: "any", "text", or none of them."""
+    """Return which values of a name are secrets: "any", "text" or "" for none."""
     if name in names or name.lstrip("-") in names:
         return "any"
     words = [word.lower() for word in WORDS.findall(name[-200:])]
@@ -162,7 +163,7 @@ def _kind(name: str, names: Collection[str]) -> str:
     for before, word in zip(["", *words], words, strict=False):
         if word in SHORT_TEXT:
             return "text"
-        special = before in SPECIAL_TOKENS or word.removesuffix("s").removesuffix("token") in SPECIAL_TOKENS
+        special = before in SPECIAL_TOKENS or word.removesuffix("token") in SPECIAL_TOKENS
         if word.endswith(TEXT) and not special:
             return "text"
     return ""

@@ -35,7 +35,7 @@ SECRET = "sk-4711-XyZ"
         {"headers": f"Authorization: Bearer {SECRET}"},
         {"cfg": f"Config(logger=Logger(lr=0.1, api_key='{SECRET}'))"},
         {"cfg": f"api_key=SecretStr('{SECRET}'), lr=0.1"},
-        {"cfg": f"{{'api_key': b'{SECRET}', 'tokens': ['{SECRET}']}}"},
+        {"cfg": f"{{'api_key': b'{SECRET}', 'token': ['{SECRET}']}}"},
         {"cfg": f"{{'credentials': {{'user': 'a', 'value': '{SECRET}'}}}}"},
         {"cfg": repr({"password": f"""a'b"{SECRET}"""})},
         {"cfg": f"password  =  {SECRET}"},
@@ -81,6 +81,10 @@ def test_settings_of_a_model_stay():
         "note": "max_tokens=100, lr=0.1, remote git@example.com:me/repo",
         "time": "12:30",
         "train_tokens": "10B",
+        "include_num_input_tokens_seen": "no",
+        "text_key": "caption",
+        "keys": ["image", "label"],
+        "stop_tokens": ["</s>", "<|end|>"],
         "max_new_tokens": "4096",
         "suppress_tokens": [1, 2, 220],
         "key_norm": {"eps": 1e-6},
@@ -141,8 +145,8 @@ def test_a_secret_in_the_message_of_an_exception_is_masked():
     ],
 )
 def test_a_long_text_takes_little_time(piece):
-    text = piece * (1_000_000 // len(piece))
+    text = piece * (100_000 // len(piece))
     start = time.process_time()
     mask_secrets(text)
-    mask_secrets(text + ")" * 100_000)
-    assert time.process_time() - start < 30.0
+    mask_secrets(text + ")" * 10_000)
+    assert time.process_time() - start < 20.0  # a tenth of a second, or minutes if it is quadratic
