@@ -15,6 +15,7 @@ from _pytest._io import TerminalWriter
 from hypothesis import settings
 
 from hilbert_monitor.doctor.bf16 import VARIABLE, WITHOUT_AMX, leave_out_broken_amx
+from tests.support.draws import draws
 
 # oneDNN reads the variable when torch is loaded; workers of pytest-xdist and children of tests inherit it.
 assert "torch" not in sys.modules
@@ -38,8 +39,8 @@ os.environ.setdefault("HILBERT_MONITOR_DATA", tempfile.mkdtemp(prefix="hilbert-m
 os.environ.setdefault("PIP_TIMEOUT", "60")
 os.environ.setdefault("PIP_RETRIES", "10")
 
-settings.register_profile("here", deadline=None)
-settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("here", deadline=None, max_examples=draws(100))
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=draws(100))
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
@@ -52,16 +53,38 @@ pytest_timeout.dump_stacks = _dump_stacks
 
 
 LONGEST = (
-    *("test_oncall.py", "test_page.py", "test_demo.py", "test_page_live.py", "test_docker.py", "test_page_access.py"),
-    *("test_doctor.py", "test_examples.py", "test_page_compare.py", "test_grafana.py", "test_page_runs.py"),
-    *("test_bench_service.py", "test_shards.py", "test_page_shell.py", "test_rules.py", "test_bench.py"),
+    *("test_oncall.py", "test_demo.py", "test_page.py", "test_docker.py", "test_page_live.py", "test_rules.py"),
+    *("test_log.py", "test_extras.py", "test_grafana.py", "test_examples.py", "test_page_runs.py", "test_server.py"),
+    *("test_bench_service.py", "test_page_compare.py", "test_page_shell.py", "test_page_access.py", "test_golden.py"),
+    *("test_doctor.py", "test_belief.py", "test_noninterference.py", "test_perturbation.py", "test_alerts.py"),
+    *("test_monitor_work.py", "test_history.py", "test_projection.py", "test_oracle.py", "test_instabilities.py"),
 )
 """Files that take long come first: at the end one process would wait for the others. Some compute, others wait."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    _mark_sweeps(items)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+
+
+def _mark_sweeps(items):
+    """Of the cases of a test that has the mark `few`, those that it does not name or count are a sweep."""
+    cases = {}
+    for item in items:
+        if mark := item.get_closest_marker("few"):
+            cases.setdefault((item.path, item.originalname), (mark.args, []))[1].append(item)
+    for wanted, those in cases.values():
+        if isinstance(wanted[0], int):
+            number = min(wanted[0], len(those))
+            kept = {those[place * (len(those) - 1) // max(1, number - 1)].nodeid for place in range(number)}
+        else:
+            kept = {item.nodeid for item in those if item.callspec.id in wanted}
+            assert len(kept) == len(wanted) or len(those) <= len(wanted), f"{those[0].nodeid}: no case {wanted}"
+        for item in those:
+            if item.nodeid not in kept:
+                item.add_marker("sweep")
 
 
 def pytest_collection_finish():

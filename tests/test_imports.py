@@ -114,11 +114,13 @@ def modules_after(room):
     return (in_turn(*chain) if chain else training())[room]
 
 
+@pytest.mark.sweep
 def test_importing_the_package_loads_no_torch_until_a_torch_name_is_used():
     assert "torch" not in training()["package"]
     assert "torch" in training()["torch name"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_module_of_a_room_loads_what_comes_after_it_in_the_way_of_the_data(room):
     modules = modules_after(room)

@@ -7,6 +7,7 @@ What is caught, and what passes:
   everything is caught, `SystemExit` and the panic of a Rust extension included, which is no `Exception`.
 - `decode` and sinks run in threads of ours, where everything is caught. Python runs signal handlers in the main thread
   only, so nothing that arrives there is meant for the program.
+- In a process that such a function has forked, everything passes: a child that calls `sys.exit` would go on training.
 - `KeyboardInterrupt`, `GeneratorExit` and whatever a signal handler raises always pass: they are meant for the program,
   and only happened to arrive while the monitor was at work.
 """
@@ -14,6 +15,7 @@ What is caught, and what passes:
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -49,11 +51,14 @@ class Guard:
             part: its name in the warning.
             user_code: it calls a function that the user supplied, which may raise anything.
         """
+        process = os.getpid()
         try:
             yield
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
+            if os.getpid() != process:  # it was forked in the block, and ends itself
+                raise
             if self.strict or not (user_code or isinstance(error, Exception)) or handled_signals(error):
                 raise
             self.count(part, error, stacklevel=4)

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hilbert_monitor.runs.process_bound import ProcessBound
+
 from .observers import Outcome, observe
 from .owners import inner_optimizers
 from .step_hooks import hook_steps
 
 
-class SeenSteps:
-    """Sees the steps of an optimizer on one parameter, and what a `TrustRegion` makes of them.
+class SeenSteps(ProcessBound):
+    """Sees the steps of an optimizer on one parameter, and what a `TrustRegion` makes of them; none in a forked child.
 
     Args:
         optimizer: that steps it.
@@ -36,15 +38,17 @@ class SeenSteps:
     ) -> Callable[[], None]:
         """Call `begin` before each step and `end` once after it; return a function that ends it. See `hook_steps`."""
         is_open = False
+        self.bind_to_process()
 
         def opened() -> None:
             nonlocal is_open
-            is_open = True
-            begin()
+            if not self.inherited:
+                is_open = True
+                begin()
 
         def closed() -> None:
             nonlocal is_open
-            if is_open:  # or it was seen before somebody held it
+            if is_open and not self.inherited:  # or it was seen before somebody held it
                 is_open = self.is_held = False
                 end()
 
@@ -67,5 +71,7 @@ class SeenSteps:
 
     def held(self, outcome: Outcome | None) -> None:
         """Note what was made of the step: the weights are believed to be as it left them."""
+        if self.inherited:
+            return
         self.outcome, self.has_holder, self.is_held = outcome, outcome is not None, outcome is not None
         self._on_held()

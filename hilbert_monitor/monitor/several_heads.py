@@ -8,12 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from hilbert_monitor.runs.exposition import CollectorRegistry
+from hilbert_monitor.runs.process_bound import ProcessBound
 
 from .options import MonitorOptions
 
 
-class SharedSink:
+class SharedSink(ProcessBound):
     """A sink that several monitors write to, each from a thread of its own: one after the other.
+
+    The runs of a forked child write to it too, as its options are the parent's.
 
     Args:
         sink: the user's.
@@ -21,6 +24,12 @@ class SharedSink:
 
     def __init__(self, sink: Any) -> None:
         self.sink, self._lock = sink, threading.Lock()
+        self.bind_to_process()
+
+    def on_fork(self) -> None:
+        """Free the lock, which a thread of the parent may have."""
+        self._lock = threading.Lock()
+        self.bind_to_process()
 
     def write(self, record: Any) -> None:
         """Write a record when nobody else does."""

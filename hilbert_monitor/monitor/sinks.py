@@ -17,7 +17,7 @@ import msgspec
 
 from hilbert_monitor.runs.layers import LayerRecord
 from hilbert_monitor.runs.log import RunWriter
-from hilbert_monitor.runs.process_bound import ProcessBound
+from hilbert_monitor.runs.process_bound import ProcessBound, end_child
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
 from .guard import describe, tell
@@ -95,9 +95,13 @@ class QueuedSink(ProcessBound, Generic[T]):
         try:
             call()
         except BaseException as error:  # a panic or SystemExit of the user's code; signals go to the main thread
+            if self.inherited:
+                end_child(error)
             self.failures += 1
             if self.failures == 1:
                 tell(f"{self.name} failed ({describe(error)}); training goes on", stacklevel=1)
+        if self.inherited:
+            end_child()
 
 
 class Progress:

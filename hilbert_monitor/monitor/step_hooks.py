@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hilbert_monitor.runs.process_bound import ProcessBound
-
 
 def hook_steps(
     optimizers: Iterable[Optimizer],
@@ -23,8 +21,7 @@ def hook_steps(
     """Call `begin` before and `end` after each step; return a function that removes the hooks.
 
     Of steps within one another, such as that of a base class within that of a subclass, the outermost counts. A step
-    that is compiled has no hooks, and one that a CUDA graph captures does not call them. In a forked child nothing is
-    called.
+    that is compiled has no hooks, and one that a CUDA graph captures does not call them.
 
     Args:
         optimizers: whose steps are one and the same: an optimizer, and those that it calls.
@@ -34,12 +31,10 @@ def hook_steps(
             for optimizers that run it before they move anything, as torch's do.
     """
     outermost: FrameType | None = None
-    process = ProcessBound()
-    process.bind_to_process()
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         nonlocal outermost
-        if process.inherited or not _is_hooked():
+        if not _is_hooked():
             return None
         caller = sys._getframe(1)
         if _on_the_stack(outermost, caller):
@@ -54,7 +49,7 @@ def hook_steps(
 
     def after(*_: Any) -> None:
         nonlocal outermost
-        if process.inherited or not _is_hooked() or sys._getframe(1) is not outermost:
+        if not _is_hooked() or sys._getframe(1) is not outermost:
             return
         outermost = None
         end()

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from hilbert_monitor.runs.alert_messages import with_texts
-from hilbert_monitor.runs.process_bound import ProcessBound
+from hilbert_monitor.runs.process_bound import ProcessBound, end_child
 from hilbert_monitor.runs.record import Alert, StepRecord
 
 from .guard import Guard
@@ -101,6 +101,8 @@ class TokenTexts(ProcessBound):
                     return
                 token = next(iter(self._wanted))
             text = self._decode(token)
+            if self.inherited:
+                end_child()
             with self._changed:
                 del self._wanted[token]
                 self._texts[token] = text
@@ -113,6 +115,8 @@ class TokenTexts(ProcessBound):
         try:
             return str(self.decode(token))
         except BaseException as error:  # a panic or SystemExit of the user's code; signals go to the main thread
+            if self.inherited:
+                end_child(error)
             self.error = self.error or error
             self.guard.count("decode", error)
             return None

@@ -23,8 +23,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .json_values import plain
-from .process_bound import ProcessBound
+from .process_bound import ProcessBound, forks
 
+TRIES = 100
+"""How often a file is opened at most, if the process is forked each time."""
 LONGEST = 1 << 24
 """The longest line that is read, in bytes."""
 
@@ -66,8 +68,18 @@ class LineFile(ProcessBound):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._guard = threading.Lock()
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self._fd = -1
         self.bind_to_process()
+        for _ in range(TRIES):
+            before = forks()
+            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            self._fd = fd
+            if forks() == before:
+                break
+            self._fd = -1  # a child that was forked meanwhile may have it too, and would hold its lock
+            os.close(fd)
+        else:
+            raise OSError(f"'{path}' could not be opened for the many forks of this process")
         size = os.fstat(self._fd).st_size
         self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
         self._reserved: int | None = None  # where the blanks begin

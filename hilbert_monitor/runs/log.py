@@ -53,7 +53,7 @@ from ._reader import (
 from .json_values import clean, shown
 from .layers import LAYERS, LayerFile, LayerRecord
 from .record import Alert, RunInfo, StepRecord
-from .secrets import mask_urls
+from .secrets import mask_message
 from .stops import requested_stop
 
 __all__ = [
@@ -228,7 +228,7 @@ class RunWriter:
 
 def _message(error: BaseException) -> str:
     try:
-        return mask_urls(shown(str(error), 4000))
+        return mask_message(shown(str(error), 4000))
     except Exception:
         return shown(error)
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+import traceback
 import weakref
 from contextlib import suppress
+from typing import NoReturn
 
 
 class ProcessBound:
@@ -29,12 +32,41 @@ class ProcessBound:
         """Close what the child shares with its parent. Called in the child, before `os.fork` returns there."""
 
 
+def forks() -> int:
+    """Return a number that changes with every fork of this process, before and after it."""
+    _register_at_fork()
+    return _forks
+
+
+def end_child(error: BaseException | None = None) -> NoReturn:
+    """End a child that was forked by a function of the user's in a thread of ours: the thread has nothing to do there.
+
+    Args:
+        error: what the function raised, if it did.
+    """
+    status = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        status = 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
+    elif error is not None:
+        traceback.print_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(status)
+
+
+_forks = 0
 _objects: weakref.WeakSet[ProcessBound] = weakref.WeakSet()
 
 
 @functools.cache
 def _register_at_fork() -> None:
-    os.register_at_fork(after_in_child=_mark_inherited)
+    os.register_at_fork(before=_count, after_in_parent=_count, after_in_child=_mark_inherited)
+
+
+def _count() -> None:
+    global _forks
+    _forks += 1
 
 
 def _mark_inherited() -> None:

@@ -1,30 +1,51 @@
 """Masks values that look like secrets, before a run's configuration is written.
 
-A name says that its value is a secret: `api_key`, `hfToken`, `db.password`. A URL says so by `user:password@`. Numbers
-are no secrets unless their name says password: `num_key_value_heads` and `max_tokens` stay.
+A name says that its value is a secret: `api_key`, `hfToken`, `db.password`. A URL says so by `user:password@`, and some
+tokens by how they begin. Numbers and short words are no secrets unless their name says password: `num_key_value_heads`
+and `sort_key="length"` stay. Every text is read once, however long it is.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 MASK = "***"
-ANY_VALUE = {"password", "passwords", "passwd", "passphrase", "pwd", "secret", "secrets", "credential", "credentials"}
+ANY_VALUE = ("password", "passwords", "passwd", "passphrase", "secret", "secrets", "credential", "credentials")
+"""Words of a name, or ends of them, whose value is a secret, whatever it is."""
+SHORT = {"pwd", "pw", "pass", "passcode"}
 """Words of a name whose value is a secret, whatever it is."""
-TEXT = {"key", "keys", "apikey", "token", "tokens", "authorization"}
+TEXT = ("apikey", "secretkey", "privatekey", "accesskey", "token", "authorization")
+"""Words of a name, or ends of them, whose value is a secret if it is a text."""
+SHORT_TEXT = {"key", "keys", "auth", "bearer", "jwt", "cookie", "sig", "signature"}
 """Words of a name whose value is a secret if it is a text."""
 SPECIAL_TOKENS = {"bos", "eos", "pad", "unk", "mask", "sep", "cls", "special", "image", "audio", "video"}
-"""Words that go with the tokens of a tokenizer, such as `eos_token`."""
+"""Words before the tokens of a tokenizer, such as `eos_token`."""
+ABOUT = {"path", "dir", "file", "folder", "type", "norm", "mixer", "length", "size", "column", "field", "count"}
+"""Last words of names of something else: `token_type` and `key_file` are no secrets."""
 
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-URL = re.compile(r"(?<=://)[^\s/:@'\"]*:[^\s'\"]*(?=@)")
-ASSIGNMENT = re.compile(
-    r"""(?P<name>--[\w-]+(?=\s+[^\s-])|[\w.-]+(?=['"]?\s?[=:]))(?P<sign>['"]?\s?[=:]\s?|\s+)"""
-    r"""(?P<value>'[^']*(?:'|$)|"[^"]*(?:"|$)|[^\s&;,'")\]}]+)"""
+HARMLESS = re.compile(r"[-+.\deE_]{1,12}[kKMmBbTt]?|[-+]?inf|nan|[A-Za-z_]{1,16}")
+"""A number or a short word: `text_key="caption"` names a column."""
+URL = re.compile(
+    r"""(?<=://)(?:[^\s/:@'"]{0,256}:(?!\d{1,5}(?:[/?#,]|$))(?:(?!://)[^\s'"]){0,256}|[^\s/:@'"]{20,256})(?=@)"""
 )
-"""A name with its value inside a text, as in a query, a command line or the repr of an object."""
+KNOWN = re.compile(
+    r"\bsk-[\w-]{20,}|\bhf_[A-Za-z]{30,}|\bgh[pousr]_\w{30,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{20,}|\bAKIA[0-9A-Z]{16}\b"
+    r"|\bxox[abprs]-[\w-]{10,}|(?<=hooks\.slack\.com/services/)[\w/-]+|(?<=discord\.com/api/webhooks/)[\w/-]+"
+    r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]{0,30}-----|\Z)"
+)
+"""Secrets that are known by how they begin."""
+ASSIGNMENT = re.compile(
+    r"""(?<![\w.-])(?:(?P<flag>--[\w-]+)(?:\s{1,8}(?=[^\s=:])|\s{0,8}[=:]\s{0,8})"""
+    r"""|(?P<name>[\w.-]+)(?P<quote>['"]?)\s{0,8}(?P<sign>[=:])\s{0,8})"""
+)
+"""A name before its value inside a text, as in a query, a command line or the repr of an object."""
+SCHEME = re.compile(r"(?i:bearer|basic)\s{1,8}")
+QUOTED = re.compile(r"""[A-Za-z]{0,2}(?:'(?:[^'\\]|\\.)*(?:'|\\?$)|"(?:[^"\\]|\\.)*(?:"|\\?$))""", re.DOTALL)
+GROUP = re.compile(r"[\w.]{0,100}(?=[\[({])")
+BARE = re.compile(r"[^\s&;,'\")\]}]*")
 
 
 def mask_secrets(value: Any, names: Collection[str] = ()) -> Any:
@@ -35,40 +56,114 @@ def mask_secrets(value: Any, names: Collection[str] = ()) -> Any:
         names: further names of secrets.
     """
     if isinstance(value, dict):
-        return {name: _masked(name, item, names) for name, item in value.items()}
-    if isinstance(value, list):  # of a command line, the value of a flag is the next item
-        flags = ["", *(item if isinstance(item, str) and item.startswith("--") else "" for item in value)]
+        masked = {mask_urls(name): _masked(name, item, names) for name, item in value.items()}
+        said = next((value[name] for name in ("name", "key") if isinstance(value.get(name), str)), "")
+        if "value" in value:  # {"name": "HF_TOKEN", "value": ...}, as containers have their environment
+            masked["value"] = _masked(said, value["value"], names)
+        return masked
+    if isinstance(value, list):
+        if value and all(isinstance(item, list) and len(item) == 2 and isinstance(item[0], str) for item in value):
+            return [[mask_secrets(name, names), _masked(name, item, names)] for name, item in value]
+        # of a command line, the value of a flag is the next item
+        flags = ["", *(item if isinstance(item, str) and item.startswith("-") else "" for item in value)]
         return [_masked(flag, item, names) for flag, item in zip(flags, value, strict=False)]
     if isinstance(value, str):
-        return ASSIGNMENT.sub(lambda match: _masked_assignment(match, names), mask_urls(value))
+        return _mask_assignments(mask_urls(value), lambda match: True, names)
     return value
 
 
 def mask_urls(text: str) -> str:
-    """Return the text without the user and password of its URLs."""
-    return URL.sub(MASK, text)
+    """Return the text without the user and password of its URLs, and without tokens that are known by their form."""
+    return KNOWN.sub(MASK, URL.sub(MASK, text))
+
+
+def mask_message(text: str) -> str:
+    """Return the message of an exception without secrets: `api_key=...` is one, `token_embedding.weight: ...` none."""
+    return _mask_assignments(mask_urls(text), lambda match: match["sign"] == "=" or bool(match["quote"]), ())
 
 
 def _masked(name: str, value: Any, names: Collection[str]) -> Any:
-    if value is None or value == "" or isinstance(value, bool):  # says only that there is none
-        return value
-    if _is_secret(name, isinstance(value, int | float), names):
+    kind = _kind(name, names)
+    if kind == "any" and not (value is None or value == "" or isinstance(value, bool)):  # says only that there is none
         return MASK
-    return mask_secrets(value, names)
+    return _without_texts(value) if kind == "text" else mask_secrets(value, names)
 
 
-def _masked_assignment(match: re.Match[str], names: Collection[str]) -> str:
-    name, sign, value = match["name"], match["sign"], match["value"]
-    bare = value.strip("'\"")
-    number = re.fullmatch(r"[-+.\deE_]+", bare) is not None
-    if bare in ("", "None", "True", "False", MASK) or not _is_secret(name, number, names):
-        return match[0]
-    return f"{name}{sign}{value.replace(bare, MASK)}"
+def _without_texts(value: Any) -> Any:
+    """Return the value with every text in it masked, but numbers and short words."""
+    if isinstance(value, dict):
+        return {name: _without_texts(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_texts(item) for item in value]
+    return MASK if isinstance(value, str) and value and not HARMLESS.fullmatch(value) else value
 
 
-def _is_secret(name: str, number: bool, names: Collection[str]) -> bool:
-    """Return True if a value of this name is a secret."""
-    words = {word.lower() for word in WORDS.findall(name)}
-    if name in names or words & ANY_VALUE:
-        return True
-    return bool(words & TEXT) and not number and not words & SPECIAL_TOKENS
+def _mask_assignments(text: str, counts: Callable[[re.Match[str]], bool], names: Collection[str]) -> str:
+    """Mask the values of names inside a text. `counts` tells whether a match is an assignment."""
+    parts, start, place = [], 0, 0
+    while (match := ASSIGNMENT.search(text, place)) is not None:
+        place = match.end()
+        kind = _kind(match["flag"] or match["name"], names)
+        if not kind or not counts(match):
+            continue  # right behind the sign: the value may have names of its own
+        first, last = _value(text, place)
+        bare = text[first:last].strip("'\"")
+        if bare in ("", "None", "True", "False", MASK) or (kind == "text" and _is_harmless(bare, names)):
+            place = last
+            continue
+        quote = text[first] if text[first] in "'\"" else ""
+        closing = quote if quote and last - first > 1 and text[last - 1] == quote else ""
+        parts += [text[start:first], quote, MASK, closing]
+        start = place = last
+    return "".join([*parts, text[start:]])
+
+
+def _value(text: str, place: int) -> tuple[int, int]:
+    """Return where the value at a place of a text begins and ends: a text in quotes, a group in brackets, or a word."""
+    scheme = SCHEME.match(text, place)
+    place = scheme.end() if scheme else place
+    if quoted := QUOTED.match(text, place):
+        return place, quoted.end()
+    if group := GROUP.match(text, place):
+        return place, _end_of_group(text, group.end())
+    bare = BARE.match(text, place)
+    return place, bare.end() if bare else place
+
+
+def _end_of_group(text: str, place: int) -> int:
+    """Return the place behind the bracket that closes the one at a place; the end of the text if none does."""
+    depth = 0
+    while place < len(text):
+        quoted = QUOTED.match(text, place) if text[place] in "'\"" else None
+        depth += (text[place] in "[({") - (text[place] in "])}")
+        place = quoted.end() if quoted else place + 1
+        if not depth:
+            return place
+    return place
+
+
+def _is_harmless(text: str, names: Collection[str]) -> bool:
+    """Return True if a value is a number, a short word, or a group without texts and names of secrets."""
+    if text[-1] not in "])}":
+        return HARMLESS.fullmatch(text) is not None
+    return not (
+        "'" in text or '"' in text or any(_kind(m["flag"] or m["name"], names) for m in ASSIGNMENT.finditer(text))
+    )
+
+
+def _kind(name: str, names: Collection[str]) -> str:
+    """Return which values of a name are secrets: "any", "text" or "" for none."""
+    if name in names or name.lstrip("-") in names:
+        return "any"
+    words = [word.lower() for word in WORDS.findall(name[-200:])]
+    if not words or words[-1] in ABOUT:
+        return ""
+    if any(word in SHORT or word.endswith(ANY_VALUE) for word in words):
+        return "any"
+    for before, word in zip(["", *words], words, strict=False):
+        if word in SHORT_TEXT:
+            return "text"
+        special = before in SPECIAL_TOKENS or word.removesuffix("token") in SPECIAL_TOKENS
+        if word.endswith(TEXT) and not special:
+            return "text"
+    return ""

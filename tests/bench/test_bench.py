@@ -51,6 +51,7 @@ def test_plain_bench_has_the_jobs_of_the_geometry_and_of_the_monitor(monkeypatch
     assert len(set(plain)) == 10
 
 
+@pytest.mark.sweep
 def test_the_monitor_is_measured_under_both_heads(tmp_path):
     result, text = run("bench", "monitor", "--quick", "--json", tmp_path / "out.json")
     assert result.exit_code == 0, text
@@ -81,6 +82,7 @@ def test_bench_of_the_optimizers_has_time_and_memory(tmp_path):
     assert traffic["amount"] == pytest.approx(4 * 4 * numbers / 4, rel=0.1), "there and back, of what others own"
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("warm_ranks")
 def test_ranks_that_share_rows_are_counted_and_timed(tmp_path):
     result, text = run("bench", "sharded", "--quick", "--json", tmp_path / "out.json")
@@ -152,6 +154,7 @@ def test_help_of_every_subcommand_has_an_example(subcommand):
     assert {"--json", "--quick"} <= set(re.findall(r"--[a-z]+", text))
 
 
+@pytest.mark.sweep
 def test_the_oracle_is_measured_beside_simpler_bounds(tmp_path):
     result, text = run("bench", "oracle", "--quick", "--json", tmp_path / "gaps.json")
     assert result.exit_code == 0, text

@@ -40,6 +40,7 @@ def measured(tmp_path_factory):
     return json.loads((folder / "out.json").read_text())["results"], text, folder / "tmp"
 
 
+@pytest.mark.sweep
 def test_every_figure_is_there_beside_its_limit_or_opponent(measured):
     results, text, _ = measured
     assert {r["subject"] for r in results} == SUBJECTS
@@ -53,6 +54,7 @@ def test_every_figure_is_there_beside_its_limit_or_opponent(measured):
     assert {r["opponent"] for r in results} == opponents
 
 
+@pytest.mark.sweep
 def test_figures_are_of_a_plausible_size(measured):
     by_case = {r["case"]: r for r in measured[0]}
     assert (
@@ -65,6 +67,7 @@ def test_figures_are_of_a_plausible_size(measured):
     assert read["ratio"] > 0.3, "eight browsers cost one reader"
 
 
+@pytest.mark.sweep
 def test_nothing_is_left_on_the_disk(measured):
     assert not [path for path in measured[2].iterdir() if path.name.startswith("hilbert-monitor")]
 

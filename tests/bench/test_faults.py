@@ -32,6 +32,7 @@ def summary(less_text):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.sweep
 def test_every_visible_fault_is_reported_in_its_step_and_clean_steps_are_silent(summary):
     assert summary.false_alarms == []
     assert summary.measured == 4 * QUICK.sizes.steps  # two heads, a run with faults and one without
@@ -39,6 +40,7 @@ def test_every_visible_fault_is_reported_in_its_step_and_clean_steps_are_silent(
     assert {cell.fault for cell in summary.cells if cell.visible} >= LOUD
 
 
+@pytest.mark.sweep
 def test_what_the_increment_does_not_show_is_counted_as_invisible(summary):
     """RowNorm divides every row by its norm: nothing but the learning rate, or no number, changes D(S)."""
     quiet = [cell for cell in summary.cells if cell.head == "rownorm" and cell.fault not in LOUD]
@@ -48,6 +50,7 @@ def test_what_the_increment_does_not_show_is_counted_as_invisible(summary):
         assert cell.diameter_ratio == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.sweep
 def test_a_branch_goes_on_as_the_run_itself_and_leaves_it_alone():
     trial_run = TrialRun("adamw", 0, QUICK.sizes)
     for _ in range(3):

@@ -35,6 +35,7 @@ def cell(summary, fault, head, arm):
     return next(c for c in summary.cells if (c.fault, c.head, c.arm) == (fault, head, arm))
 
 
+@pytest.mark.sweep
 def test_the_table_has_every_fault_under_every_safeguard(summary):
     assert len(summary.cells) == 2 * len(ARMS) * len(FAULTS)
     assert len(summary.costs) == 2 * len(ARMS)

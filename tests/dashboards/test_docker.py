@@ -418,6 +418,7 @@ def test_a_notification_uses_annotations_that_every_alert_has():
         assert all(used <= rule["annotations"].keys() for rule in rules if "alert" in rule)
 
 
+@pytest.mark.sweep
 def test_prometheus_gets_in_with_the_token_and_reads_a_live_run(tmp_path):
     program, port = needs("prometheus"), free_port()
     runs, token = tmp_path / "runs", SECRETS["HILBERT_MONITOR_TOKEN"]

@@ -221,6 +221,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rule", BREAKS)
 def test_a_rule_finds_what_it_is_for(rule):
     board = copy.deepcopy(BOARDS["run"])
@@ -229,6 +230,7 @@ def test_a_rule_finds_what_it_is_for(rule):
     assert len([*RULES[rule](board)]) > before
 
 
+@pytest.mark.sweep
 def test_every_rule_that_is_not_excluded_altogether_was_seen_to_find_something():
     assert {*BREAKS} == {rule for rule in RULES if "entries" in EXCLUDED.get(rule, {"entries": ()})}
 
@@ -446,6 +448,7 @@ def choices(name):
     return [({**EVERY, "run": f"{head}-1"}, LACKS[head]) for head in HEADS] if name == "run" else [(EVERY, {})]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("name", "panel"),
     [pytest.param(n, p, id=f"{n}: {p['title']}") for n, b in BOARDS.items() for p in panels(b)],
@@ -476,6 +479,7 @@ def test_blow_ups_are_marked_where_they_were(prometheus, name):
     assert len(prometheus.drawn(filled(marks["expr"], EVERY | patient))) < len(prometheus.drawn("hilbert_step"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", BOARDS)
 def test_a_run_that_two_jobs_scrape_is_not_doubled(prometheus, name):
     settled = replace(prometheus, end=prometheus.end + 4)  # nothing has changed since the last scrapes of both

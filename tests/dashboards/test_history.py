@@ -169,11 +169,13 @@ def fired(names, more=""):
     }
 
 
+@pytest.mark.sweep
 def test_history_follows_schedules_and_sees_what_they_do_not_explain(tmp_path):
     done = tried(tmp_path, RULES.read_text(), {*CALM, *RESUMED, *BLOWN_UP})
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("old", "new", "name"),
     [

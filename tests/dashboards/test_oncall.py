@@ -32,6 +32,8 @@ TRAINED = ("clean", "accident", "stopped", "killed")
 LOGGED = ("plain", "long", "slow", "stuck", "early")
 TOKEN = "a-token-of-some-length"
 on_both = pytest.mark.parametrize("system", SYSTEMS)
+long = pytest.mark.sweep
+"""A test of the story, which takes two minutes."""
 
 
 def get(url):
@@ -299,27 +301,9 @@ DOUBLED = "count by (run) (hilbert_run_info) > 1"
 SEEN = 'group by (run) (last_over_time(hilbert_step{job="hilbert-runs"}[10m]))'
 
 
-def told_of(story, system, run):
-    return {alert for alert, of in story.page.told(system) if of == run}
-
-
-@on_both
-def test_a_run_with_tls_is_scraped_and_a_run_that_finishes_fires_nothing(story, system):
-    assert story.ended["clean"] == "0"
-    assert "clean" in {one["metric"]["run"] for one in story.scraped[system]}
-    assert told_of(story, system, "clean") == set()
-
-
-@on_both
-def test_an_accident_of_the_rate_and_an_exception_are_told_and_nothing_else(story, system):
-    assert story.ended["accident"] == "1"
-    assert told_of(story, system, "accident") == {"StepDiameterBlowUp", "RunFailed"}
-
-
-@on_both
-def test_the_page_says_what_happened_and_where_to_look(story, system):
+def says_what_happened(cluster, system):
     wanted = {"alertname": "StepDiameterBlowUp", "run": "accident", "system": system}
-    said = next(alert for alert in story.page.posted if wanted.items() <= alert["labels"].items())["annotations"]
+    said = next(alert for alert in cluster.page.posted if wanted.items() <= alert["labels"].items())["annotations"]
     assert "accident" in said["summary"]
     assert re.search(r"head AdamW, step 11[12]: D\(S\) = [\d.]+, expected [\d.]+\.", said["description"])
     for link, text in (("dashboard", "hilbert-monitor"), ("runbook_url", "Mitigation")):
@@ -327,12 +311,48 @@ def test_the_page_says_what_happened_and_where_to_look(story, system):
     assert re.search(r"/runs/accident\?step=11[12]$", said["dashboard"])
 
 
+def test_a_blow_up_of_a_training_run_is_a_page_that_says_what_happened(tmp_path):
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(tmp_path, stack)
+        cluster.module("oncall_run", cluster.runs, "-", "-", "accident")
+        cluster.wait_told("StepDiameterBlowUp", "accident")
+        for system in SYSTEMS:
+            says_what_happened(cluster, system)
+
+
+def told_of(story, system, run):
+    return {alert for alert, of in story.page.told(system) if of == run}
+
+
+@long
+@on_both
+def test_a_run_with_tls_is_scraped_and_a_run_that_finishes_fires_nothing(story, system):
+    assert story.ended["clean"] == "0"
+    assert "clean" in {one["metric"]["run"] for one in story.scraped[system]}
+    assert told_of(story, system, "clean") == set()
+
+
+@long
+@on_both
+def test_an_accident_of_the_rate_and_an_exception_are_told_and_nothing_else(story, system):
+    assert story.ended["accident"] == "1"
+    assert told_of(story, system, "accident") == {"StepDiameterBlowUp", "RunFailed"}
+
+
+@long
+@on_both
+def test_the_page_says_what_happened_and_where_to_look(story, system):
+    says_what_happened(story, system)
+
+
+@long
 @on_both
 def test_a_requested_stop_pages_nobody(story, system):
     assert told_of(story, system, "stopped") == set()
     assert "stopped" in {one["metric"]["run"] for one in story.scraped[system]}
 
 
+@long
 @on_both
 def test_a_run_that_is_killed_is_told_once_and_soon(story, system):
     assert story.workers  # it had loader workers, which can hold what they inherited
@@ -341,43 +361,51 @@ def test_a_run_that_is_killed_is_told_once_and_soon(story, system):
     assert story.killed_after < 80  # and not by its silence, of which it may have 90 s
 
 
+@long
 @on_both
 def test_a_run_that_is_killed_before_it_was_scraped_is_told_until_it_goes_on(story, system):
     assert story.early_after < 80
     assert {one["metric"]["alertname"] for one in story.firing[system]} == {"RunUnreachable"}
 
 
+@long
 @on_both
 def test_a_patient_run_is_left_alone_and_another_as_slow_has_stalled(story, system):
     assert told_of(story, system, "slow") == set()
     assert told_of(story, system, "stuck") == {"RunStalled"}
 
 
+@long
 @on_both
 def test_a_service_that_is_away_is_told_once_and_no_run_is_blamed(story, system):
     assert story.silent[system] == {("MonitorServiceDown", "")}
 
 
+@long
 @on_both
 def test_a_run_that_is_killed_while_the_service_is_away_is_told_once_it_is_back_and_nothing_else(story, system):
     assert story.away[system] == {("MonitorServiceDown", ""), ("RunKilled", "missed")}
 
 
+@long
 @on_both
 def test_a_log_that_a_service_reads_anew_tells_no_news(story, system):
     assert told_of(story, system, "long") == set()
 
 
+@long
 @on_both
 def test_a_run_that_stalls_once_the_service_is_back_is_told(story, system):
     assert told_of(story, system, "plain") == {"RunStalled"}
 
 
+@long
 @on_both
 def test_no_run_is_counted_twice(story, system):
     assert story.doubled[system] == []
 
 
+@long
 def test_promtool_has_nothing_to_say_of_the_metrics_of_a_run_and_of_the_service(story):
     for text in story.metrics:
         assert "hilbert_step_diameter_distribution_bucket" in text

@@ -100,6 +100,7 @@ def test_vmalert_loads_the_rules():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.few("blowups", "history", "monitor")
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
 def test_promtool_passes(path, tmp_path):
     about = parsed(path.read_text())
@@ -124,6 +125,7 @@ def test_a_group_reads_what_it_records_itself():
         assert {*asked} <= recorded, group["name"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("test", "old", "new"),
     [

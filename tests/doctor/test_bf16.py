@@ -51,6 +51,7 @@ def test_a_processor_that_is_well_is_left_as_it_is(monkeypatch):
     assert bf16.VARIABLE not in os.environ
 
 
+@pytest.mark.sweep
 def test_the_tests_set_the_variable_themselves_and_say_so(lethal):
     command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", __file__]
     said = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2]).stdout
@@ -118,6 +119,7 @@ def one_line(text):
     return " ".join(text.replace("│", " ").split())
 
 
+@pytest.mark.sweep
 def test_the_doctor_names_the_cause_and_the_variable_and_lives_to_check_the_rest(tmp_path):
     command = [sys.executable, "-c", DOCTOR, "doctor", "--json", "out.json"]
     done = subprocess.run(command, capture_output=True, text=True, env=machine(KILLS_TORCH, tmp_path))

@@ -169,6 +169,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("function", "fault"), FAULTS.values(), ids=FAULTS)
 def test_a_wrong_geometry_is_not_exact(only, monkeypatch, function, fault):
     right = getattr(geometry, function)
@@ -208,6 +209,7 @@ def test_a_setting_that_is_not_put_back_is_found(monkeypatch):
 # Increments
 
 
+@pytest.mark.sweep
 def test_an_increment_that_is_off_by_a_percent_is_found_with_every_optimizer(monkeypatch):
     right = Probe.increment
     monkeypatch.setattr(Probe, "increment", lambda self: 1.01 * right(self))
@@ -257,6 +259,7 @@ class Idle(HilbertMonitor):
         pass
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -331,6 +334,7 @@ def drifts(rank, world, *args):
 TRAIN = ddp.train
 
 
+@pytest.mark.sweep
 def test_processes_that_hang_are_a_failure_within_the_time(only, monkeypatch):
     monkeypatch.setattr(ddp, "train", hangs)
     start = time.perf_counter()
@@ -348,6 +352,7 @@ def test_a_rank_that_raises_is_named_and_one_that_hangs_then_is_not_waited_for(o
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("warm_ranks")
 def test_ranks_that_drift_apart_are_found(only, monkeypatch):
     monkeypatch.setattr(ddp, "train", drifts)
@@ -398,6 +403,7 @@ def test_an_overhead_above_the_limit_is_measured_again_before_it_has_failed(only
     assert_failed(only(overhead), "overhead", "3.00% (limit 2%)")
 
 
+@pytest.mark.sweep
 def test_an_overhead_on_a_busy_machine_is_not_known_unless_it_is_small(only, monkeypatch):
     """Other programs that are really there."""
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]

@@ -11,6 +11,7 @@ SMALL = CheckSizes(cloud=(700, 16, 64), updates=2, head=(2048, 32), turns=1, pat
 ROOMS = {"exactness": exactness, "increment": increment}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("claim", ROOMS)
 def test_every_claim_holds_on_an_accelerator(claim):
     with EmulatedDevice() as device:

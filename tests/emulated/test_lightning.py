@@ -85,6 +85,7 @@ def numbers(records):
     return [{name: value for name, value in values.items() if value is not None} for values in found]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", ["torch", "rownorm"])
 def test_records_are_the_cpus(make):
     with EmulatedDevice():
@@ -103,6 +104,7 @@ def test_a_run_in_bf16_is_measured_as_the_forward_pass_sees_it():
     assert [r.step for r in records if r.seen_diameter] == [3, 6]
 
 
+@pytest.mark.sweep
 def test_a_resumed_run_goes_on_where_it_was(tmp_path):
     with EmulatedDevice():
         whole = fit(emulated=True, updates=6)

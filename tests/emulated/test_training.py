@@ -163,6 +163,7 @@ def measured(counts):
     return counts.within("monitor/", "geometry/")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", HEADS)
 def test_bounds_of_a_step_take_a_few_kernels_and_waits_whatever_the_vocabulary(make):
     found = [waits_of_a_step(make, V, **BRACKET) for V in SIZES]
@@ -176,6 +177,7 @@ def test_bounds_of_a_step_take_a_few_kernels_and_waits_whatever_the_vocabulary(m
 LATER = ("AdamW, lr a tensor", "SGD", "Muon", "recipe, RowNorm head", "recipe, AdamW head")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", LATER)
 def test_an_ordinary_step_that_is_read_later_waits_for_nothing(make):
     """Nor do the reads of the step before it, which the device has passed: the backward pass was queued since."""
@@ -202,6 +204,7 @@ def test_an_ordinary_step_that_is_read_later_waits_for_nothing(make):
         assert differences(plain(ours) | {"train_loss": None}, plain(theirs)) == {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", HEADS)
 def test_an_exact_step_waits_for_its_hubs_and_not_for_every_row(make):
     """The search reads back what each round left, and the rounds are as many as the hubs ask for.
@@ -216,6 +219,7 @@ def test_an_exact_step_waits_for_its_hubs_and_not_for_every_row(make):
         assert measured(counts).kernels <= 450, counts.table()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("make", HEADS)
 def test_the_perturbation_of_a_panel_takes_as_many_waits_whatever_the_vocabulary(make):
     found = [waits_of_a_step(make, V, updates=3, **PERTURBATION) for V in SIZES]
@@ -260,6 +264,7 @@ def test_a_step_that_a_grad_scaler_skips_is_none():
     assert steps == [(True, True), (False, False), (True, True)]
 
 
+@pytest.mark.sweep
 def test_the_efficiency_of_a_step_is_measured():
     step_quality.tension_bracket = lambda G, **_: tension_bracket(G, budget_seconds=0)
     with EmulatedDevice():

@@ -26,6 +26,7 @@ def trained(make, device, limit, how, updates=3):
     return before, [p.detach().cpu() for p in model.parameters()], held
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("make", "how"), [("AdamW", "rows"), ("AdamW, lr a tensor", "rows"), ("SGD", "scale")])
 def test_steps_are_held_as_on_the_cpu(make, how):
     with EmulatedDevice():

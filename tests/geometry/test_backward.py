@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hilbert_monitor.geometry import backward_bound, fixed_cotangent_bound, uniform_backward_bound
+from tests.support.draws import draws
 from tests.support.references import all_pairs_diameter, deltas, head_gradient, normal
 
-examples = settings(max_examples=30, deadline=None)
+examples = settings(max_examples=draws(30), deadline=None)
 seeds = st.integers(0, 2**32 - 1)
 vocabularies = st.integers(2, 12)
 widths = st.integers(1, 8)

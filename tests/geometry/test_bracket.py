@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from hilbert_monitor.geometry import PendingBracket, pending_bracket, row_diameter_bracket
 from tests.support import clouds
+from tests.support.draws import draws
 from tests.support.references import all_pairs_diameter
 
 seeds = st.integers(0, 2**31)
@@ -21,7 +22,7 @@ def resolved(S):
     return pending.resolve(pending.numbers.tolist())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(60), deadline=None)
 @given(seed=seeds, shape=shapes, kind=st.sampled_from(clouds.KINDS))
 def test_pending_bounds_hold_and_equal_the_bracket(seed, shape, kind):
     S = kind(*shape, seed)

@@ -25,6 +25,7 @@ def use_clock_of_looks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"hilbert_monitor.geometry.{module}.time", clock)
 
 
+@pytest.mark.sweep
 def test_the_certificates_of_a_bracket_with_a_core_prove_its_bounds() -> None:
     G = scattered_gradient(3000, 24, batch=400)
     bracket = tension_bracket(G, budget_seconds=1)
@@ -36,6 +37,7 @@ def test_the_certificates_of_a_bracket_with_a_core_prove_its_bounds() -> None:
     assert potential.bound <= bracket.upper
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("V", "d"), [(6, 2), (40, 5), (60, 20)])
 def test_the_checker_agrees_with_a_sum_over_all_pairs_of_rows(V: int, d: int) -> None:
     G = gradient(V, d)
@@ -91,6 +93,7 @@ def test_the_rank_of_a_gradient_tightens_its_upper_bound() -> None:
     assert check_flow(G, bracket.flow).violation(bracket.upper) < 1e-9
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("budget", [3.0, 8.0])
 def test_a_budget_is_kept_by_a_clock_that_runs_when_it_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, budget: float
@@ -100,6 +103,7 @@ def test_a_budget_is_kept_by_a_clock_that_runs_when_it_is_looked_at(
     assert bracket.seconds <= max(1.2 * budget, budget + 0.3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("batch", "zipf", "most"), [(256, True, 1.15), (1024, True, 1.15), (1024, False, 1.15)])
 def test_a_softmax_gradient_is_bracketed_narrowly_by_a_core_of_its_heavy_rows(
     monkeypatch: pytest.MonkeyPatch, batch: int, zipf: bool, most: float

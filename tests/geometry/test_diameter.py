@@ -9,6 +9,7 @@ from hilbert_monitor.doctor.samples import make_increment
 from benchmarks.measure import peak_bytes
 from hilbert_monitor.geometry import center_rows, row_diameter, row_diameter_bracket
 from tests.support import clouds
+from tests.support.draws import draws
 from tests.support.precision import MatmulPrecision
 from tests.support.references import all_pairs_diameter, blocked_diameter, length, regular_simplex
 from tests.support.warm import Program
@@ -35,13 +36,13 @@ def assert_exact(S, expected=None, **options):
 
 
 @pytest.mark.parametrize("kind", clouds.KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=draws(6), deadline=None)
 @given(seed=seeds, V=st.integers(600, 2500), d=st.sampled_from([2, 17, 40, 160]))
 def test_exact_on_every_kind_of_cloud(kind, seed, V, d):
     assert_exact(kind(V, d, seed))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(60), deadline=None)
 @given(seed=seeds, shape=shapes, kind=st.sampled_from(clouds.KINDS))
 def test_exact_on_few_rows(seed, shape, kind):
     S = kind(*shape, seed)
@@ -52,12 +53,14 @@ def test_exact_on_few_rows(seed, shape, kind):
         assert_exact(S, expected)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", clouds.KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_exact_in_every_dtype(kind, dtype):
     assert_exact(kind(1500, 48, 7).to(dtype))
 
 
+@pytest.mark.sweep
 def test_exact_on_12_000_points_of_a_sphere_within_its_memory():
     S = clouds.sphere(12_000, 24, 3)
     expected = blocked_diameter(S)
@@ -65,6 +68,7 @@ def test_exact_on_12_000_points_of_a_sphere_within_its_memory():
     assert peak <= 12 * 2**20 + S.numel() * 8 / 100  # the check itself looks at a few rows
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("V", [1500, 10_000])
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])
 def test_increments_of_optimizers_need_few_pairs(head, V):
@@ -146,21 +150,21 @@ def test_views_give_what_their_copies_give():
 # D is a seminorm whose kernel is the common-row matrices.
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 @given(seed=seeds, shape=shapes, factor=st.floats(-100, 100).filter(lambda x: abs(x) > 1e-3))
 def test_diameter_scales_with_its_argument(seed, shape, factor):
     S = clouds.gaussian(*shape, seed).double()
     assert row_diameter(factor * S).value == pytest.approx(abs(factor) * row_diameter(S).value, rel=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 @given(seed=seeds, shape=shapes)
 def test_diameter_obeys_the_triangle_inequality(seed, shape):
     A, B = clouds.heavy_tailed(*shape, seed).double(), clouds.sphere(*shape, seed + 9).double()
     assert row_diameter(A + B).value <= (row_diameter(A).value + row_diameter(B).value) * (1 + 1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 @given(seed=seeds, shape=shapes)
 def test_diameter_ignores_common_row_shift_permutation_and_rotation(seed, shape):
     S = clouds.gaussian(*shape, seed).double()
@@ -172,7 +176,7 @@ def test_diameter_ignores_common_row_shift_permutation_and_rotation(seed, shape)
         assert row_diameter(same).value == pytest.approx(value, rel=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 @given(seed=seeds, shape=shapes)
 def test_only_common_rows_have_diameter_zero(seed, shape):
     V, d = shape
@@ -267,6 +271,7 @@ def test_reduced_precision_around_the_call_does_not_leak_in():
     assert {dtype for dtype, *_ in products.seen} <= {torch.float32, torch.float64}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("function", [row_diameter, row_diameter_bracket])
 @pytest.mark.parametrize("kind", [clouds.sphere, clouds.heavy_tailed, clouds.row_normalised])
 @pytest.mark.parametrize("mebibytes", [3, 64])

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from hilbert_monitor.geometry import RowShards, log_partition, mean_row
 from hilbert_monitor.geometry.log_partition import NO_TARGET
+from tests.support.draws import draws
 from tests.support.ranks import in_ranks
 from tests.support.references import bf16_losses, logit_numbers, normal
 
-examples = settings(max_examples=30, deadline=None)
+examples = settings(max_examples=draws(30), deadline=None)
 sizes = st.tuples(st.integers(1, 1200), st.integers(1, 12), st.integers(1, 9))
 seeds = st.integers(0, 10**6)
 

@@ -22,6 +22,7 @@ from hilbert_monitor.geometry import (
     tension_bracket,
 )
 from tests.support import oracle_checker as checker
+from tests.support.draws import draws
 from tests.support.gradients import gradient
 
 
@@ -58,6 +59,7 @@ def independent_tension(G: Tensor) -> float:
     return float(-solution.obj_val)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("V", "d"), [(2, 1), (5, 1), (12, 3), (25, 5)])
 def test_the_oracle_agrees_with_a_cone_solver(V: int, d: int) -> None:
     G = gradient(V, d, seed=V)
@@ -116,14 +118,14 @@ def test_jungs_ratio_falls_from_one_to_the_root_of_a_half() -> None:
 small = st.tuples(st.integers(2, 9), st.integers(1, 4), st.integers(0, 10**6))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=draws(10), deadline=None)
 @given(small, st.floats(1e-20, 1e20), st.floats(0.01, 100))
 def test_the_value_scales_with_the_gradient_and_the_diameter(size: tuple[int, int, int], c: float, eta: float) -> None:
     G = gradient(*size)
     assert diameter_oracle(c * G, eta).value == pytest.approx(c * eta * diameter_oracle(G).value, rel=1e-5)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=draws(10), deadline=None)
 @given(small, st.floats(-10, 10))
 def test_a_common_shift_of_the_rows_changes_nothing_but_is_told(size: tuple[int, int, int], shift: float) -> None:
     G = gradient(*size)
@@ -133,7 +135,7 @@ def test_a_common_shift_of_the_rows_changes_nothing_but_is_told(size: tuple[int,
     assert not diameter_oracle(G).shifted
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=draws(10), deadline=None)
 @given(small)
 def test_the_value_ignores_the_order_of_rows_and_the_choice_of_axes(size: tuple[int, int, int]) -> None:
     G = gradient(*size)
@@ -158,6 +160,7 @@ def test_a_diameter_of_zero_allows_no_step_and_still_has_a_balanced_flow() -> No
     checker.proved_above(G, checker.edges(solution.i, solution.j, solution.flow))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("V", "d"), [(2, 1), (20, 1), (30, 4), (40, 20)])
 def test_the_bracket_holds_the_exact_value_and_both_certificates_check(V: int, d: int) -> None:
     G = gradient(V, d).float()
@@ -179,6 +182,7 @@ def test_a_bracket_of_few_rows_closes_with_time() -> None:
     assert tension_bracket(gradient(100, 10), budget_seconds=300).gap < 1.005
 
 
+@pytest.mark.sweep
 def test_more_time_never_makes_a_bracket_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("tension", "_tension_program", "_core_program", "_placed_rows", "_body_potential"):
         clock = SimpleNamespace(monotonic=time.process_time)  # without the time that other programs take
@@ -201,7 +205,7 @@ def test_a_bracket_of_a_real_shape_beats_projected_rownorm_and_jung() -> None:
     assert bracket.upper < total / (2 * jung_ratio(32))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=draws(20), deadline=None)
 @given(
     st.integers(2, 25), st.integers(1, 6), st.integers(0, 10**6), st.sampled_from([0.0, 1e4]), st.floats(1e-30, 1e30)
 )
@@ -228,7 +232,7 @@ def squared_tension(G: Tensor) -> Fraction:
 near = st.tuples(st.integers(0, 10**6), st.integers(-60, 0), st.sampled_from([0.0, 1.0, -3e7, 1e-300, 1e300]))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=draws(25), deadline=None)
 @given(st.sampled_from([(2, 1), (2, 5), (3, 1), (12, 1)]), near, st.sampled_from([torch.float64, torch.float32]))
 def test_rows_that_lie_close_have_bounds_that_hold_in_exact_arithmetic(
     shape: tuple[int, int], near: tuple[int, int, float], dtype: torch.dtype
@@ -251,6 +255,7 @@ def test_two_fp64_rows_one_rounding_apart_have_a_tension() -> None:
         assert result.upper == pytest.approx(2.0**-51, rel=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_is_taken_as_it_is_and_left_as_it_was(dtype: torch.dtype) -> None:
     G = gradient(20, 3).to(dtype)

@@ -9,6 +9,7 @@ from hilbert_monitor.doctor.samples import make_increment
 from benchmarks.measure import peak_bytes
 from hilbert_monitor.geometry import hilbert_distance, hilbert_perturbation, row_diameter
 from tests.support import clouds
+from tests.support.draws import draws
 from tests.support.precision import MatmulPrecision
 from tests.support.references import deltas
 
@@ -37,7 +38,7 @@ def assert_exact(S, H, rel=2e-6, **options):
     return p
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(60), deadline=None)
 @given(
     seed=seeds,
     V=st.integers(1, 80),
@@ -49,6 +50,7 @@ def test_every_delta_is_the_variation_of_the_logit_change(seed, V, N, d, kind):
     assert_exact(kind(V, d, seed), panel(N, d, seed + 5))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", clouds.KINDS, ids=lambda kind: kind.__name__)
 def test_rows_that_are_dropped_would_have_changed_nothing(kind):
     """Large enough to be pruned: each kind of cloud against the full product."""
@@ -56,6 +58,7 @@ def test_rows_that_are_dropped_would_have_changed_nothing(kind):
     assert p.products <= 1.2 * 17_000 * 540
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_rows_that_matter_to_a_single_position_are_not_dropped_with_its_neighbours(sign):
     H = panel(600, 128, 0)
@@ -65,6 +68,7 @@ def test_rows_that_matter_to_a_single_position_are_not_dropped_with_its_neighbou
     assert p.products < 0.5 * 17_000 * 600
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])
 def test_increments_of_optimizers_need_few_products(head):
     increment = make_increment(head, 20_000, 128, panel=2048)
@@ -85,7 +89,7 @@ def test_update_and_states_may_differ_in_dtype():
     assert_exact(clouds.heavy_tailed(17_000, 64, 0), panel(540, 64, 1).bfloat16())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 @given(seed=seeds, V=st.integers(2, 40), d=st.integers(1, 12))
 def test_delta_is_the_hilbert_distance_of_the_two_predictions(seed, V, d):
     U, S = clouds.gaussian(V, d, seed).double(), clouds.heavy_tailed(V, d, seed + 1).double()
@@ -94,7 +98,7 @@ def test_delta_is_the_hilbert_distance_of_the_two_predictions(seed, V, d):
     torch.testing.assert_close(hilbert_perturbation(S, H).delta, distance, rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 @given(seed=seeds, V=st.integers(2, 40), d=st.integers(1, 12), radius=st.floats(1e-3, 1e3))
 def test_supremum_over_a_ball_is_radius_times_diameter_and_is_attained(seed, V, d, radius):
     S = clouds.heavy_tailed(V, d, seed).double()
@@ -133,6 +137,7 @@ def pruned():
     return S, H, deltas(S, H)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scale", [1e-40, 1e-25, 1e17, 1e30])
 def test_tiny_and_huge_states(pruned, scale):
     S, H, expected = pruned
@@ -214,6 +219,7 @@ def test_bad_input_gets_one_sentence(S, H, error, words):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mebibytes", [12, 40])
 def test_scratch_memory_stays_within_its_bound(mebibytes):
     S, H = clouds.row_normalised(20_000, 128, 0), panel(2048, 128, 1)

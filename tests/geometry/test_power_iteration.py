@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hilbert_monitor.geometry import leading_direction
+from tests.support.draws import draws
 from tests.support.references import normal
 
-examples = settings(max_examples=40, deadline=None)
+examples = settings(max_examples=draws(40), deadline=None)
 shapes = st.tuples(st.integers(1, 20), st.integers(1, 20))
 
 

@@ -13,6 +13,7 @@ from hilbert_monitor.doctor.samples import make_increment
 from benchmarks.measure import peak_bytes
 from hilbert_monitor.geometry import _cloud, covering_radius, jung_ratio, row_diameter, row_diameter_bracket
 from tests.support import clouds
+from tests.support.draws import draws
 from tests.support.precision import MatmulPrecision
 from tests.support.references import regular_simplex
 
@@ -79,7 +80,7 @@ def assert_brackets(r, radius, gap=0.01):
     assert r.upper <= (1 + gap) * r.lower
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=draws(50), deadline=None)
 @given(seed=seeds, shape=few, kind=kinds, dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
 def test_the_radius_of_few_rows_is_bracketed(seed, shape, kind, dtype):
     S = kind(*shape, seed).to(dtype)
@@ -88,6 +89,7 @@ def test_the_radius_of_few_rows_is_bracketed(seed, shape, kind, dtype):
         assert_brackets(assert_certified(S, diameter=diameter), radius)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("V", "d"), [(12, 2), (60, 8)])
 @pytest.mark.parametrize("kind", clouds.KINDS, ids=lambda kind: kind.__name__)
 def test_a_cone_solver_agrees(kind, V, d):
@@ -98,14 +100,16 @@ def test_a_cone_solver_agrees(kind, V, d):
     assert r.upper <= 1.01 * r.lower
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", clouds.KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=draws(4), deadline=None)
 @given(seed=seeds, V=st.integers(3000, 9000), d=st.sampled_from([2, 17, 64]))
 def test_the_bounds_are_close_on_every_kind_of_cloud(kind, seed, V, d):
     r = assert_certified(kind(V, d, seed))
     assert r.upper <= (1.12 if kind is clouds.repeated else 1.03) * r.lower
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])
 @pytest.mark.parametrize("V", [1500, 10_000])
 def test_the_bounds_are_within_a_percent_on_increments_of_optimizers(head, V):
@@ -141,14 +145,14 @@ def test_two_rows_have_half_their_distance_as_radius():
     assert sorted(r.support.tolist()) == [0, 1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=draws(30), deadline=None)
 @given(seed=seeds, V=st.integers(2, 500))
 def test_on_a_line_the_radius_is_half_the_diameter(seed, V):
     S = clouds.heavy_tailed(V, 1, seed)
     assert_brackets(assert_certified(S), float(S.double().max() - S.double().min()) / 2, gap=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 @given(seed=seeds, V=st.integers(2, 80), d=st.integers(1, 20), kind=kinds)
 def test_a_known_diameter_bounds_the_radius_from_both_sides(seed, V, d, kind):
     S = kind(V, d, seed)
@@ -161,7 +165,7 @@ def test_a_known_diameter_bounds_the_radius_from_both_sides(seed, V, d, kind):
 # Shift, scale, order, copies.
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=draws(25), deadline=None)
 @given(seed=seeds, V=st.integers(2, 60), d=st.integers(1, 20))
 def test_shift_permutation_rotation_and_copies_of_rows_change_nothing(seed, V, d):
     S = clouds.gaussian(V, d, seed).double()
@@ -175,7 +179,7 @@ def test_shift_permutation_rotation_and_copies_of_rows_change_nothing(seed, V, d
         assert other.upper <= 1.01 * r.lower
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=draws(25), deadline=None)
 @given(seed=seeds, V=st.integers(2, 60), d=st.integers(1, 20), exponent=st.integers(-30, 30))
 def test_a_power_of_two_scales_the_bracket_exactly(seed, V, d, exponent):
     S = clouds.gaussian(V, d, seed)
@@ -234,7 +238,7 @@ def test_equal_rows_have_radius_zero(V):
     assert torch.equal(r.center, S[0].double())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 @given(seed=seeds, V=st.integers(2, 40), d=st.integers(1, 12))
 @example(seed=0, V=2, d=1)
 def test_only_equal_rows_have_radius_zero(seed, V, d):
@@ -316,6 +320,7 @@ def test_reduced_precision_around_the_call_does_not_leak_in():
     assert {dtype for dtype, *_ in products.seen} == {torch.float64}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [clouds.sphere, clouds.heavy_tailed, clouds.row_normalised])
 @pytest.mark.parametrize("mebibytes", [3, 64])
 def test_scratch_memory_stays_within_its_bound(kind, mebibytes):

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hilbert_monitor.geometry import center_rows, projected_row_norm, row_norm
+from tests.support.draws import draws
 from tests.support.references import all_pairs_diameter, normal, regular_simplex
 
-examples = settings(max_examples=30, deadline=None)
+examples = settings(max_examples=draws(30), deadline=None)
 seeds = st.integers(0, 2**32 - 1)
 heights = st.integers(1, 40)
 widths = st.integers(1, 12)
@@ -289,6 +290,7 @@ def test_little_scratch_memory_gives_the_same_result(operation, seed, V, d, rows
     close(operation(A, max_bytes=max_bytes), operation(A), 1e-13)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "view",
     [

@@ -14,6 +14,7 @@ from hilbert_monitor.doctor.samples import make_increment
 from benchmarks.measure import peak_bytes
 from hilbert_monitor.geometry import _cloud, _screen, _search, row_diameter
 from tests.support import clouds
+from tests.support.draws import draws
 from tests.support.references import blocked_diameter, length
 
 seeds = st.integers(0, 2**31)
@@ -45,7 +46,7 @@ def anisotropic(V, d, seed, decay=0.5):
     return normalize(clouds.gaussian(V, d, seed) * torch.arange(1, d + 1) ** -decay, dim=1)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=draws(10), deadline=None)
 @given(seed=seeds, k=st.integers(11, 14), noise=st.sampled_from([0.0, 1e-9, 1e-7, 1e-5]))
 def test_ties_of_different_rows_are_settled_in_fp64(seed, k, noise):
     """Vertices of a product of three simplices: most pairs have the largest distance, or one that fp32 takes for it."""
@@ -53,7 +54,7 @@ def test_ties_of_different_rows_are_settled_in_fp64(seed, k, noise):
     assert_longest(S, fp64_diameter(S))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=draws(10), deadline=None)
 @given(seed=seeds, kinds=st.integers(2, 700), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
 def test_of_equal_rows_one_is_searched_and_named(seed, kinds, dtype):
     distinct = clouds.gaussian(kinds, 24, seed).to(dtype)
@@ -69,7 +70,8 @@ def test_rows_that_are_equal_but_for_one_are_all_different():
     assert 1234 in assert_longest(S, fp64_diameter(S)).pair
 
 
-@settings(max_examples=4, deadline=None)
+@pytest.mark.sweep
+@settings(max_examples=draws(4), deadline=None)
 @given(seed=seeds, d=st.sampled_from([40, 160]), decay=st.sampled_from([0.5, 0.7]))
 def test_many_hubs_with_few_long_pairs_each(seed, d, decay):
     S = anisotropic(6000, d, seed, decay)
@@ -109,6 +111,7 @@ def test_the_longest_pair_is_found_wherever_it_hides_among_sifted_ones(sifted, r
     assert sifted
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mebibytes", [4, 64])
 @pytest.mark.parametrize("make", [anisotropic, clouds.repeated, lambda V, d, seed: clouds.simplex_product(V, 32, seed)])
 def test_hard_cases_stay_within_the_memory_bound(make, mebibytes):
@@ -166,6 +169,7 @@ def far_away(monkeypatch):
         monkeypatch.setattr(module, "on_host", lambda x: False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])
 @pytest.mark.parametrize("shape", [(3000, 64), (6000, 96)])
 def test_a_search_on_a_device_waits_at_most_ten_times(far_away, monkeypatch, head, shape):
@@ -177,6 +181,7 @@ def test_a_search_on_a_device_waits_at_most_ten_times(far_away, monkeypatch, hea
     assert found.kernels.total() <= 300, found.kernels
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [*clouds.KINDS, clouds.simplex_vertices], ids=lambda kind: kind.__name__)
 def test_a_device_finds_what_the_host_finds(far_away, kind):
     for V in (400, 2500):

@@ -85,6 +85,7 @@ def _each_fault(rank, world):
     return failures
 
 
+@pytest.mark.sweep
 def test_a_rank_that_fails_inside_a_measurement_fails_on_all_and_the_next_one_works(tmp_path):
     *others, broken = in_ranks(_each_fault, tmp_path, world=3, patience=120)
     for (measure, _, name), failure, *theirs in zip(FAULTS, broken, *others, strict=True):

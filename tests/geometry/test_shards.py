@@ -247,6 +247,7 @@ def _moved(rank, world):
     return counts
 
 
+@pytest.mark.sweep
 def test_a_bracket_and_a_radius_move_a_few_rows_and_an_exact_search_its_hubs(found_by):
     (collectives, share), (_, exact_share), (radius_collectives, radius_share) = found_by(_moved, 2)[0]
     assert collectives <= 8

@@ -13,9 +13,10 @@ from hilbert_monitor.geometry import (
     tv_bound,
     variation_seminorm,
 )
+from tests.support.draws import draws
 from tests.support.references import all_pairs_diameter, normal, total_variation
 
-examples = settings(max_examples=30, deadline=None)
+examples = settings(max_examples=draws(30), deadline=None)
 seeds = st.integers(0, 2**32 - 1)
 vocabularies = st.integers(1, 40)
 scales = st.sampled_from([1e-6, 1e-2, 1.0, 5.0, 30.0])

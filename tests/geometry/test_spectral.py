@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hilbert_monitor.geometry import spectral_norm
+from tests.support.draws import draws
 from tests.support.precision import MatmulPrecision
 
-examples = settings(max_examples=40, deadline=None)
+examples = settings(max_examples=draws(40), deadline=None)
 shapes = st.tuples(st.integers(1, 60), st.integers(1, 20))
 seeds = st.integers(0, 10**6)
 scales = st.sampled_from([1e-44, 1e-30, 1e-3, 1.0, 1e30])

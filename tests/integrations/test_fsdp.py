@@ -96,6 +96,7 @@ def records_of_a_rank(rank, world, train, folder):
     return diameters, [(record.diameter, record.perturbation_rms, record.train_loss) for record in kept.records]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("train", [loop, trainer], ids=["loop", "Trainer"])
 def test_a_head_that_accelerate_shards_is_measured_where_its_rows_are(train, tmp_path):
     (diameters, records), (others, nothing) = in_ranks(records_of_a_rank, tmp_path, train, str(tmp_path))

@@ -96,6 +96,7 @@ def test_all_trainers_make_the_same_run_with_the_same_records(whole):
         assert records[-1].perturbation_rms == pytest.approx(runs[0][-1].perturbation_rms, rel=1e-5), adapter
 
 
+@pytest.mark.few(2)
 @each_adapter
 def test_records_go_on_through_a_resume_as_if_there_had_been_none(adapter, whole, tmp_path):
     first, second = Recorder(), Recorder()
@@ -176,6 +177,7 @@ def two(tmp_path_factory):
     return folder, in_ranks(runs_of_a_rank, folder, folder, adapters)
 
 
+@pytest.mark.sweep
 @each_adapter
 def test_two_processes_measure_together_and_train_as_without(adapter, two):
     folder, ranks = two

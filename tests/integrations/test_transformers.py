@@ -13,20 +13,19 @@ from tests.support.tried import tried
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from hilbert_monitor.integrations.transformers import HilbertCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 V, UPDATES = 211, 4
 
 
-def gpt2(kind=transformers.GPT2LMHeadModel):
+def gpt2(kind=None):
     config = transformers.GPT2Config(
         vocab_size=V, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
         tie_word_embeddings=False,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return kind(config)
+        return (kind or transformers.GPT2LMHeadModel)(config)
 
 
 def items(seed, number=32):
@@ -56,6 +55,8 @@ def trainer_of(folder, model=None, *, evaluation=EVALUATION, **arguments):
 
 def callback_of(folder, **options):
     defaults = {"diameter_every": 1, "perturbation_every": 2, "panel_size": 60, "strict": True}
+    from hilbert_monitor.integrations.transformers import HilbertCallback  # loads the Trainer, which takes long
+
     return HilbertCallback(**{"run_dir": str(folder / "runs")} | defaults | options)
 
 
@@ -64,6 +65,7 @@ def only_run(folder):
     return RunReader(run)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arguments", [{"bf16": True}, {"gradient_checkpointing": True}], ids=str)
 def test_precision_and_checkpointed_gradients_change_neither_the_numbers_nor_the_weights(arguments, tmp_path):
     kept, weights, runs = Recorder(), [], []
@@ -93,19 +95,18 @@ def test_precision_and_checkpointed_gradients_change_neither_the_numbers_nor_the
     )  # fmt: skip
 
 
-class WithoutLogits(transformers.GPT2LMHeadModel):
-    """In training its loss is formed in parts that no module returns, as a fused kernel does."""
-
-    def forward(self, input_ids, labels=None, attention_mask=None, **_):
-        states = self.transformer(input_ids, attention_mask=attention_mask).last_hidden_state
-        parts = [
-            torch.nn.functional.cross_entropy(part @ self.lm_head.weight.T, following, reduction="sum")
-            for part, following in zip(states[:, :-1], labels[:, 1:], strict=True)
-        ]
-        return {"loss": sum(parts) / labels[:, 1:].numel()}
-
-
 def test_a_forward_pass_that_never_forms_logits_has_its_panel(tmp_path):
+    class WithoutLogits(transformers.GPT2LMHeadModel):
+        """In training its loss is formed in parts that no module returns, as a fused kernel does."""
+
+        def forward(self, input_ids, labels=None, attention_mask=None, **_):
+            states = self.transformer(input_ids, attention_mask=attention_mask).last_hidden_state
+            parts = [
+                torch.nn.functional.cross_entropy(part @ self.lm_head.weight.T, following, reduction="sum")
+                for part, following in zip(states[:, :-1], labels[:, 1:], strict=True)
+            ]
+            return {"loss": sum(parts) / labels[:, 1:].numel()}
+
     kept = Recorder()
     trainer = trainer_of(tmp_path, gpt2(WithoutLogits), prediction_loss_only=True)
     callback_of(tmp_path, sinks=[kept]).attach(trainer)
@@ -255,6 +256,8 @@ def test_a_damaged_state_beside_a_checkpoint_is_one_sentence(tmp_path):
 
 
 def test_a_panel_that_has_no_name_and_a_trainer_that_is_none_are_refused():
+    from hilbert_monitor.integrations.transformers import HilbertCallback
+
     with pytest.raises(ValueError, match="'loader', 'paper' or token ids, got 'train'"):
         HilbertCallback(panel="train")
     with pytest.raises(TypeError, match="takes a Trainer of transformers, got GPT2LMHeadModel"):

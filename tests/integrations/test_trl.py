@@ -9,7 +9,6 @@ from tests.support.references import all_pairs_diameter
 from tests.support.sinks import Recorder
 from tests.support.tried import tried
 
-datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORDS = [f"w{number}" for number in range(200)]
@@ -27,7 +26,7 @@ def tokenizer():
 
 
 def conversations(number):
-    draw = random.Random(0)
+    datasets, draw = pytest.importorskip("datasets"), random.Random(0)
 
     def text(length):
         return " ".join(draw.choice(WORDS) for _ in range(length))
@@ -38,6 +37,7 @@ def conversations(number):
 
 
 def train(folder, data, *callbacks):
+    trl = pytest.importorskip("trl")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=203, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1,

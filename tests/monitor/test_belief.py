@@ -361,6 +361,7 @@ def test_something_that_moves_the_weights_between_two_steps_of_a_batch_is_told_o
         assert record.diameter == pytest.approx(diameter, rel=1e-3)
 
 
+@pytest.mark.sweep
 def test_a_compiled_step_has_the_learning_rate_it_was_made_with(model):
     """A schedule sets it before the step, as for the first two, or after it."""
     optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)

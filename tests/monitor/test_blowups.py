@@ -163,6 +163,7 @@ class FullDisk(lightning.Callback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (100 if trainer.global_step == JUMP - 1 else most, most))
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_checkpoint_that_cannot_be_written_makes_nobody_wait(tmp_path):
     trainer = fit(
@@ -213,6 +214,7 @@ def test_a_webhook_is_sent_what_slack_takes(hook):
     assert (post["run"], post["alert"]["step"], post["alert"]["kind"]) == ("posted", JUMP, "diameter")
 
 
+@pytest.mark.sweep
 def test_a_webhook_that_does_not_answer_costs_no_step(hook):
     hook.delay = 300.0
     start = time.monotonic()

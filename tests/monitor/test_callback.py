@@ -38,6 +38,7 @@ def same(a, b):
     return all(same(x, y) for x, y in zip(a, b, strict=True)) if isinstance(a, list | tuple) else a == b
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("make", ["adamw", "rownorm", "torch"])
 def test_training_is_the_same_to_the_bit_with_and_without_the_monitor(make, precision):
@@ -151,6 +152,7 @@ def test_what_fails_costs_records_and_not_the_run(options, plain):
         fit(Module("rownorm"), HilbertMonitor(diameter_every=3, perturbation_every=4, strict=True, **options))
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
 def test_a_sink_that_raises_and_one_that_blocks_cost_records_and_no_time(plain):
     blocks, kept = Blocks(), Recorder()

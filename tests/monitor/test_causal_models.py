@@ -152,6 +152,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few("GPT2-RowNorm-fp32", "Llama-SGD-bf16-mixed", "Mamba-RowNorm-fp32")
 @pytest.mark.parametrize(("name", "optimizer", "precision"), CASES)
 def test_a_causal_model_is_measured_and_trains_to_the_bit_as_without_the_monitor(name, optimizer, precision):
     bare, model = made(name), made(name)

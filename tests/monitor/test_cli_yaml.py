@@ -137,6 +137,8 @@ ARGUMENTS = {
     "run_dir": [None, "elsewhere"],
     "run_name": [None, "first try"],
     "config": [None, {"width": 64, "data": {"shards": [1, 2]}}],
+    "secrets": [[], ["pin"]],
+    "private": [False, True],
     "efficiency": [True, False],
     "layers": [True, False],
     "rules": [None, {"false_alarms_per_10k": 0.5}],
@@ -197,7 +199,7 @@ def test_the_printed_config_has_every_argument_and_its_default(tmp_path, capsys)
     found = arguments_of(printed(written(tmp_path), capsys))
     parameters = inspect.signature(HilbertMonitor).parameters
     defaults = {name: parameters[name].default for name in ARGUMENTS}
-    assert {name: tuple(value) if name == "sinks" else value for name, value in found.items()} == defaults
+    assert {name: tuple(value) if name in ("sinks", "secrets") else value for name, value in found.items()} == defaults
 
 
 @pytest.mark.parametrize(
@@ -224,6 +226,7 @@ def test_arguments_can_be_given_on_the_command_line_too(tmp_path):
     assert (monitor.options.diameter_every, monitor.options.bracket) == (7, None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("panel", ["loader", [k % V for k in range(60)]], ids=["loader", "ids"])
 def test_a_config_trains_logs_and_saves_a_config_that_trains_the_same(panel, tmp_path):
     measured = []

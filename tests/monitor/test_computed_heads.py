@@ -120,6 +120,7 @@ def state(model, optimizer):
     return [*model.state_dict().values(), *moments, torch.get_rng_state(), torch.rand(1)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_step_of_a_computed_head_is_that_of_its_effective_weight_and_training_is_the_same_to_the_bit(kind):
     runs = []

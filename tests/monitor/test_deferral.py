@@ -79,6 +79,7 @@ def assert_same(later, now):
     assert [alerts for _, alerts in judged] == [alerts for _, alerts in judged_now]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "closure"), [*((name, False) for name in OPTIMIZERS), *((name, True) for name in ("adamw", "sgd", "muon"))]
 )
@@ -112,6 +113,7 @@ def test_records_keep_their_order_and_come_with_the_next_step(read_later):
     assert came == [[1], [2], [3], [4], [5], [], [6], [7], [8], [9]]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "rownorm"])
 def test_a_blow_up_is_searched_before_the_next_step_moves_anything(read_later, name):
     """The exact diameter and the panel are those of the step, whose gradient is gone."""

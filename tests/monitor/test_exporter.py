@@ -179,6 +179,7 @@ def test_after_the_end_it_waits_for_one_more_scrape_and_goes(samples):
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.sweep
 def test_a_process_that_was_scraped_stays_for_its_last_scrape():
     code = (
         "from hilbert_monitor.monitor.exporter import Exporter, Prometheus\n"
@@ -301,6 +302,7 @@ def test_a_client_that_connects_and_stops_delays_neither_scrapes_nor_the_end_of_
     assert (found.info.scheme, found.info.stalled_after) == ("https" if secure else "http", 90.0)
 
 
+@pytest.mark.sweep
 def test_clients_that_stay_silent_are_let_go_and_too_many_are_turned_away(samples, monkeypatch):
     monkeypatch.setattr(metrics_server, "PATIENCE", 0.5)
     monkeypatch.setattr(metrics_server, "CONNECTIONS", 3)

@@ -3,7 +3,10 @@
 import contextlib
 import os
 import queue
+import signal
+import sys
 import threading
+import time
 
 import lightning
 import pytest
@@ -12,8 +15,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import hilbert_monitor
-from hilbert_monitor import HilbertMonitor, Prometheus
+from hilbert_monitor import HilbertMonitor, Prometheus, TrustRegion
 from hilbert_monitor.monitor import exporter
+from hilbert_monitor.monitor.guard import Guard
+from hilbert_monitor.monitor.several_heads import SharedSink
+from hilbert_monitor.monitor.sinks import QueuedSink
+from hilbert_monitor.monitor.token_texts import TokenTexts
 from hilbert_monitor.runs import process_bound
 from hilbert_monitor.runs.exposition import CollectorRegistry
 from hilbert_monitor.runs.layers import read_layers
@@ -223,3 +230,117 @@ def test_workers_of_a_loader_leave_a_run_of_lightnings_alone(tmp_path):
     trainer.fit(Module("torch"), DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork"))
     log = only_run(tmp_path)
     assert (log.state().status, len(list(log.steps()))) == ("finished", 12)
+
+
+def test_a_trust_region_also_holds_the_steps_of_a_forked_child():
+    model = seeded(Plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=50.0)
+
+    def step():
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def train():
+        step()
+        assert region.step == 2
+        assert region.last.made_upper <= 0.02 < region.last.asked_lower
+
+    with TrustRegion(limit=0.02).watch(model, optimizer) as region:
+        step()
+        assert outcome(train) == 0
+
+
+class ForkingSink:
+    """A sink that forks when it gets a step, and whose child leaves by returning, raising or exiting."""
+
+    def __init__(self, leave):
+        self.leave, self.child, self.process, self.own = leave, None, os.getpid(), 0
+
+    def write(self, record):
+        if os.getpid() != self.process:
+            os._exit(99)  # a child has no records
+        self.own += 1
+        if self.child is None:
+            self.child = os.fork()
+            if self.child == 0:
+                signal.alarm(60)
+                self.leave()
+
+
+def _exit():
+    sys.exit(3)
+
+
+def _raise():
+    raise ValueError("a child's own")
+
+
+@pytest.mark.parametrize(
+    ("leave", "code"), [(lambda: None, 0), (_exit, 3), (_raise, 1)], ids=["return", "exit", "raise"]
+)
+def test_a_child_that_a_sink_forks_ends_without_the_parents_records(leave, code):
+    sink = ForkingSink(leave)
+    queued = QueuedSink(sink)
+    for number in range(5):
+        queued.write(number)
+    queued.close()
+    assert sink.own == 5
+    assert os.waitstatus_to_exitcode(os.waitpid(sink.child, 0)[1]) == code
+
+
+def test_a_child_that_decode_forks_ends():
+    children = []
+
+    def decode(token):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            sys.exit(3)
+        children.append(child)
+        return str(token)
+
+    texts = TokenTexts(decode, Guard())
+    record = StepRecord(step=1, time=time.time(), pair=(1, 2))
+    assert texts.complete(record, patience=60.0).pair_text == ("1", "2")
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [3, 3]
+
+
+def test_a_child_that_a_response_forks_can_exit():
+    guard = Guard()
+
+    def respond():
+        with guard("response to a blow-up", user_code=True):
+            sys.exit(0)
+
+    respond()  # a function of the user's cannot end the run
+
+    def fork_within():
+        with guard("response to a blow-up", user_code=True):
+            child = os.fork()
+            if child == 0:
+                sys.exit(3)
+        return child
+
+    owner = os.getpid()
+    try:
+        child = fork_within()
+        if os.getpid() != owner:
+            os._exit(99)
+    except SystemExit as end:
+        os._exit(end.code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def test_a_sink_of_several_heads_is_free_in_a_forked_child():
+    kept = Recorder()
+    sink = SharedSink(kept)
+
+    def write():
+        for _ in range(2):
+            sink.write(StepRecord(step=1, time=0.0))
+        assert len(kept.records) == 1
+        assert outcome(lambda: sink.write(StepRecord(step=2, time=0.0))) == 0
+
+    with sink._lock:
+        assert outcome(write) == 0

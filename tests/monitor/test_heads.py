@@ -253,6 +253,7 @@ def compile_step(trainer, module):
     optimizer.step = torch.compile(optimizer.step, backend="eager")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("action", [rebuild, compile_step])
 @pytest.mark.filterwarnings("ignore")
 def test_with_a_scaler_a_step_that_no_hook_saw_is_no_overflow(action):

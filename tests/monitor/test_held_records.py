@@ -161,6 +161,7 @@ def test_lightning_resumes_bit_for_bit(tmp_path):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("warm_ranks")
 def test_two_ranks_of_lightning_hold_the_same_step(tmp_path):
     """Under DDP they have one gradient and one head, which stays one: a later step would show otherwise."""

@@ -252,6 +252,7 @@ def test_a_model_that_was_saved_and_loaded_gives_the_records_of_the_one_in_memor
     assert runs[0] == runs[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_probe_in_a_plain_loop_measures_it_and_leaves_it_as_it_was(compiled):
     runs, graphs = [], Counter()

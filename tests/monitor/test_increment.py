@@ -95,6 +95,7 @@ ADAM_OPTIONS = {
 }
 
 
+@pytest.mark.few(6)
 @implementations
 @pytest.mark.parametrize("options", ADAM_OPTIONS.values(), ids=ADAM_OPTIONS)
 @pytest.mark.parametrize("make", [Adam, AdamW])
@@ -127,6 +128,7 @@ def test_sgd_is_formed_from_buffer_and_gradient(options, implementation):
     assert_from_state(increments, sgd_steps(start(), some_gradients(), LRS, **options))
 
 
+@pytest.mark.few(4)
 @implementations
 @pytest.mark.parametrize("options", SGD_DECAYED.values(), ids=SGD_DECAYED)
 def test_sgd_whose_step_is_in_no_buffer_is_a_difference(options, implementation):

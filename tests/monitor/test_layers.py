@@ -129,6 +129,7 @@ def test_between_measured_steps_nothing_is_hooked():
     assert layers.end(11) is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", MAKES)
 def test_a_run_with_layers_is_bit_for_bit_the_run_without_and_its_file_is_read(make, tmp_path):
     def trained(layers):
@@ -225,6 +226,7 @@ def test_the_layer_that_moved_first_is_named_once():
     assert alerts[0].value / alerts[0].expected == pytest.approx(8.0, rel=0.4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_many_calm_layers_share_one_dial(seed):
     judge = LayerJudge(Rules(false_alarms_per_10k=1.0))

@@ -129,6 +129,7 @@ def records(folder, name):
     return list(RunReader(folder / "runs" / name).steps())
 
 
+@pytest.mark.sweep
 def test_rank_zero_records_what_it_records_under_ddp(two):
     _, folder = two
     sharded, replicated = records(folder, "fsdp"), records(folder, "ddp")
@@ -144,12 +145,14 @@ def test_rank_zero_records_what_it_records_under_ddp(two):
         tried(model=OURS, trainer="Lightning", optimizer=optimizer, strategy=strategy, libraries=["lightning"])
 
 
+@pytest.mark.sweep
 def test_training_is_bit_for_bit_that_without_the_monitor(two):
     for weights, _, _ in two[0]:
         for name in ("fsdp", "full"):
             assert all(torch.equal(a, b) for a, b in zip(weights[name], weights["unwatched"], strict=True))
 
 
+@pytest.mark.sweep
 def test_a_blow_up_is_saved_by_all_ranks_in_a_folder_that_a_run_can_go_on_from(two):
     ranks, folder = two
     assert next(iter(RunReader(folder / "runs" / "fsdp").alerts())).step == JUMP
@@ -158,6 +161,7 @@ def test_a_blow_up_is_saved_by_all_ranks_in_a_folder_that_a_run_can_go_on_from(t
     assert all(step == STEPS for _, _, step in ranks)
 
 
+@pytest.mark.sweep
 def test_one_rank_with_a_full_disk_costs_the_checkpoint_and_nothing_else(two):
     ranks, folder = two
     assert all(failures == {"checkpoint of a blow-up": 1} for _, failures, _ in ranks)

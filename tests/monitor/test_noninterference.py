@@ -242,6 +242,7 @@ def check_records(records):
     assert [r.step for r in records if r.perturbation_rms is not None] == list(range(10, UPDATES + 1, 10))
 
 
+@pytest.mark.few("rownorm")
 @pytest.mark.parametrize("make", MAKES)
 def test_one_process_ends_bit_for_bit_where_it_would_without_the_monitor(make, tmp_path):
     plain, watched, records = pair_of_runs(make, tmp_path)
@@ -268,6 +269,7 @@ def all_pairs_of_runs(rank, world, folder, port):
     return {make: pair_of_runs(make, folder, world) for make in TOGETHER}
 
 
+@pytest.mark.sweep
 def test_two_processes_end_bit_for_bit_where_they_would_without_the_monitor(tmp_path):
     first, second = in_ranks(all_pairs_of_runs, tmp_path / "ranks", tmp_path, 29511)
     for make in TOGETHER:
@@ -436,6 +438,7 @@ def short(tmp_path_factory):
     return run("rownorm", tmp_path_factory.mktemp("short"), updates=SHORT, workers=0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [HilbertMonitor, *BROKEN], ids=lambda kind: kind.__name__)
 def test_a_monitor_that_interferes_is_noticed(kind, short, tmp_path):
     monitor = kind(diameter_every=2, perturbation_every=4, panel_size=20)

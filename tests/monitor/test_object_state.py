@@ -182,6 +182,7 @@ def test_what_cannot_be_seen_is_named(make):
     assert state.unseen[0].startswith("x.seen[...]")
 
 
+@pytest.mark.sweep
 def test_data_are_neither_copied_nor_walked_through():
     x = Inner(seen=[{"ids": [i]} for i in range(300_000)])
     x.text, x.large = torch.zeros(30_000_000, dtype=torch.uint8), np.zeros(30_000_000, dtype=np.uint8)

@@ -620,6 +620,7 @@ def panel():
     return Panel.of_batches([TEXT[:8]], 50)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", [Plain, Dropping, Flat, LastOnly, Catching, ByName])
 @pytest.mark.parametrize(
     "form", [lambda x: x, lambda x: (x, x), lambda x: {"input_ids": x, "labels": following(x), "n": 3}]

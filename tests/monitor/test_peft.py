@@ -11,16 +11,16 @@ from hilbert_monitor.monitor.panel import Panel
 from tests.support.references import all_pairs_diameter, deltas
 from tests.support.tried import tried
 
-transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
 V, UPDATES = 97, 3
 SIZES = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 ADAPTERS = {
-    "lora": lambda: peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["lm_head", "q_proj"]),
-    "dora": lambda: peft.LoraConfig(r=4, use_dora=True, target_modules=["lm_head", "q_proj"]),
-    "rslora": lambda: peft.LoraConfig(r=4, use_rslora=True, target_modules=["lm_head"]),
-    "loha": lambda: peft.LoHaConfig(r=4, target_modules=["lm_head"]),
-    "copy": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
-    "tokens": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices={"lm_head": [5, 9]}),
+    "lora": lambda peft: peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["lm_head", "q_proj"]),
+    "dora": lambda peft: peft.LoraConfig(r=4, use_dora=True, target_modules=["lm_head", "q_proj"]),
+    "rslora": lambda peft: peft.LoraConfig(r=4, use_rslora=True, target_modules=["lm_head"]),
+    "loha": lambda peft: peft.LoHaConfig(r=4, target_modules=["lm_head"]),
+    "copy": lambda peft: peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "tokens": lambda peft: peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices={"lm_head": [5, 9]}),
 }
 NAMES = {
     **{"lora": "LoRA", "dora": "DoRA", "rslora": "rsLoRA", "loha": "LoHa"},
@@ -30,10 +30,11 @@ FAST = ("lora", "rslora")
 
 
 def adapted(kind, dtype=torch.float32):
+    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SIZES, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32)
     model = transformers.LlamaForCausalLM(config).to(dtype)
-    return peft.get_peft_model(model, ADAPTERS[kind]()).train()
+    return peft.get_peft_model(model, ADAPTERS[kind](peft)).train()
 
 
 def effective(model):
@@ -60,6 +61,7 @@ def train(model, watched):
     return probe, record, effective(model) - before, tokens[0]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_an_adapted_head_is_measured_and_trains_to_the_bit_as_without_the_monitor(kind, dtype):

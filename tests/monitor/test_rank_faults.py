@@ -113,6 +113,7 @@ def two(tmp_path_factory):
     return in_ranks(all_of_a_rank, tmp_path_factory.mktemp("two"), patience=PATIENCE)
 
 
+@pytest.mark.sweep
 def test_whatever_fails_on_one_rank_costs_a_measurement_alone(two):
     (first, _), (second, _) = two
     for name, ((records, failures, remarks, _, weights), undisturbed) in first.items():
@@ -131,6 +132,7 @@ def empty_shard(rank, world):
     return train(world, kind=Clearing, rows=2)[:4]
 
 
+@pytest.mark.sweep
 def test_a_rank_without_rows_does_not_take_a_cleared_gradient_for_a_missing_one(tmp_path):
     for records, failures, _, expected in in_ranks(empty_shard, tmp_path, world=3, patience=PATIENCE):
         assert not failures
@@ -145,6 +147,7 @@ def other_panels(rank, world):
             for layout in ("FSDP", "DDP")}  # fmt: skip
 
 
+@pytest.mark.sweep
 def test_ranks_with_different_panels_measure_none_and_say_so(two):
     for _, runs in two:
         for records, failures, _, expected in runs.values():

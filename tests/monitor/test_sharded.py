@@ -165,6 +165,7 @@ def ranks_of(tmp_path_factory):
     return cache(lambda world: in_ranks(all_of_a_rank, tmp_path_factory.mktemp("ranks"), world=world))
 
 
+@pytest.mark.few("FSDP-2", "tensor parallel-2", "DDP-2")
 @pytest.mark.parametrize(("layout", "world"), LAYOUTS)
 def test_ranks_measure_what_one_process_measures_and_change_nothing(layout, world, ranks_of):
     names, ranks = LAYOUTS[layout, world], [rank[layout] for rank in ranks_of(world)]
@@ -271,6 +272,7 @@ TEAMS = (
 )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", TEAMS)
 def test_a_sharded_head_is_measured_as_teams_shard_it(case, ranks_of):
     with warnings.catch_warnings():
@@ -353,6 +355,7 @@ def pipeline(rank, world):
     return probe.ranks.rank, [{field: getattr(record, field) for field in FIELDS} for record in records]
 
 
+@pytest.mark.sweep
 def test_in_a_pipeline_only_the_stage_with_the_head_measures(ranks_of):
     first, second, third, fourth = (rank["pipeline"] for rank in ranks_of(4))
     assert first is second is None

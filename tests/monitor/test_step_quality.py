@@ -23,6 +23,7 @@ def cloud(V, d, seed):
     return torch.randn(V, d, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_projected_row_norm_has_at_least_the_efficiency_that_is_guaranteed(seed):
     G = center_rows(cloud(20, 4, seed))
@@ -44,6 +45,7 @@ def exact_efficiency(G, S):
     return decrease / ((max(s) - min(s)) * sum(map(abs, centred)) / 2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shift", [0.0, 3.0])
 def test_the_efficiency_of_one_column_is_within_its_bounds_in_exact_arithmetic(dtype, shift):
@@ -57,6 +59,7 @@ def test_the_efficiency_of_one_column_is_within_its_bounds_in_exact_arithmetic(d
         assert quality.efficiency_upper - quality.efficiency_lower < 1e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_efficiency_for_a_gradient_in_low_precision_is_that_of_its_entries(dtype):
     for seed in range(4):
@@ -77,6 +80,7 @@ def test_a_scaled_gradient_has_the_same_efficiency():
     assert one.efficiency_lower == pytest.approx(other.efficiency_lower, rel=1e-3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "rownorm"])
 def test_a_run_measures_the_quality_of_the_steps_that_its_panel_measures(optimizer):
     recorder = Recorder()

@@ -7,6 +7,7 @@ import time
 import urllib.request
 
 import lightning
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -63,6 +64,7 @@ def train_several(root: str) -> None:
         print("ended", os.wait()[0], flush=True)
 
 
+@pytest.mark.sweep
 def test_a_stop_that_is_asked_for_is_a_state_of_its_own_and_quick(tmp_path):
     """SLURM, which asks for a checkpoint first; a SIGTERM that an error follows; and Ctrl-C."""
     scontrol = tmp_path / "bin" / "scontrol"

@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from hilbert_monitor import ChainedOptimizer, Muon, RowNorm, TrustRegion
 from hilbert_monitor.monitor.finite_gradients import NonFiniteGradients
+from tests.support.draws import draws
 from tests.support.ranks import in_ranks
 from tests.support.ways import assert_same_way
 
@@ -106,7 +107,7 @@ def head_optimizer(name, model, lr):
     scale=st.sampled_from([1e-2, 1.0, 30.0]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=draws(75), deadline=None)
 def test_diameter_of_what_is_stored_is_within_the_limit(name, how, dtype, magnitude, limit, scale, seed):
     model = Model(scale=scale).to(dtype)
     weight = model.lm_head.weight
@@ -127,6 +128,7 @@ def test_diameter_of_what_is_stored_is_within_the_limit(name, how, dtype, magnit
             assert weight.isfinite().all()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("how", ["rows", "scale"])
 def test_steps_within_the_limit_keep_their_bits(name, how):
@@ -338,6 +340,7 @@ def test_soft_capped_and_computed_heads_are_refused():
 # Gradients that are not finite
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_step_with_a_gradient_that_is_not_finite_is_left_out_whole(name, closure):
@@ -506,6 +509,7 @@ def ranks_of(tmp_path_factory):
     return cache(lambda world: in_ranks(all_of_a_rank, tmp_path_factory.mktemp("ranks"), world=world))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("world", "layout"), [(2, "fsdp"), (3, "fsdp"), (2, "tp")])
 def test_sharded_heads_are_held_as_whole_ones(ranks_of, world, layout):
     for name, how in HELD:

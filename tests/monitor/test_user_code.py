@@ -62,6 +62,7 @@ def usr2():
     signal.signal(signal.SIGUSR2, before)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("user_code", [False, True])
 @pytest.mark.parametrize("error", [SystemExit(3), Panic(), TimeoutError("preempted")], ids=repr)
 @pytest.mark.parametrize("form", ["function", "object", "method", "partial"])
@@ -260,6 +261,7 @@ def hidden_on_rank_one(module, batch):
     return module.model.hidden(batch)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("warm_ranks")
 def test_panics_on_one_of_two_ranks_end_neither(tmp_path):
@@ -322,6 +324,7 @@ def test_a_quick_decoder_is_called_once_for_a_token_in_its_own_thread_and_every_
     assert decode.threads == {"hilbert-monitor decode"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seconds", [5, 60], ids=["slow", "hangs"])
 def test_a_slow_decoder_costs_texts_and_neither_records_nor_time(seconds):
     decode, kept, starts = Decoder(seconds), Recorder(), []
@@ -438,6 +441,7 @@ def test_the_texts_are_in_the_alert_wherever_it_goes():
     assert alert.message in posts[0]["text"]
 
 
+@pytest.mark.sweep
 def test_a_function_that_takes_long_is_warned_of_once_with_its_seconds(monkeypatch):
     monkeypatch.setattr(responses, "SLOW", 0.2)
 

@@ -341,6 +341,7 @@ with run:
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", ["training", "measuring"])
 @pytest.mark.parametrize(("then", "end", "code"), [("SIG_IGN", "0", 0), ("SIG_DFL", "1", 1), ("SIG_IGN", "own", 1)])
 def test_a_handler_of_sigterm_that_removes_itself_stops_the_run_wherever_it_is(place, then, end, code, tmp_path):
@@ -382,6 +383,7 @@ if name == "exit":
 """
 
 
+@pytest.mark.sweep
 def test_without_a_block_the_log_has_the_exception_that_ends_python_and_knows_of_no_exit(tmp_path):
     """Python tells nobody of a SystemExit at its end, and a SIGTERM without a handler leaves no time."""
     done = subprocess.run([sys.executable, "-c", ENDS, tmp_path], capture_output=True, text=True, timeout=300)

@@ -234,6 +234,7 @@ def test_groups_and_state_are_shared_from_the_start_and_after_steps(others):
     assert chain.state.keys() == {p for p in model.parameters() if has_state(chain, p)}
 
 
+@pytest.mark.few(3)
 @all_others
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
 def test_a_copy_shares_nothing_with_the_first_and_goes_on_as_it_does(others, copied):
@@ -392,6 +393,7 @@ def saved(chain, path):
     return torch.load(path, weights_only=True)
 
 
+@pytest.mark.few(3)
 @all_others
 @pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
 def test_a_fresh_chain_resumes_bit_for_bit(others, named, tmp_path):

@@ -79,6 +79,7 @@ def ranks(request, tmp_path_factory):
 CASES = ["plain", "off", "bf16", "no gradient anywhere", "no gradient on rank 0", "no gradient on rank 1"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_bit_for_bit_equal_on_all_ranks_and_no_rank_waits_for_ever(ranks, case):
     for other in ranks[1:]:

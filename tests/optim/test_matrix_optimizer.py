@@ -150,6 +150,7 @@ def test_parameter_without_gradient_is_skipped_with_its_state(make):
     assert all(torch.equal(p, e) for i, (p, e) in enumerate(zip(params, expected, strict=True)) if i != 1)
 
 
+@pytest.mark.few(6)
 @each
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -219,6 +220,7 @@ def test_parameters_of_several_precisions_step_together_as_they_do_alone(make):
         assert same([p], [alone])
 
 
+@pytest.mark.few(6)
 @each
 @pytest.mark.parametrize("shape", [(3, 0), (0, 3), (1, 1), (1, 7), (7, 1)], ids=str)
 def test_thin_and_empty_matrices_are_matrices(make, shape):
@@ -246,6 +248,7 @@ def test_transposed_storage_makes_the_same_step(make):
 # saved and copied
 
 
+@pytest.mark.few(4)
 @each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_saved_state_resumes_to_the_bit(make, dtype):
@@ -341,6 +344,7 @@ REFERENCES = {
 each_with_reference = pytest.mark.parametrize(("make", "reference", "options"), REFERENCES.values(), ids=REFERENCES)
 
 
+@pytest.mark.few(4)
 @each_with_reference
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(12, 5), (4, 30)], ids=str)
@@ -355,6 +359,7 @@ def test_increment_is_what_the_step_added_beside_the_decay(make, reference, opti
         before = after.double()
 
 
+@pytest.mark.few(4)
 @each
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1), (7, 6)])
 def test_some_rows_of_the_increment_are_those_of_the_whole(make, ranks, rank):
@@ -542,6 +547,7 @@ BAD = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("make", "name", "value"), BAD, ids=lambda x: x.__name__ if isinstance(x, type) else str(x))
 def test_a_bad_hyperparameter_is_refused_by_one_sentence_that_names_it(make, name, value):
     refused = partial(pytest.raises, (TypeError, ValueError), match=rf"\A{name} must .+, got .+\Z")

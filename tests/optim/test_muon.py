@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from hilbert_monitor.optim import Muon, muon
+from tests.support.draws import draws
 from tests.support.optim_references import LRS, assert_walks_agree, close, gradients, muon_steps, rotation, walk
 from tests.support.precision import MatmulPrecision
 from tests.support.references import normal
 
-examples = settings(max_examples=20, deadline=None)
+examples = settings(max_examples=draws(20), deadline=None)
 seeds = st.integers(0, 2**31)
 sides = st.integers(1, 24)
 
@@ -79,6 +80,7 @@ def test_each_group_steps_with_its_own_hyperparameters():
             close(p, muon_steps(w, grads[p], 3 * [recipe["lr"]], **options)[-1][0], 1e-11)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("nesterov", [True, False])
 @every_shape
 def test_steps_in_bf16_are_those_of_torch_to_bf16_rounding(shape, nesterov):
@@ -95,6 +97,7 @@ def test_steps_in_bf16_are_those_of_torch_to_bf16_rounding(shape, nesterov):
         close(ours[t][1], theirs.detach() - 0.99 * before, 32 * torch.finfo(torch.bfloat16).eps * scale)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @every_shape
 def test_newton_schulz_runs_in_the_precision_that_was_asked_for(shape, dtype):
@@ -199,6 +202,7 @@ def test_transposed_matrix_makes_the_transposed_step_but_for_the_scale(shape):
         close(S, scale * T.T, 1e-5)
 
 
+@pytest.mark.few(4)
 @every_shape
 @pytest.mark.parametrize("exponent", [-30, 1, 30])
 def test_scale_of_the_gradients_changes_no_bit_without_a_stabiliser(shape, exponent):

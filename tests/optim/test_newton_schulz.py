@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hilbert_monitor.optim.newton_schulz import orthogonalize
+from tests.support.draws import draws
 from tests.support.optim_references import newton_schulz, rotation
 from tests.support.precision import MatmulPrecision
 from tests.support.references import normal
 
-examples = settings(max_examples=30, deadline=None)
+examples = settings(max_examples=draws(30), deadline=None)
 seeds = st.integers(0, 2**31)
 shapes = st.tuples(st.integers(1, 12), st.integers(1, 40)).map(sorted)
 
@@ -51,6 +52,7 @@ def one(N, steps=5, eps=1e-5):
     return orthogonalize(N.clone()[None], steps=steps, eps=eps)[0]
 
 
+@pytest.mark.few(6)
 @every_shape
 @every_kind
 def test_result_is_the_plain_loops_after_any_number_of_steps(kind, shape):
@@ -59,6 +61,7 @@ def test_result_is_the_plain_loops_after_any_number_of_steps(kind, shape):
         torch.testing.assert_close(one(N, steps), newton_schulz(N, steps), rtol=0, atol=1e-12)
 
 
+@pytest.mark.few(6)
 @every_shape
 @every_kind
 def test_fp32_result_is_the_plain_loops_to_fp32_rounding(kind, shape):
@@ -66,6 +69,7 @@ def test_fp32_result_is_the_plain_loops_to_fp32_rounding(kind, shape):
     torch.testing.assert_close(one(N).double(), newton_schulz(N), rtol=0, atol=1e-5)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_shape
 def test_result_has_the_dtype_of_the_input_and_its_precision(shape, dtype):
@@ -82,6 +86,7 @@ def test_stacked_matrices_do_not_see_each_other(shape):
     torch.testing.assert_close(together, torch.stack([one(N) for N in stack]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.few(4)
 @every_shape
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_matrix_that_is_not_finite_spoils_itself_alone(shape, bad):

@@ -41,6 +41,7 @@ def regression(dtype, rounding, start, count=500):
     return U.detach().double(), float(cross_entropy(H @ U.detach().double().T, y))
 
 
+@pytest.mark.sweep
 def test_stochastic_and_compensated_rounding_keep_a_trajectory_that_rounding_to_nearest_loses():
     start = (0.5 * normal(0, 100, 32)).bfloat16().double()
     exact, exact_loss = regression(torch.float64, "nearest", start)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from hilbert_monitor.optim import RowNorm, warmup_cosine, warmup_cosine_scale
 from tests.support.decoders import Plain, loss_of, seeded
+from tests.support.draws import draws
 
-examples = settings(max_examples=100, deadline=None)
+examples = settings(max_examples=draws(100), deadline=None)
 totals = st.integers(1, 3000)
 
 

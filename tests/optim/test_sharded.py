@@ -181,7 +181,7 @@ def everything(rank, world):
     return rownorm_everywhere(rank, world), muon_everywhere(rank, world)
 
 
-@pytest.fixture(scope="module", params=[3, 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[3, pytest.param(4, marks=pytest.mark.sweep)], ids="{} ranks".format)
 def steps(request, tmp_path_factory):
     """Three ranks in a line, and four in a square, whose lines have two."""
     return in_ranks(everything, tmp_path_factory.mktemp("steps"), world=request.param)
@@ -335,6 +335,7 @@ def odd(tmp_path_factory):
     return in_ranks(unusual, tmp_path_factory.mktemp("odd"), world=4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gradient", ["replicated", "columns", "partial", "one rank"])
 def test_a_gradient_of_another_layout_is_laid_out_as_its_parameter(odd, gradient):
     for rank in odd:

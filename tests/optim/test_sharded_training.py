@@ -181,6 +181,7 @@ def assert_equal(actual, expected):
             assert torch.equal(ours[key], value), key
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["fsdp", "tp"])
 def test_a_sharded_decoder_trains_as_a_whole_one(saved, alone, kind):
     for rank in saved:
@@ -188,6 +189,7 @@ def test_a_sharded_decoder_trains_as_a_whole_one(saved, alone, kind):
         assert rank["head"] == "lm_head"
 
 
+@pytest.mark.sweep
 def test_a_decoder_sharded_over_two_dimensions_trains_as_a_whole_one(alone, tmp_path):
     for ours in in_ranks(four_ranks, tmp_path / "four", world=4):
         assert_follow(ours, alone)
@@ -208,6 +210,7 @@ def test_a_state_dict_of_whole_tensors_is_laid_out_where_it_is_loaded(saved):
         assert_equal(*rank["from whole"])
 
 
+@pytest.mark.sweep
 def test_a_checkpoint_of_two_ranks_loads_on_three_ranks_under_ddp_and_in_one_process(saved, folder):
     held, expected = saved[0][torch.float32]
     three = in_ranks(three_ranks, folder / "three", str(folder), world=3)

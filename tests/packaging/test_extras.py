@@ -90,6 +90,7 @@ def test_the_service_and_the_report_load_without_what_training_needs():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.sweep
 def test_a_run_is_fitted_logged_and_exported_without_what_the_dashboard_needs():
     names = set(PACKAGES["serve"])
     none_yet = f"import sys\nassert not {names} & sys.modules.keys()"  # though the monitor is loaded in a warm program

@@ -132,6 +132,7 @@ def test_what_failed_leaves_no_stamp_and_is_built_anew(checkout):
     assert not (checkout.venv / "rest").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", ["pyproject.toml", "constraints.txt", "TORCH"])
 def test_a_change_of_the_requirements_is_installed(checkout, change):
     checkout.setup()
@@ -169,6 +170,7 @@ def test_another_python_builds_the_environment_anew_and_is_kept_from_then_on(che
     assert checkout.steps() == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("state", ["too old", "gone", "unknown"])
 def test_an_environment_whose_python_is_of_no_use_is_built_anew(checkout, state):
     checkout.setup()

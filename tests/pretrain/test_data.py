@@ -27,6 +27,7 @@ from hilbert_monitor.pretrain.data import (
     validation_loader,
 )
 from hilbert_monitor.pretrain.shards import ShardWriter, find_shards, open_shard, write_shard
+from tests.support.draws import draws
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 V = 50_000
@@ -69,7 +70,7 @@ def test_a_shard_is_the_bytes_that_gpt2_speed_runs_read(tmp_path):
 
 
 @given(st.lists(st.integers(0, 65_535), min_size=1, max_size=50))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=draws(20), deadline=None)
 def test_what_is_written_is_read_back(tmp_path_factory, ids):
     path = tmp_path_factory.mktemp("shard") / "x.bin"
     assert write_shard(path, ids) == open_shard(path)
@@ -152,7 +153,7 @@ def test_reading_leaves_no_file_open(folder):
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(2, 7))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=draws(30), deadline=None)
 def test_a_stream_is_cut_into_full_shards_and_a_rest(tmp_path_factory, lengths, size):
     folder = tmp_path_factory.mktemp("series")
     stream = np.arange(sum(lengths), dtype=np.uint16)
@@ -223,7 +224,7 @@ splits = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
     split=splits,
     seed=st.integers(0, 2**40),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=draws(25), deadline=None)
 def test_every_block_of_a_complete_batch_comes_once_an_epoch_on_one_rank(tmp_path_factory, sizes, context, split, seed):
     world, micro, accumulation = split
     size = world * micro * accumulation
@@ -424,6 +425,7 @@ def fit(train, *callbacks, val=None, path=None, **changes):
     return module, trainer
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("steps", [30, None])
 def test_a_lightning_run_resumed_anywhere_sees_the_batches_it_would_have_seen(folder, tmp_path, steps):
     whole, trainer = fit(loader(folder, steps=steps))
@@ -484,7 +486,7 @@ def test_validation_on_more_than_there_is_says_the_true_number_once(folder):
 
 
 @given(st.integers(1, 19), st.integers(1, 4), st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 def test_ranks_validate_on_disjoint_parts_of_complete_micro_batches(folder, number, world, micro):
     data = blocks(folder, 5 * number)
     if number < world * micro:

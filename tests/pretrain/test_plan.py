@@ -112,6 +112,7 @@ def kept(config, batch, *, bf16, chunk):
     )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("chunk", [None, 16])
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("config", SIZES)

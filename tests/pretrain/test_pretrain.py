@@ -232,6 +232,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_
     assert all(r.diameter_lower == clean[r.step].diameter_lower and r.tokens == clean[r.step].tokens for r in steps)
 
 
+@pytest.mark.sweep
 def test_two_processes_follow_one_to_rounding(data, tmp_path):
     more = ["--set=updates=12", "--set=checkpoint_every=12", "--set=perturbation_every=4"]
     one = Program(*command(data, tmp_path / "one", *more, "--set=micro_batch=8"))

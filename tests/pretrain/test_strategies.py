@@ -135,11 +135,13 @@ def check(found, name, expected, other):
         assert_same_way(*([named[key] for key in weights] for named in (weights, expected_weights, start)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["fsdp", "tp=2"])
 def test_a_sharded_run_follows_its_ddp_run_to_rounding(two, strategy):
     check(two, strategy, two, "ddp")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["fsdp", "tp=2"])
 def test_a_rank_has_its_part_of_every_parameter(two, strategy):
     ranks, _ = two
@@ -149,6 +151,7 @@ def test_a_rank_has_its_part_of_every_parameter(two, strategy):
     assert max(held) <= 0.51 * everything
 
 
+@pytest.mark.sweep
 def test_a_sharded_run_that_breaks_and_is_resumed_ends_with_the_weights_of_one_that_did_not(two):
     ranks, records = two
     for rank in ranks:
@@ -158,11 +161,13 @@ def test_a_sharded_run_that_breaks_and_is_resumed_ends_with_the_weights_of_one_t
         assert (mine.step, mine.tokens, mine.diameter) == (other.step, other.tokens, other.diameter)
 
 
+@pytest.mark.sweep
 def test_a_sharded_run_is_the_same_without_the_monitor(two):
     for rank in two[0]:
         assert all(torch.equal(w, rank["fsdp"][1][key]) for key, w in rank["unwatched"][1].items())
 
 
+@pytest.mark.sweep
 def test_four_ranks_in_tensor_parallel_pairs_follow_the_ddp_run_of_two(two, tmp_path):
     """Two of them read data, so that the panel is that of two ranks."""
     four = trained(tmp_path, 4, {"tp=2": {"head": "adamw", "strategy": "tp=2"}})

@@ -21,6 +21,7 @@ from hilbert_monitor.pretrain import tokenization
 from hilbert_monitor.pretrain.data import TrainingLoader
 from hilbert_monitor.pretrain.shards import TRAIN, VALIDATION, find_shards, write_shard
 from hilbert_monitor.pretrain.tokenization import END, load_decoder, load_tokenizer, pieces, tokenize, train_tokenizer
+from tests.support.draws import draws
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat,", "Ünïcode", "猫", "too;\r\n\tno", "'cat's", "1234", "mats", "\n\n"]
 
@@ -120,7 +121,7 @@ def test_a_file_is_as_many_documents_as_it_has_ends_of_text(tmp_path):
 
 
 @given(st.lists(st.text("ab \n", max_size=400), max_size=6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(60), deadline=None)
 def test_pieces_of_documents_are_the_documents(tmp_path_factory, documents):
     path = tmp_path_factory.mktemp("pieces") / "t.txt"
     path.write_bytes(END.join(documents).encode())
@@ -357,6 +358,7 @@ def test_a_failure_half_way_leaves_what_was_there(texts, made, tmp_path, monkeyp
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+@pytest.mark.sweep
 def test_a_command_that_is_killed_leaves_no_shard_that_a_loader_would_find(tmp_path):
     write(tmp_path / "t", [text(i, 20_000) for i in range(30)])
     arguments = ["--out", str(tmp_path / "o"), "--vocab-size", "300", "--shard-tokens", "5000"]

@@ -77,6 +77,7 @@ def test_the_rate_that_is_told_is_the_one_that_was_compared_with_where_not_every
     assert "the learning rate is 0.003 where 0.001 was to be expected" in alert.message
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("scheduled", [True, False, None])
 @pytest.mark.parametrize("growth", [1.01, 1.02, 1.05, 1.2, 1.6])
 def test_a_learning_rate_that_grows_without_end_is_told_before_it_has_trebled(growth, scheduled):
@@ -105,12 +106,14 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_are_followed_without_a_setting(name):
     rate, ratios = SCHEDULES[name], noisy(2000, seed=5)
     assert kinds(record(t + 1, 1e-3 * rate(t), ratios[t]) for t in range(2000)) == []
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_learning_rate_accident_is_told_in_its_step_on_every_schedule(name):
     rate, ratios, at = SCHEDULES[name], noisy(2000, seed=5), 1140
@@ -140,6 +143,7 @@ def test_gradual_growth_is_told_while_it_is_small(doubling):
     assert 2 ** ((first.step - 601) / doubling) < 2.6
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("doubling", [200, 300, 600])
 @pytest.mark.parametrize("begins", [0, 300, 1000])
 def test_growth_that_is_not_noticed_at_first_does_not_become_usual(begins, doubling):
@@ -214,6 +218,7 @@ def test_bounds_and_exact_values_have_one_history():
     assert judge.suspects(1501, 1e-3, 16e-3, 16e-3, scheduled=True)
 
 
+@pytest.mark.sweep
 def test_the_dial_is_the_rate_of_false_alarms():
     ratios = noisy(20_000, seed=11, spread=0.45)
     records = [record(t + 1, ratio=r) for t, r in enumerate(ratios)]
@@ -222,6 +227,7 @@ def test_the_dial_is_the_rate_of_false_alarms():
     assert 10 <= many <= 60
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("period", [6, 7, 10, 11, 50])
 def test_what_comes_again_and_again_is_told_a_few_times(period):
     ratios = [r * (6 if t % period == 0 else 1) for t, r in enumerate(noisy(2000))]
@@ -421,6 +427,7 @@ def test_whatever_the_records_alerts_can_be_written_and_a_replay_gives_the_same(
     assert [msgspec.json.encode(alert) for alert in first] == [msgspec.json.encode(alert) for alert in again]
 
 
+@pytest.mark.sweep
 @given(st.lists(st.floats(5, 15), min_size=30, max_size=60), st.floats(1e-6, 1e3))
 def test_alerts_do_not_depend_on_the_unit_of_the_learning_rate(ratios, unit):
     ratios[-1] *= 30.137
@@ -455,6 +462,7 @@ def test_a_stray_value_at_the_start_of_a_correlated_run_excuses_no_accident_late
     assert len(told) <= 2
 
 
+@pytest.mark.sweep
 def test_a_burst_of_long_ago_excuses_no_other():
     ratios = noisy(30_000, spread=0.05)
     ratios[100] *= 4
@@ -462,6 +470,7 @@ def test_a_burst_of_long_ago_excuses_no_other():
     assert [step for step, _ in kinds(record(t + 1, ratio=r) for t, r in enumerate(ratios))] == [101, 29_001]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("at", [2000, 15_000])
 def test_bursts_of_a_warm_up_excuse_nothing_once_they_are_over(at):
     ratios = noisy(at + 1)
@@ -518,6 +527,7 @@ MEASURED = ("diameter", "diameter_lower", "diameter_upper", "learning_rate", "pe
 STORED = ("stored_diameter", "stored_diameter_lower", "precision_loss_rms")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(20))
 def test_no_record_however_odd_breaks_the_rules_or_leaves_a_history_that_json_cannot_hold(seed):
     draw, judge, step = random.Random(seed), Judge(), 0

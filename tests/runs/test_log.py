@@ -30,6 +30,7 @@ from hilbert_monitor.runs import _lines
 from hilbert_monitor.runs._reader import as_record
 from hilbert_monitor.runs.log import RunReader, RunWriter, _file_name, _last_number, find_runs
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from tests.support.draws import draws
 from tests.support.forks import forked, outcome
 
 FILES = ["info.jsonl", "steps.jsonl", "alerts.jsonl", "end.jsonl", "heartbeat"]
@@ -332,7 +333,7 @@ def text_of(written):
         yield (line + "\n").encode("utf-8", "surrogatepass")
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=draws(100))
 @given(written=lines, cuts=st.lists(st.integers(0, 600), max_size=3))
 def test_any_sequence_of_attempts_reads_as_the_rule_says_at_once_and_when_followed(tmp_path_factory, written, cuts):
     folder = tmp_path_factory.mktemp("run")
@@ -448,6 +449,7 @@ LOST = step(2, skipped="y" * 40)
 WHOLE = len(_lines.line_of(LOST))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", [0, 1, 30, WHOLE - 1, WHOLE, WHOLE + 1, WHOLE + 2, WHOLE + 30])
 def test_a_full_disk_costs_records_and_writing_resumes_when_there_is_room(tmp_path, size):
     def work():
@@ -586,6 +588,7 @@ def test_a_torn_last_line_does_not_swallow_what_the_next_attempt_writes(begin, n
 # Whose log it is
 
 
+@pytest.mark.sweep
 def test_a_second_process_with_the_name_of_a_living_one_is_numbered_or_refused(begin, tmp_path):
     with living_writer(tmp_path):
         with pytest.warns(UserWarning, match="run 'a' is being written by another process: this is 'a-2'"):
@@ -607,6 +610,7 @@ def test_a_warning_that_is_an_error_leaves_no_lock_behind(begin, tmp_path):
     assert _lines.is_locked(tmp_path / "a-2" / "steps.jsonl") is False
 
 
+@pytest.mark.sweep
 def test_writers_in_threads_of_one_process_never_share_a_log(tmp_path):
     writers, start = [], threading.Barrier(6)
 
@@ -752,6 +756,7 @@ def file_operations(monkeypatch):
     monkeypatch.undo()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["its own", "that of all"])
 @pytest.mark.parametrize("first_step", [0, 1])
 def test_a_run_begins_as_fast_among_many_others_as_among_few(tmp_path, monkeypatch, name, first_step):
@@ -798,6 +803,7 @@ def test_a_number_whose_run_was_deleted_is_not_taken_before_a_run_that_can_be_re
     assert [begin().id, begin("a", first_step=1).id] == ["a", "a-4"]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("last", [*range(20), 63, 64, 65, 1000])
 def test_the_last_number_is_found_in_few_lookups(last):
     lookups = []
@@ -850,6 +856,7 @@ def test_where_there_are_no_locks_the_heartbeat_decides_and_the_user_is_told(beg
     assert sorted(path.name for path in first.folder.glob("claim-*")) == ["claim-1", "claim-2"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("before", ["nothing", "a killed run"])
 def test_without_locks_processes_that_start_at_once_never_share_a_log(tmp_path, before):
     def no_locks(fd, operation):
@@ -1040,6 +1047,7 @@ def raised(error):
     raise error
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("work", "stopped"),
     [
@@ -1325,3 +1333,29 @@ def test_reading_changes_nothing_on_disk(begin):
     reader = RunReader(folder)
     assert [*reader.steps(), *reader.alerts(), *reader.follow(), reader.state(), reader.info]
     assert trace() == before
+
+
+def test_a_child_forked_while_a_run_is_opened_does_not_hold_its_lock(tmp_path, monkeypatch):
+    opened, forked_meanwhile, really_open = threading.Event(), threading.Event(), os.open
+
+    def slow(path, flags, *args, **options):  # as a network file system may be
+        fd = really_open(path, flags, *args, **options)
+        if flags & os.O_APPEND and not opened.is_set():
+            opened.set()
+            forked_meanwhile.wait(60)
+        return fd
+
+    monkeypatch.setattr(os, "open", slow)
+    writers = []
+    opening = threading.Thread(target=lambda: writers.append(RunWriter.open(tmp_path, RunInfo(name="a"))))
+    opening.start()
+    assert opened.wait(60)
+    child = forked(lambda: time.sleep(100))
+    try:
+        forked_meanwhile.set()
+        opening.join()
+        writers[0].close(RuntimeError("a crash"))
+        assert _lines.is_locked(tmp_path / "a" / "steps.jsonl") is False
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

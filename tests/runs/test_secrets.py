@@ -1,8 +1,12 @@
 """Values that look like secrets are masked, and settings of a model are not."""
 
+import time
+from dataclasses import dataclass
+
 import pytest
 
-from hilbert_monitor.runs.secrets import mask_secrets
+from hilbert_monitor.runs.json_values import plain
+from hilbert_monitor.runs.secrets import mask_message, mask_secrets
 
 SECRET = "sk-4711-XyZ"
 
@@ -28,6 +32,23 @@ SECRET = "sk-4711-XyZ"
         {"cfg": f'{{"token": "{SECRET} with a space"}}'},
         {"cfg": f"Namespace(lr=0.1, api_key='{SECRET}...cut"},
         {"headers": {"Authorization": f"Bearer {SECRET}"}},
+        {"headers": f"Authorization: Bearer {SECRET}"},
+        {"cfg": f"Config(logger=Logger(lr=0.1, api_key='{SECRET}'))"},
+        {"cfg": f"api_key=SecretStr('{SECRET}'), lr=0.1"},
+        {"cfg": f"{{'api_key': b'{SECRET}', 'token': ['{SECRET}']}}"},
+        {"cfg": f"{{'credentials': {{'user': 'a', 'value': '{SECRET}'}}}}"},
+        {"cfg": repr({"password": f"""a'b"{SECRET}"""})},
+        {"cfg": f"password  =  {SECRET}"},
+        {"pairs": [["api_key", SECRET], ["lr", 0.1]]},
+        {"env": [{"name": "HF_TOKEN", "value": SECRET}]},
+        {"argv": ["train.py", "-api-key", SECRET]},
+        {"keys": {"openai": SECRET}},
+        {"PGPASSWORD": SECRET, "dbpassword": SECRET, "clientsecret": SECRET, "db_pass": SECRET},
+        {"hftoken": SECRET, "accesstoken": SECRET, "wandbapikey": SECRET, "audio_api_key": SECRET},
+        {f"https://me:{SECRET}@store.example": 1},
+        {"note": f"logged in with sk-proj-abcdefghijklmnop{SECRET}"},
+        {"clone": f"https://ghp_abcdefghijklmnop{SECRET}@git.example/me/repo"},
+        {"key_text": f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----"},
     ],
 )
 def test_a_secret_is_masked(config):
@@ -59,9 +80,73 @@ def test_settings_of_a_model_stay():
         "data": "s3://bucket/tokens/train:v2",
         "note": "max_tokens=100, lr=0.1, remote git@example.com:me/repo",
         "time": "12:30",
+        "train_tokens": "10B",
+        "include_num_input_tokens_seen": "no",
+        "text_key": "caption",
+        "keys": ["image", "label"],
+        "stop_tokens": ["</s>", "<|end|>"],
+        "max_new_tokens": "4096",
+        "suppress_tokens": [1, 2, 220],
+        "key_norm": {"eps": 1e-6},
+        "token_type": "bpe",
+        "tokens_path": "/data/tokens.bin",
+        "layer": "Attention(key=Linear(in_features=4, out_features=4), value=Linear(4, 4))",
+        "endpoint": "http://localhost:8000/users/me@example.com",
+        "servers": "http://a:80/,http://b:81/x",
     }
     assert mask_secrets(config) == config
 
 
 def test_further_names_can_be_given():
     assert mask_secrets({"pin": 17, "deep": {"pin": "a"}}, ["pin"]) == {"pin": "***", "deep": {"pin": "***"}}
+
+
+@dataclass
+class Logger:
+    api_key: str
+
+
+@dataclass
+class Settings:
+    logger: Logger
+
+
+def test_a_secret_in_a_dataclass_within_another_is_masked():
+    assert mask_secrets(plain({"settings": Settings(Logger(SECRET))})) == {
+        "settings": "Settings(logger=Logger(api_key='***'))"
+    }
+
+
+def test_a_secret_in_the_message_of_an_exception_is_masked():
+    assert mask_message(f"refused: api_key={SECRET}") == "refused: api_key=***"
+    assert mask_message(f"refused: {{'token': '{SECRET}'}}") == "refused: {'token': '***'}"
+    text = "size mismatch for token_embedding.weight: copying a param with shape torch.Size([4])"
+    assert mask_message(text) == text
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "a",
+        "-",
+        "--a ",
+        "--a-",
+        "=",
+        " ",
+        "http://h:1/,",
+        "://a:",
+        "key='",
+        "key=(",
+        "key=[1],",
+        "'",
+        "\\",
+        "sk-",
+        "a.b:",
+    ],
+)
+def test_a_long_text_takes_little_time(piece):
+    text = piece * (100_000 // len(piece))
+    start = time.process_time()
+    mask_secrets(text)
+    mask_secrets(text + ")" * 10_000)
+    assert time.process_time() - start < 20.0  # a tenth of a second, or minutes if it is quadratic

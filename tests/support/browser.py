@@ -105,7 +105,7 @@ def visit_fixture(chromium):
     yield make
     for visitor, troubled in visitors:
         visitor.leave()
-        assert troubled or not visitor.troubles
+        assert troubled or not visitor.troubles, visitor.troubles
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def page_fixture(visitor):
     (page,) = visitor.context.pages
     yield page
     visitor.context.unroute_all()
-    assert not visitor.troubles
+    assert not visitor.troubles, visitor.troubles
 
 
 def go(page, path):

@@ -141,15 +141,16 @@ class AccessControl:
     def _token_refusal(self, scope: Scope, headers: Headers, token: bytes) -> Response | None:
         """The refusal of a request without the token, or the redirection of one with it in its address."""
         name = f"hilbert_monitor_{(scope.get('server') or ('', 0))[1]}"
-        if len(headers.get("cookie", "")) > LONGEST_COOKIE:
-            return error_response(
-                scope, 431, f"The header Cookie has more than {LONGEST_COOKIE:,} letters: delete cookies of this host."
-            )
-        if hmac.compare_digest(_cookie(headers, name).encode(), self._ticket.encode()):
-            return self._redirection(scope)
         kind, _, secret = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and hmac.compare_digest(secret.strip().encode("latin-1"), token):
             return None
+        cookies = ";".join(headers.getlist("cookie"))  # a proxy of HTTP/2 may pass on several
+        if len(cookies) > LONGEST_COOKIE:
+            return error_response(
+                scope, 431, f"The header Cookie has more than {LONGEST_COOKIE:,} letters: delete cookies of this host."
+            )
+        if any(hmac.compare_digest(value.encode(), self._ticket.encode()) for value in _values(cookies, name)):
+            return self._redirection(scope)
         if any(hmac.compare_digest(value.encode(), token) for key, value in _query(scope) if key == "token"):
             answer = self._redirection(scope)
             assert answer is not None
@@ -198,10 +199,10 @@ def _query(scope: Scope) -> list[tuple[str, str]]:
         return []
 
 
-def _cookie(headers: Headers, name: str) -> str:
-    """Return the value of a cookie, or an empty string.
+def _values(cookies: str, name: str) -> list[str]:
+    """Return the values that the cookie of a name has.
 
     The standard library's parser takes quadratic time for escaped quotes. Our cookie is hex and needs no parser.
     """
-    pairs = (part.strip().partition("=") for part in headers.get("cookie", "").split(";"))
-    return next((value for key, _, value in pairs if key == name), "")
+    pairs = (part.strip().partition("=") for part in cookies.split(";"))
+    return [value for key, _, value in pairs if key == name]

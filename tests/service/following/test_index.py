@@ -243,6 +243,7 @@ def test_a_log_that_may_not_be_read_says_so():
             os.seteuid(user)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ["info.jsonl", "steps.jsonl", "alerts.jsonl", "end.jsonl"])
 @pytest.mark.parametrize("obstacle", ["pipe", "folder", "zero", "out", "loop"])
 def test_what_is_not_a_plain_file_is_not_read(root, tmp_path, name, obstacle):
@@ -485,6 +486,7 @@ def test_one_broken_run_does_not_hide_the_others(root, monkeypatch):
     assert index.runs["good"].status == "finished"
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
 def test_a_line_without_an_end_takes_no_memory(root):
     writer = write(root)

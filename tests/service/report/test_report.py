@@ -271,6 +271,7 @@ def test_the_published_ratios_and_differences_follow_from_the_published_means():
         assert published.tokens == published.updates * 524_288
 
 
+@pytest.mark.sweep
 def test_a_long_run_makes_a_small_page(tmp_path):
     writer = RunWriter.open(tmp_path, RunInfo(name="long", head_optimizer="AdamW"))
     with (writer.folder / "steps.jsonl").open("a") as log:

@@ -431,6 +431,7 @@ def test_csv_has_no_formulas(zoo):
 # Errors
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "id",
     [

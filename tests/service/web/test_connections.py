@@ -94,6 +94,7 @@ def wait_for_event(streams, name):
             heard += piece
 
 
+@pytest.mark.sweep
 def test_half_sent_requests_lock_nobody_out(tmp_path, visit):
     write_run(tmp_path / "runs", "a", [record(1)])
     with narrow_service(tmp_path / "runs") as (url, output), ExitStack() as stack:
@@ -115,6 +116,7 @@ def test_half_sent_requests_lock_nobody_out(tmp_path, visit):
     assert text.count("connections") == 1
 
 
+@pytest.mark.sweep
 def test_what_is_no_http_is_logged_once_and_who_has_no_token_locks_nobody_out(tmp_path):
     secret = "open-sesame-open-sesame"
     with narrow_service(tmp_path, "--token", secret) as (url, output), ExitStack() as stack:
@@ -149,6 +151,7 @@ def impatient(tmp_path, monkeypatch):
     thread.join(60)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sent",
     [b"", HALF, b"POST /api/runs/a/notes HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"],
@@ -160,6 +163,7 @@ def test_a_request_that_does_not_arrive_in_time_is_dropped(impatient, sent):
         assert is_closed(slow, 60)
 
 
+@pytest.mark.sweep
 def test_bytes_that_trickle_in_buy_no_time(impatient):
     with ExitStack() as stack:
         (slow,) = half_open(stack, impatient, 1)
@@ -184,6 +188,7 @@ def four_requests_on_one_connection(url):
     return True
 
 
+@pytest.mark.sweep
 def test_a_stream_and_a_second_request_outlast_the_time_limit(impatient):
     assert any(four_requests_on_one_connection(impatient) for _ in range(5))  # a busy machine may ask too late
     with ExitStack() as stack:
@@ -193,6 +198,7 @@ def test_a_stream_and_a_second_request_outlast_the_time_limit(impatient):
         assert not is_closed(stream, 1.5)
 
 
+@pytest.mark.sweep
 def test_five_hundred_listeners_hear_everything(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2 * LISTENERS:

@@ -156,6 +156,7 @@ def test_every_view_is_drawn_without_a_word_on_the_console_and_follows_the_syste
         assert not visitor.troubles, path
 
 
+@pytest.mark.sweep
 def test_a_page_that_turns_dark_while_it_is_drawn_has_no_light_plot(zoo, visit):
     page = visit(zoo, color_scheme="light", **WIDE).open("/runs/RowNorm-0")
     until(page, "document.querySelectorAll('[data-panel] .xtick').length")
@@ -594,6 +595,7 @@ def test_a_time_that_is_no_number_empties_no_table_and_a_stopped_run_is_named(vi
 # Nothing there, and nobody let in
 
 
+@pytest.mark.sweep
 def test_an_empty_folder_says_what_to_do(tmp_path, visit):
     with background(tmp_path, cache=False) as place:
         visitor = visit(place.url, **WIDE)
@@ -614,6 +616,7 @@ def test_an_empty_folder_says_what_to_do(tmp_path, visit):
         visitor.leave()
 
 
+@pytest.mark.sweep
 def test_a_page_without_the_token_says_where_to_find_it(tmp_path, visit):
     write_run(tmp_path, "a", [record(s) for s in range(1, 9)])
     with running_service(tmp_path, "--port", 0, "--token", "sesame-sesame-sesame") as (_, url, _):

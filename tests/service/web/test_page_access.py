@@ -101,6 +101,7 @@ VIEWS = {
 # Contrast
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
 def test_every_text_has_contrast(zoo, visit, size):
     page, weak = visit(zoo, reduced_motion="reduce", **size).open("/"), {}
@@ -152,6 +153,7 @@ def test_a_plot_tells_its_last_values_and_its_range(view):
     assert "0.42 % at 120 updates, between 0.42 % and 50 %." in label(page, "saturation")
 
 
+@pytest.mark.sweep
 def test_the_account_of_a_plot_is_renewed_with_its_data(tmp_path, visit):
     with background(tmp_path, cache=False) as place, training(tmp_path, name="live") as run:
         run.write(1, learning_rate=0.25)
@@ -230,6 +232,7 @@ def test_a_view_can_be_left_while_the_cursor_is_on_a_plot(view):
     wait_for_panels(page)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("scale", ["log", "linear"])
 def test_a_panel_zooms_in_y_alone_until_a_double_click(view, scale):
     page = view(f"/?model=GPT&scale={scale}")
@@ -284,6 +287,7 @@ def spread(page, panel, *, down=False):
     fingers("touchEnd", 0.6)
 
 
+@pytest.mark.sweep
 def test_two_fingers_zoom_on_a_phone_and_two_taps_show_the_whole_range(caller):
     (page,) = caller.context.pages
     go(page, "/alerts")

@@ -216,6 +216,7 @@ def test_a_range_on_a_logarithmic_x_keeps_its_small_end(compare):
     assert float(parse_qs(urlsplit(page.url).query)["x0"][0]) == pytest.approx(0.003, rel=0.05)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("first", "last"), [(2, 9), (2, 21), (2, 60), (1, 400), (1, 60_000)])
 def test_labels_of_a_logarithmic_x_do_not_run_into_each_other(compare, first, last):
     page = compare(f"model=sweep&axis=tokens&logx=1&x0={1000 * first}&x1={1000 * last}")
@@ -291,6 +292,7 @@ def test_no_two_ticks_of_shares_read_alike(show):
     assert len({*shown}) == len(shown)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("decades", [0.02, 0.6, 1.2, 1.5, 1.9, 2.3, 7.0, 40.0])
 def test_a_logarithmic_axis_has_several_readable_labels_whatever_its_range(compare, decades):
     page = compare(f"model=decades {decades}")

@@ -132,6 +132,7 @@ def blow_up(run, visitor, page):
 # Connections
 
 
+@pytest.mark.sweep
 def test_a_page_goes_on_when_the_server_was_started_anew(tmp_path, visit):
     writer = RunWriter.open(tmp_path, RunInfo(name="live", head_optimizer="RowNorm", model="GPT"))
     for step in range(1, 6):
@@ -216,6 +217,7 @@ class Cable:
         self.cut()
 
 
+@pytest.mark.sweep
 def test_a_dropped_connection_goes_on_where_it_was(tmp_path, visit):
     with background(tmp_path, cache=False) as place, training(tmp_path, name="live") as run:
         for step in range(1, 4):
@@ -259,6 +261,7 @@ def indexed(root):
         index.stop()
 
 
+@pytest.mark.sweep
 def test_eight_tabs_share_one_stream_and_no_late_answer_undoes_what_it_told(tmp_path, visit):
     with indexed(tmp_path) as (url, index), training(tmp_path, name="live") as run:
         run.write(1)

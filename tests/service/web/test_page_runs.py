@@ -260,6 +260,7 @@ def test_a_page_elsewhere_cannot_change_anything_through_a_visitors_browser(view
     assert "gotcha" not in page.evaluate("document.body.innerText")
 
 
+@pytest.mark.sweep
 def test_a_long_list_shows_its_first_rows_first_and_where_nothing_can_be_kept_nothing_is_offered(root, visit):
     for number in range(207):
         write_run(root, f"run {number}")
@@ -292,6 +293,7 @@ def archive(page, *runs, archived=True):
     assert answer.ok
 
 
+@pytest.mark.sweep
 def test_a_run_that_somebody_archives_leaves_the_comparison(view):
     page = view("/")
     until(page, "document.querySelector('.selection summary').innerText === 'Runs: all 3'")
@@ -305,6 +307,7 @@ def test_a_run_that_somebody_archives_leaves_the_comparison(view):
     until(page, "document.querySelector('.values').innerText.includes('0.02')")
 
 
+@pytest.mark.sweep
 def test_an_archived_run_that_was_chosen_stays_when_the_others_are_ticked(view):
     page = view("/")
     archive(page, "b")
@@ -328,6 +331,7 @@ def test_where_all_runs_are_archived_the_pages_say_so_and_show_them(view):
     wait_for_runs(page, "c", "b", "a")
 
 
+@pytest.mark.sweep
 def test_a_late_answer_does_not_undo_what_an_event_told_since(view):
     page = view("/")
     late = []
@@ -354,6 +358,8 @@ def test_runs_whose_names_have_commas_are_compared(root, open_page):
     for name, copy in (("a", "lr=0.1,wd=50%"), ("b", "lr=0.2,wd=%2C")):
         shutil.copytree(root / name, root / copy)
     page = open_page("/runs?tick=" + quote("lr=0.1,wd=50%") + "&tick=" + quote("lr=0.2,wd=%2C"))
+    for name in ("lr=0.1,wd=50%", "lr=0.2,wd=%2C"):  # a comparison of a run that is not indexed yet is refused
+        wait_for_text(page, name)
     page.get_by_role("link", name="Compare these").click()
     until(page, "document.querySelector('.selection summary')?.innerText === 'Runs: 2 of 5'")
     wait_for_text(page, "lr=0.02 (1 run)")
@@ -363,6 +369,7 @@ def test_runs_whose_names_have_commas_are_compared(root, open_page):
 # Alerts by the keyboard
 
 
+@pytest.mark.sweep
 def test_the_focus_goes_on_to_the_next_alert(open_page):
     page = open_page("/alerts")
     button = page.get_by_role("button", name="Acknowledge", exact=True).first
@@ -375,6 +382,7 @@ def test_the_focus_goes_on_to_the_next_alert(open_page):
     until(page, "document.activeElement.matches('h1')")
 
 
+@pytest.mark.sweep
 def test_the_focus_stays_when_another_alert_comes_and_an_archived_run_is_on_no_banner(root, open_page):
     with training(root, name="hot") as run:
         run.write(1)

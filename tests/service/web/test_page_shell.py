@@ -55,6 +55,7 @@ def visitor(chromium, served):
 # First paint
 
 
+@pytest.mark.sweep
 def test_curves_are_sketched_until_plotly_is_there(visitor, page):
     held = []
     visitor.context.route("**/plotly.min.js", lambda route: held.append(route))
@@ -106,6 +107,7 @@ def test_labels_that_need_more_room_than_usual_get_it(page):
 # Light and dark
 
 
+@pytest.mark.sweep
 def test_a_theme_is_chosen_remembered_and_never_flashes(served, visit):
     visitor = visit(served, color_scheme="light", **WIDE)
     visitor.context.add_init_script(GROUNDS)
@@ -165,6 +167,7 @@ def test_a_long_note_is_folded_and_opens(page):
 # Whether it is live
 
 
+@pytest.mark.sweep
 def test_a_service_that_is_stopped_is_not_live_for_more_than_seconds(tmp_path, visit):
     write_run(tmp_path, "a", [record(1)])
     with running_service(tmp_path, "--port", 0) as (process, url, _):

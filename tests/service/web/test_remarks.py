@@ -230,6 +230,7 @@ def test_a_change_that_is_wrong_is_refused_in_a_sentence(client, change, word):
     assert len(answer.json()["detail"]) < 700
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("id", ["../a", "a/../b", "..%2fa", "nobody", "a\x00", "", "é" * 200, "/etc/passwd"])
 def test_ids_are_looked_up_among_the_runs_alone(client, id):
     assert "There is no run" in say(client, 404, runs=["a", id], note="x")["detail"]
@@ -270,6 +271,7 @@ def post(client, status, **headers):
     return answer.json()["detail"] if status != 200 else ""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "headers",
     [

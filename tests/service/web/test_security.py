@@ -159,6 +159,20 @@ def test_a_header_of_escaped_quotes_is_refused_at_once(closed):
     assert "delete cookies" in answer.text
 
 
+def test_the_ticket_is_found_in_a_second_header_and_behind_an_old_one(closed):
+    closed.get("/", params={"token": TOKEN})
+    ticket = f"hilbert_monitor_8000={closed.cookies['hilbert_monitor_8000']}"
+    closed.cookies.clear()
+    for cookies in (["a=b", ticket], [f"hilbert_monitor_8000=old; {ticket}"]):
+        answer = closed.get("/api/runs", headers=[("cookie", cookie) for cookie in cookies])
+        assert answer.status_code == 200
+
+
+def test_a_program_with_the_token_may_send_any_cookies(closed):
+    headers = {"authorization": f"Bearer {TOKEN}".encode(), "cookie": b"a=" + b"x" * 20_000}
+    assert closed.get("/api/runs", headers=headers).status_code == 200
+
+
 def test_a_cookie_of_another_token_is_refused(root, closed):
     closed.get("/", params={"token": TOKEN})
     assert closed.get("/api/runs").status_code == 200

@@ -98,6 +98,7 @@ def test_the_service_is_up_within_two_seconds_and_says_where_first(tmp_path):
     assert worked < 2, worked  # of the processor's time: a busy machine may take longer by the clock
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_the_service_ends_within_a_second_whoever_is_connected(tmp_path, how):
     write_run(tmp_path, "a", [record(1)])
@@ -153,6 +154,7 @@ def test_the_output_never_has_what_visitors_send(tmp_path):
     assert SECRET not in rest
 
 
+@pytest.mark.sweep
 def test_a_token_from_the_environment_is_not_printed(tmp_path, monkeypatch):
     monkeypatch.setenv("HILBERT_MONITOR_TOKEN", SECRET)
     with running_service(tmp_path, "--port", 0, "--host", "0.0.0.0") as (process, url, first):
@@ -197,6 +199,7 @@ def healthy(client, status=200):
     return answer
 
 
+@pytest.mark.sweep
 def test_a_service_whose_index_is_dead_or_stuck_says_so(tmp_path, monkeypatch):
     index = Index(tmp_path, every=0.01)
     monkeypatch.setattr("hilbert_monitor.service.following.index.STUCK", 0.3)
@@ -214,6 +217,7 @@ def test_a_service_whose_index_is_dead_or_stuck_says_so(tmp_path, monkeypatch):
     index.stop()
 
 
+@pytest.mark.sweep
 def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path):
     root = tmp_path / "later"
     with running_service(root, "--port", 0) as (process, url, _):
@@ -226,6 +230,7 @@ def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path):
             time.sleep(0.05)
 
 
+@pytest.mark.sweep
 def test_the_folder_of_one_run_is_served_as_that_run(tmp_path):
     for name in ("a", "b"):
         write_run(tmp_path / "runs", name, [record(step) for step in range(1, 500)])
@@ -312,6 +317,7 @@ def test_a_record_is_heard_of_within_a_second(live):
         assert at_best(seconds_to_be_heard, 1) < 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["header", "parameter", "both"])
 def test_who_comes_back_gets_what_was_missed_once(live, how):
     url, writer = live
