@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -44,7 +47,7 @@ class Result:
     def ratio(self) -> float:
         """How many times the baseline's value is ours: above 1 means that we are faster, or smaller."""
         if self.ours == 0:
-            return 1.0 if self.baseline_value == 0 else float("inf")
+            return 1.0 if self.baseline_value == 0 else math.inf
         return self.baseline_value / self.ours
 
 
@@ -112,6 +115,23 @@ def in_processes(
         return [future.result() for future in futures]
 
 
+def in_ranks(work: Callable[..., T], *args: Any, world: int) -> list[T]:
+    """Call ``work(rank, world, *args)`` in processes of torch.distributed (gloo) of one thread each.
+
+    Return the results in the order of the ranks. If one rank fails, the others are ended.
+    """
+    with TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (world, folder, work, args), nprocs=world)  # type: ignore[no-untyped-call]
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def _rank(rank: int, world: int, folder: str, work: Callable[..., Any], args: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    torch.save(work(rank, world, *args), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
 def machine() -> dict[str, str]:
     """Return the machine and the versions that the figures were measured with."""
     return {
@@ -132,6 +152,16 @@ def _processor() -> str:
         return platform.processor() or "unknown"
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown"
+
+
+def collect(results: Iterable[Result]) -> list[Result]:
+    """Return the results as a list, and print a line when one comes."""
+    collected = []
+    for r in results:
+        collected.append(r)
+        ours, baseline = formatted(r.ours, r.unit), formatted(r.baseline_value, r.unit)
+        print(f"{r.subject}, {r.case}: {ours}, {r.baseline} {baseline}", flush=True)
+    return collected
 
 
 def print_results(results: Sequence[Result], console: Console | None = None) -> None:
@@ -162,6 +192,10 @@ def formatted(value: float, unit: str) -> str:
 
 
 def write_json(results: Sequence[Result], path: Path) -> None:
-    """Write the machine and the results as one JSON document."""
+    """Write the machine and the results as one JSON document. A number that is not finite becomes null."""
     rows = [{**asdict(r), "ratio": r.ratio} for r in results]
-    path.write_text(json.dumps({"machine": machine(), "results": rows}, indent=2) + "\n")
+    finite = [
+        {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+        for row in rows
+    ]
+    path.write_text(json.dumps({"machine": machine(), "results": finite}, indent=2) + "\n")
