@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
 from hilbert_monitor import __version__
@@ -121,7 +122,7 @@ def in_ranks(work: Callable[..., T], *args: Any, world: int) -> list[T]:
     Return the results in the order of the ranks. If one rank fails, the others are ended.
     """
     with TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (world, folder, work, args), nprocs=world)  # type: ignore[no-untyped-call]
+        spawn(_rank, (world, folder, work, args), nprocs=world)  # type: ignore[no-untyped-call]
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
 
 
