@@ -184,8 +184,10 @@ def print_results(results: Sequence[Result], console: Console | None = None) -> 
 
 
 def formatted(value: float, unit: str) -> str:
-    """Return a value with its unit, in ms or s, KiB or MiB."""
+    """Return a value with its unit: us, ms or s, KiB or MiB, or the unit as it is."""
     if unit == "s":
+        if abs(value) < 1e-3:
+            return f"{value * 1e6:.0f} us"
         return f"{value * 1e3:.1f} ms" if abs(value) < 1 else f"{value:.2f} s"
     if unit == "B":
         return f"{value / 2**20:.0f} MiB" if abs(value) >= 2**20 else f"{value / 2**10:.0f} KiB"

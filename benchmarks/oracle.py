@@ -34,7 +34,7 @@ def run(*, quick: bool, increments: Sequence[SampleIncrement] = ()) -> list[Resu
 
 
 def _results(quick: bool, increments: Sequence[SampleIncrement]) -> Iterator[Result]:
-    V, d, budgets = (2048, 32, (0.0, 0.5)) if quick else (50_257, 256, (0.0, 1.0, 5.0, 20.0))
+    V, d, budgets = (2048, 32, (0.0, 0.2)) if quick else (50_257, 256, (0.0, 1.0, 5.0, 20.0))
     matrices = {increment.name: increment.S for increment in increments} or {
         "gradient": head_gradient(V, d),
         "scattered gradient": scattered_gradient(V, d),
