@@ -46,7 +46,7 @@ def run(*, quick: bool) -> list[Result]:
 
 def _results(quick: bool) -> Iterator[Result]:
     V, d, panel, worlds, repeat = (4096, 64, 256, [2], 2) if quick else (50_257, 256, 8192, [2, 4, 8], 25)
-    for head in HEADS:
+    for head in HEADS[:1] if quick else HEADS:
         yield from shared_rows(head, V, d, worlds=worlds, panel=panel, repeat=repeat)
     for head in () if quick else HEADS:
         yield from shared_rows(head, V, 1024, worlds=[2], panel=64, repeat=repeat, steps=6)
