@@ -1,0 +1,291 @@
+"""What benchmarks measure on: increments of a softmax head, rows that are hard to search, and small training runs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from hilbert_monitor.geometry import row_norm
+from hilbert_monitor.optim import ChainedOptimizer, warmup_cosine
+from hilbert_monitor.optim.pretraining import HEAD_LR
+from hilbert_monitor.pretrain.corpus import Corpus, corpus, standard_library
+from hilbert_monitor.pretrain.model import Decoder, DecoderConfig
+from hilbert_monitor.pretrain.recipes import Head
+
+MakeOptimizer = Callable[[Decoder], ChainedOptimizer]
+"""From a decoder to the optimizers that train it, with the paper's names of the groups: matrix, embedding, head."""
+_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class SampleIncrement:
+    """An increment S of the LM head and, where known, hidden states H of a panel after the update."""
+
+    name: str
+    S: Tensor  # (V, d)
+    H: Tensor | None  # (N, d)
+
+
+def load_increment(path: Path) -> SampleIncrement:
+    """Read an increment that torch.save wrote: a (V, d) tensor, or a dict.
+
+    A dict holds ``S``, or ``S_over_lr`` and ``lr``; and, if there is a panel, ``hidden``.
+
+    Raises:
+        ValueError: if the file holds none; the message is one sentence.
+    """
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"there is no increment file {path}: check the path") from None
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} is not a file that torch.load can read ({reason}): save it with torch.save") from None
+    if isinstance(saved, Tensor):
+        saved = {"S": saved}
+    if isinstance(saved, dict) and {"S_over_lr", "lr"} <= saved.keys():
+        saved["S"] = saved["S_over_lr"].float() * saved["lr"]
+    if not isinstance(saved, dict) or not isinstance(saved.get("S"), Tensor):
+        raise ValueError(f"{path} holds no increment: save a (V, d) tensor or a dict with the key 'S'")
+    hidden = saved.get("hidden")
+    return SampleIncrement(path.stem, saved["S"].float(), None if hidden is None else hidden.float())
+
+
+def make_increment(
+    head: Head, V: int, d: int, *, steps: int = 40, batch: int = 128, panel: int = 8192, seed: int = 0
+) -> SampleIncrement:
+    """Train a head on synthetic next-token data and return its last increment.
+
+    The gradients are those of softmax cross entropy, and after forty steps those of rare tokens have died down. So the
+    increments have what makes real ones easy or hard to search: a mass of rare tokens that all move one way, and a few
+    thousand frequent ones that each move their own way.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    data = NextTokens(V, d, draw, decay=1.0, shuffled=True)
+    U = 0.02 * torch.randn(V, d, generator=draw)
+    first, second = (torch.zeros(V, d) for _ in range(2))
+    for t in range(1, steps + 1):
+        h, target = data.sample(batch)
+        residual = softmax_residual(U, h, target)
+        for start in range(0, V, _BLOCK):  # of rows, or a large head would need three more matrices of its size
+            at = slice(start, start + _BLOCK)
+            gradient = residual[:, at].T @ h / len(h)
+            S = _step(head, gradient, first[at], second[at], t) * min(1.0, 2 * t / steps) / d
+            U[at] += S
+            if t == steps:
+                first[at] = S
+    return SampleIncrement(f"{head} V={V} d={d}", first, data.sample(panel)[0])
+
+
+def _step(head: Head, gradient: Tensor, first: Tensor, second: Tensor, t: int) -> Tensor:
+    """One step of the paper's head recipe at its peak learning rate times d; it updates the moments in place."""
+    if head == "rownorm":
+        first.lerp_(gradient, 0.05)
+        direction = row_norm(first / (1 - 0.95**t), eps=1e-8)
+    else:
+        first.lerp_(gradient, 0.1)
+        second.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+        direction = (first / (1 - 0.9**t)).div_((second / (1 - 0.999**t)).sqrt_().add_(1e-10))
+    return direction.mul_(-HEAD_LR[head])
+
+
+class NextTokens:
+    """Next-token data for a softmax head: hidden states of norm sqrt(d) and their target tokens.
+
+    Targets follow Zipf's law. A hidden state leans towards the embedding of its target, over a mean that all share and
+    noise; in all three the spread of coordinate j falls as j^-decay.
+
+    Args:
+        V: number of tokens.
+        d: width of the hidden states.
+        draw: source of the random numbers.
+        decay: see above.
+        shuffled: give the tokens' frequencies in random order, not from the most frequent to the rarest.
+    """
+
+    def __init__(self, V: int, d: int, draw: torch.Generator, *, decay: float, shuffled: bool) -> None:
+        self._draw = draw
+        self._spectrum = torch.arange(1, d + 1) ** -decay
+        self._embedding = torch.randn(V, d, generator=draw) * self._spectrum
+        self._mean = torch.randn(d, generator=draw) * self._spectrum
+        rank = torch.arange(1, V + 1)
+        self._frequency = 1.0 / (rank[torch.randperm(V, generator=draw)] if shuffled else rank)
+
+    def sample(self, n: int) -> tuple[Tensor, Tensor]:
+        """Return hidden states (n, d) and target tokens (n,)."""
+        target = torch.multinomial(self._frequency, n, replacement=True, generator=self._draw)
+        d = len(self._spectrum)
+        h = self._embedding[target] + self._mean + torch.randn(n, d, generator=self._draw) * self._spectrum
+        return normalize(h, dim=1) * d**0.5, target
+
+
+def softmax_gradient(U: Tensor, h: Tensor, target: Tensor) -> Tensor:
+    """Gradient (V, d) of the mean cross entropy by the head U, for hidden states h (n, d) and targets (n,)."""
+    return softmax_residual(U, h, target).T @ h / len(h)
+
+
+def softmax_residual(U: Tensor, h: Tensor, target: Tensor) -> Tensor:
+    """Gradient p - e_c (n, V) of each cross entropy by its logits."""
+    residual = (h @ U.T).softmax(1)
+    residual[torch.arange(len(h)), target] -= 1
+    return residual
+
+
+def synthetic_text(V: int, rows: int, length: int, *, seed: int = 0) -> Tensor:
+    """Token ids (rows, length) in which small ids are frequent, as some words are."""
+    return (V * torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)) ** 3).long()
+
+
+def hard_rows(V: int, d: int, *, seed: int = 0) -> dict[str, Tensor]:
+    """Return matrices of V rows, by name, on which a search for the longest pair has much to do.
+
+    They have d columns; vertices of a product of three simplices, all of them different, as many as they need.
+    """
+    draw = torch.Generator().manual_seed(seed)
+
+    def pick(n: int, choices: int) -> Tensor:
+        return torch.randint(choices, (n,), generator=draw)
+
+    k = math.ceil(V ** (1 / 3))
+    at = torch.randperm(k**3, generator=draw)[:V]
+    points = [torch.eye(k)[at // k**power % k] for power in range(3)]
+    decay = torch.arange(1, d + 1) ** -0.5
+    return {
+        "points on a sphere": normalize(torch.randn(V, d, generator=draw), dim=1),
+        "rows of signs": 2.0 * pick(V * d, 2).view(V, d) - 1,
+        "vertices of a simplex": torch.eye(d)[pick(V, d)],
+        "vertices of a product of simplices": torch.cat(points, 1),
+        "each row twenty times": torch.randn(V // 20, d, generator=draw)[pick(V, V // 20)],
+        "unit rows of a falling spectrum": normalize(torch.randn(V, d, generator=draw) * decay, dim=1),
+    }
+
+
+@dataclass(frozen=True)
+class TrialSizes:
+    """Sizes of a small run. A validation loss is over so many windows of held-out text.
+
+    The text is one file in `one_file_in` of the standard library: to tokenize all of them takes seconds.
+    """
+
+    steps: int = 1000
+    vocab_size: int = 2048
+    width: int = 64
+    context: int = 64
+    batch: int = 8
+    panel: int = 512
+    validation: int = 64
+    one_file_in: int = 1
+
+
+@functools.cache
+def small_corpus(vocab_size: int, one_file_in: int = 1) -> Corpus:
+    """The text of small runs, in tokens of a vocabulary of this size."""
+    return corpus(standard_library()[::one_file_in], vocab_size)
+
+
+@dataclass
+class StepChange:
+    """What a fault changes in one training step, at the places where a real fault would."""
+
+    batch: Callable[[Tensor], Tensor] | None = None
+    """From the tokens of the batch to other tokens."""
+    gradient: Callable[[Tensor], None] | None = None
+    """Changes the gradient of the head in place, before clipping."""
+    rate: float = 1.0
+    """Factor on learning rates of this step."""
+    groups: tuple[str, ...] = ()
+    """Names of the parameter groups whose rate it is; none for all."""
+
+
+class SmallRun:
+    """A small decoder in training on the standard library's text. It can be copied in the middle.
+
+    Args:
+        seed: seed of weights and data.
+        sizes: how large the run is.
+        optimizer: makes the optimizers of the decoder.
+    """
+
+    def __init__(self, seed: int, sizes: TrialSizes, optimizer: MakeOptimizer) -> None:
+        self.seed, self.sizes = seed, sizes
+        text = small_corpus(sizes.vocab_size, sizes.one_file_in)
+        self.text = torch.from_numpy(text.train.astype("int64"))
+        self.held_out = torch.from_numpy(text.validation.astype("int64"))
+        torch.manual_seed(seed)
+        config = DecoderConfig(
+            vocab_size=sizes.vocab_size, width=sizes.width, blocks=2, head_dim=32, context=sizes.context
+        )
+        self.model = Decoder(config)  # draws its own weights; a copy loads others
+        self.optimizer = optimizer(self.model)
+        self.schedule = warmup_cosine(self.optimizer, total_steps=sizes.steps)
+        self.draw = torch.Generator().manual_seed(seed)
+        self.absence = torch.zeros(sizes.vocab_size, dtype=torch.long)
+        """Steps since each token last occurred."""
+        self.updates = 0
+        """Steps made so far."""
+
+    def load(self, other: SmallRun) -> Self:
+        """Go on from where another run of these sizes and optimizers is."""
+        self.model.load_state_dict(other.model.state_dict())
+        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))  # loading alone would share it
+        self.schedule.load_state_dict(other.schedule.state_dict())
+        self.draw.set_state(other.draw.get_state())
+        self.absence, self.updates = other.absence.clone(), other.updates
+        return self
+
+    def backward(self, change: StepChange) -> Tensor:
+        """Draw a batch and compute the gradients; return its loss."""
+        starts = torch.randint(len(self.text) - self.sizes.context - 1, (self.sizes.batch,), generator=self.draw)
+        tokens = _windows(self.text, starts, self.sizes.context)
+        tokens = tokens if change.batch is None else change.batch(tokens)
+        loss = self.model.loss(tokens[:, :-1], tokens[:, 1:])
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if change.gradient is not None:
+            assert self.model.lm_head.weight.grad is not None
+            change.gradient(self.model.lm_head.weight.grad)
+        self.absence += 1
+        self.absence[tokens] = 0
+        return loss.detach()
+
+    @contextmanager
+    def update(self, change: StepChange) -> Iterator[None]:
+        """Change the learning rates for the step that is made in the block, and let the schedule go on after it."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            if not change.groups or group["name"] in change.groups:
+                group["lr"] *= change.rate
+        yield
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.schedule.step()
+        self.updates += 1
+
+    def clip_gradients(self) -> Tensor:
+        """Scale the gradients down to a norm of one, as the paper does; return the norm that they had."""
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Return the mean loss on windows spread evenly over the held-out text."""
+        sizes = self.sizes
+        starts = torch.linspace(0, len(self.held_out) - sizes.context - 1, sizes.validation).long()
+        windows = _windows(self.held_out, starts, sizes.context)
+        losses = [self.model.loss(part[:, :-1], part[:, 1:]) for part in torch.split(windows, 16)]
+        return float(torch.stack(losses).mean())
+
+
+def _windows(text: Tensor, starts: Tensor, context: int) -> Tensor:
+    """Return so many tokens, and the one after them, from each start."""
+    return torch.stack([text[start : start + context + 1] for start in starts.tolist()])
