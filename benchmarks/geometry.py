@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from hilbert_monitor.doctor.samples import SampleIncrement, make_increment
 from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_diameter_bracket
 from hilbert_monitor.pretrain.recipes import HEADS
 
-from .data import SampleIncrement, hard_rows, make_increment
+from .data import hard_rows
 from .measure import Result, collect, paired_seconds, peak_bytes, seconds
 
 MATMUL, CDIST = "all pairs, tiled matmul", "all pairs, blocked cdist"

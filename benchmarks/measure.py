@@ -6,7 +6,6 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +23,7 @@ from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
-from hilbert_monitor import __version__
+from hilbert_monitor.doctor.device import machine
 
 T = TypeVar("T")
 
@@ -131,28 +130,6 @@ def _rank(rank: int, world: int, folder: str, work: Callable[..., Any], args: Se
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     torch.save(work(rank, world, *args), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
-
-
-def machine() -> dict[str, str]:
-    """Return the machine and the versions that the figures were measured with."""
-    return {
-        "processor": _processor(),
-        "cores": str(os.cpu_count()),
-        "threads": str(torch.get_num_threads()),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "hilbert-monitor": __version__,
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
 
 
 def collect(results: Iterable[Result]) -> list[Result]:

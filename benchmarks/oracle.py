@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hilbert_monitor.doctor.samples import NextTokens, SampleIncrement
 from hilbert_monitor.geometry import (
     center_rows,
     check_flow,
@@ -22,7 +23,7 @@ from hilbert_monitor.geometry import (
     tension_bracket,
 )
 
-from .data import NextTokens, SampleIncrement, softmax_gradient
+from .data import softmax_gradient
 from .measure import Result, collect
 
 _ALL_PAIRS = 8192  # rows up to which the product flow is summed pair by pair

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hilbert_monitor.doctor.samples import make_increment
 from hilbert_monitor.geometry import RowShards, hilbert_perturbation, row_diameter, row_diameter_bracket
 from hilbert_monitor.pretrain.recipes import HEADS, Head
 
-from .data import make_increment
 from .measure import Result, collect, in_ranks
 
 Answer = tuple[float, tuple[int, int]]

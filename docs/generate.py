@@ -2,11 +2,9 @@
 
     python docs/generate.py            # write them
     python docs/generate.py --check    # exit with 1 if a document is not up to date
-    python docs/generate.py --count    # also count again what an emulated device counts: a minute or two
 
-A document says where: `<!-- table: NAME -->`, `<!-- file: PATH -->` or `<!-- counted: NAME -->` begins a part, and
-`<!-- end -->` ends it. What stands between the two is replaced. Counts differ a little between machines, as searches
-take other turns, so they are written only when they are asked for.
+A document says where: `<!-- table: NAME -->` or `<!-- file: PATH -->` begins a part, and `<!-- end -->` ends it. What
+stands between the two is replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from hilbert_monitor.runs.metrics import CATALOGUE
 
 ROOT = Path(__file__).parents[1]
 RULES, RUNBOOKS = ROOT / "dashboards" / "prometheus" / "rules", ROOT / "dashboards" / "runbooks"
-PART = re.compile(r"(<!-- (table|file|counted): (\S+) -->\n).*?(<!-- end -->)", re.S)
+PART = re.compile(r"(<!-- (table|file): (\S+) -->\n).*?(<!-- end -->)", re.S)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml"}
 
 ORDER = (
@@ -195,13 +193,6 @@ TABLES: dict[str, Table] = {
 }
 
 
-def counted(name: str) -> Table:
-    """A table that is counted."""
-    from hilbert_monitor.bench import projection
-
-    return {"measurements": projection.measurement_rows, "projection": projection.size_rows}[name]
-
-
 def table(make: Table) -> str:
     """A table in Markdown."""
     head, *rows = make()
@@ -219,13 +210,11 @@ def included(path: str) -> str:
     return f"```{LANGUAGES[Path(path).suffix]}\n{(ROOT / path).read_text()}```\n"
 
 
-def documented(text: str, *, count: bool = False) -> str:
-    """A document with all its parts as they should be; what is counted stays unless it is asked for."""
+def documented(text: str) -> str:
+    """Return a document with all its parts as they should be."""
 
     def part(match: re.Match[str]) -> str:
         begin, kind, name, end = match.groups()
-        if kind == "counted":
-            return begin + table(counted(name)) + end if count else match.group()
         return begin + (table(TABLES[name]) if kind == "table" else included(name)) + end
 
     return PART.sub(part, text)
@@ -240,13 +229,11 @@ def main() -> int:
     """Write the documents, or with --check only say which are not up to date."""
     parser = argparse.ArgumentParser(description="Writes the parts of documents that come from the code.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if one is not up to date")
-    parser.add_argument("--count", action="store_true", help="also count again what an emulated device counts")
-    options = parser.parse_args()
-    check = options.check
+    check = parser.parse_args().check
     stale = []
     for path in documents():
         text = path.read_text()
-        new = documented(text, count=options.count)
+        new = documented(text)
         if new != text:
             stale.append(path.relative_to(ROOT).as_posix())
             if not check:

@@ -11,7 +11,7 @@ import typer
 
 from hilbert_monitor import __version__
 
-from . import bench, demo, doctor, inspect, pretrain, report, serve, tokenize
+from . import demo, doctor, inspect, pretrain, report, serve, tokenize
 from .options import help_text
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -38,4 +38,3 @@ COMMANDS = (
 )
 for command in COMMANDS:
     app.command(help=help_text(command))(command)
-app.add_typer(bench.app, name="bench")

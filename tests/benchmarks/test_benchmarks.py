@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from benchmarks.__main__ import NAMES, main
-from benchmarks.data import load_increment, make_increment
+from benchmarks.data import load_increment
 from benchmarks.geometry import all_pairs_cdist, all_pairs_matmul, exponent
 from benchmarks.measure import Result, peak_bytes
 from benchmarks.optimizers import muon_loop, with_gradient
 from benchmarks.sharded import check
+from hilbert_monitor.doctor.samples import make_increment
 from hilbert_monitor.optim import Muon
 from tests.support.references import all_pairs_diameter
 

@@ -8,8 +8,8 @@ import traceback
 
 import pytest
 
-from tests.support.emulation.device import unavailable
 from tests.support import warm
+from tests.support.emulation.device import unavailable
 
 PATIENCE = 300
 

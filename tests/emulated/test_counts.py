@@ -34,7 +34,7 @@ def test_bounds_move_what_two_passes_move_and_wait_for_nothing(head):
 
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])
 def test_an_exact_search_launches_few_kernels_and_waits_a_few_times(head):
-    count, size = counted(head, lambda S, H: row_diameter(S))
+    count, _ = counted(head, lambda S, H: row_diameter(S))
     assert count.waits <= 6
     assert count.kernels <= 200
     assert count.flops < 0.05 * 2 * ROWS**2 * WIDTH  # of all pairs

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.emulation.device import NAME, EmulatedDevice
 from hilbert_monitor.monitor.device_reads import PendingRead
+from tests.support.emulation.device import NAME, EmulatedDevice
 
 REFUSED = {
     "a sum": lambda x: x + torch.ones(4),

@@ -9,13 +9,13 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, NAdam
 
 from hilbert_monitor import Probe, pretraining_optimizer
-from tests.support.emulation.device import NAME, EmulatedDevice
 from hilbert_monitor.geometry import tension_bracket
 from hilbert_monitor.monitor import step_quality
 from hilbert_monitor.monitor.agenda import CHECKED
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.optim import Muon, RowNorm
 from tests.support.decoders import Plain, seeded
+from tests.support.emulation.device import NAME, EmulatedDevice
 from tests.support.ways import assert_same_way
 
 V, WIDTH = 1000, 16

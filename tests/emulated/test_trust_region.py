@@ -6,9 +6,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
 from hilbert_monitor import TrustRegion
-from tests.support.emulation.device import NAME, EmulatedDevice
 from tests.emulated.test_training import OPTIMIZERS, TEXT, V
 from tests.support.decoders import Plain, seeded
+from tests.support.emulation.device import NAME, EmulatedDevice
 
 
 def trained(make, device, limit, how, updates=3):

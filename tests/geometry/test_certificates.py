@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from torch import Tensor
 
-from hilbert_monitor.bench.oracle import scattered_gradient
+from benchmarks.oracle import scattered_gradient
 from hilbert_monitor.geometry import check_flow, check_potential, diameter_oracle, tension_bracket
 from tests.support import oracle_checker
 from tests.support.gradients import gradient

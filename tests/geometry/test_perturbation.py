@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hilbert_monitor.doctor.samples import make_increment
 from benchmarks.measure import peak_bytes
+from hilbert_monitor.doctor.samples import make_increment
 from hilbert_monitor.geometry import hilbert_distance, hilbert_perturbation, row_diameter
 from tests.support import clouds
 from tests.support.draws import draws

@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hilbert_monitor.doctor.samples import make_increment
 from benchmarks.measure import peak_bytes
+from hilbert_monitor.doctor.samples import make_increment
 from hilbert_monitor.geometry import _cloud, covering_radius, jung_ratio, row_diameter, row_diameter_bracket
 from tests.support import clouds
 from tests.support.draws import draws

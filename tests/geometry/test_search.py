@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hilbert_monitor.doctor.samples import make_increment
 from benchmarks.measure import peak_bytes
+from hilbert_monitor.doctor.samples import make_increment
 from hilbert_monitor.geometry import _cloud, _screen, _search, row_diameter
 from tests.support import clouds
 from tests.support.draws import draws

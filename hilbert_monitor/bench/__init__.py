@@ -1,1 +1,0 @@
-"""What ``hilbert-monitor bench`` measures: a subject a file, every figure beside its opponent in the same run."""
