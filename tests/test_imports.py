@@ -190,3 +190,12 @@ def test_one_module_knows_prometheus():
         if re.search(r"^(from|import) prometheus_client", path.read_text(), re.M)
     ]
     assert importers == ["exposition.py"]
+
+
+def test_the_package_imports_neither_benchmarks_nor_tests():
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module]
+            assert not {name.split(".")[0] for name in names} & {"benchmarks", "tests"}, path
