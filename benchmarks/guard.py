@@ -130,7 +130,7 @@ class Outcome:
 class Trial:
     """One arm on one seed: its clean twin, what became of it after each fault, and its steps before the fault.
 
-    `held` of these were made smaller, and `left_out` not made; `seconds` is their median time of safeguard and optimizer.
+    `held` of these were made smaller, `left_out` were not made; `seconds` is the median of safeguard and optimizer.
     """
 
     arm: str
