@@ -1,0 +1,574 @@
+"""The dashboard on many long runs: starts, memory, answers and paint against limits, loading against TensorBoard.
+
+The service is the real one: `hilbert-monitor serve` in its own process, asked over loopback. The logs are in the
+system's file cache, as they are for runs that were just written. What a process uses is read from /proc, so that this
+takes Linux. Without Chromium and playwright, or without TensorBoard, their figures are left out.
+"""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import importlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hilbert_monitor.runs.log import INFO, STEPS, RunWriter
+from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.service.following.columns import Table, present
+from hilbert_monitor.service.following.index import Index
+
+from .measure import Result, collect, seconds
+
+HOST = "127.0.0.1"
+PATIENCE, MEMORY = 900.0, 1 << 30
+"""Seconds that a service may take to become ready, and the limit of its memory in bytes."""
+PAUSE, SHORT = 0.05, 20
+"""Seconds between two records, where many are written in a row, and records of a short run."""
+TICK = 1 / os.sysconf("SC_CLK_TCK")
+"""Smallest difference of processor time that the system measures, in seconds."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much work the service is given."""
+
+    runs: int = 200
+    records: int = 25_000  # of each run
+    refreshes: int = 20  # records that are written one at a time, each followed by a request
+    listeners: int = 100  # browsers that are connected at once
+    written: int = 50  # records that are written while the browsers listen
+    tensorboard_runs: int = 5  # that are also given to TensorBoard
+    folders: int = 10_000  # short runs of another folder
+    million: int = 1_000_000  # records of one long run in a folder of its own
+    idle: float = 20.0  # seconds for which the service is left alone
+    gigabytes: float = 5.5  # room on the disk that all this takes at most
+
+
+QUICK = Load(4, 300, 3, 8, 10, tensorboard_runs=2, folders=30, million=3000, idle=1.0, gigabytes=0.1)
+
+
+def run(*, quick: bool) -> list[Result]:
+    """Measure 200 runs of 25,000 records, then 10,000 short ones and one of a million records."""
+    load = QUICK if quick else Load()
+    with tempfile.TemporaryDirectory(prefix="hilbert-monitor-bench-") as name:
+        if (free := shutil.disk_usage(name).free / 1e9) < load.gigabytes:
+            raise RuntimeError(f"this takes {load.gigabytes:.1f} GB and TMPDIR has {free:.1f} GB: make room there")
+        return collect(_results(Path(name), load))
+
+
+def _results(folder: Path, load: Load) -> Iterator[Result]:
+    root = folder / "runs"
+    make_runs(root, load.runs, load.records)
+    yield from _starts(root, load)
+    yield from _continued(root, load)
+    yield from _tensorboard(folder, load)
+    yield from _folders(folder / "many", load)
+    make_runs(folder / "long", 1, load.million)
+    with serve(folder / "long") as service:
+        service.until(has(1))
+        yield _memory(f"one run of {load.million:,} records", service.usage())
+
+
+# What is measured
+
+
+def _limited(subject: str, case: str, took: float, limit: float, note: str = "") -> Result:
+    return Result(subject, case, took, "limit", limit, "s", note)
+
+
+def _memory(case: str, usage: Usage) -> Result:
+    note = f"{usage.own / 2**20:.0f} MiB of it its own at the end, the rest files that are mapped"
+    return Result("memory at its peak", case, usage.peak, "limit", MEMORY, "B", note)
+
+
+def _starts(root: Path, load: Load) -> Iterator[Result]:
+    """First indexing, a later start from the cache, and what a browser fetches and paints."""
+    many = f"{load.runs:,} runs of {load.records:,} records"
+    with serve(root) as service:
+        took, usage = service.until(has(load.runs)), service.usage()
+    note = f"{load.runs * load.records / took:,.0f} records/s; {usage.processor:.1f} s of processor time"
+    yield _limited("start", f"first indexing of {many}", took, 60, note)
+    yield _memory("first indexing", usage)
+    with serve(root) as service:
+        yield _limited("start", "first answer of a later start", service.until(), 2)
+        yield _limited("start", f"{many} there again, from the cache", service.until(has(load.runs)), 10)
+        took, size, answer = visit(service.port)
+    panels = sum(bool(figure["data"]) for figure in answer["figures"].values())
+    note = f"comparison of {len(answer['counted'])} runs included; {size / 2**20:.1f} MiB were sent"
+    yield _limited("first paint", "all that the page fetches, one after the other", took, 1, note)
+    with serve(root) as service:  # a new one, which has computed nothing yet
+        service.until(has(load.runs))
+        loads = paint(service.port, panels)
+    for name, place in (("first", 0), ("third", 2)) if loads else ():
+        figures, plots = loads[place]
+        yield _limited("first paint", f"the large figures in Chromium, {name} load", figures, 1)
+        yield _limited("first paint", f"{panels} panels drawn in Chromium, {name} load", plots, 1)
+
+
+def _continued(root: Path, load: Load) -> Iterator[Result]:
+    """One run goes on, while one browser and then many listen."""
+    with serve(root) as service, closing(ContinuedRun(root, load.records)) as run:
+        service.until(has(load.runs))
+        ask(service.port, "/api/compare")
+        answers, events = _refreshes(service.port, run, load.refreshes)
+        note = f"median of {load.refreshes}; the worst {max(answers) * 1e3:.0f} ms and {max(events) * 1e3:.0f} ms"
+        case = f"comparison of {load.runs:,} runs, one with a new record"
+        yield _limited("refresh", case, statistics.median(answers), 0.1, note)
+        yield _limited("refresh", "from a record's write to its event", statistics.median(events), 1)
+        few, many = (_bytes_read(service, run, count, load.written) for count in (1, load.listeners))
+        case = f"{load.written} records written, {load.listeners} browsers connected: bytes read"
+        yield Result("browsers", case, many, "1 browser", few, "B", "each browser got each record once")
+        yield _memory("all this, after a later start", service.usage())
+
+
+def _refreshes(port: int, run: ContinuedRun, count: int) -> tuple[list[float], list[float]]:
+    """Write records one by one. Return the seconds of each comparison after it, and from each write to its event."""
+    answers, events, version = [], [], -1
+    with closing(Listener(port)) as listener:
+        for _ in range(count):
+            moment = time.perf_counter()
+            run.write()
+            listener.until(run.step)
+            seen = time.perf_counter()
+            content = ask(port, "/api/compare")
+            answers.append(time.perf_counter() - seen)
+            events.append(seen - moment)
+            previous, version = version, json.loads(plain(content))["version"]
+            if version <= previous:
+                raise RuntimeError("the comparison does not have the record that was written last")
+    return answers, events
+
+
+def _bytes_read(service: Service, run: ContinuedRun, count: int, records: int) -> int:
+    """Write records while so many listen; return the bytes that the service read. Each must get each record once."""
+    with ExitStack() as stack, ThreadPoolExecutor(count) as pool:
+        listeners = [stack.enter_context(closing(Listener(service.port))) for _ in range(count)]
+        before, first = service.usage(), run.step + 1
+        ends = [pool.submit(listener.until, run.step + records) for listener in listeners]
+        run.write(records, pause=PAUSE)
+        for end in ends:
+            end.result()
+        after = service.usage()
+    if any(listener.steps != list(range(first, first + records)) for listener in listeners):
+        raise RuntimeError("not every listener got each record once and in order")
+    return after.read - before.read
+
+
+def _folders(root: Path, load: Load) -> Iterator[Result]:
+    """Many short runs: first indexing, the list of runs, what idling costs, and one run that goes on."""
+    make_short_runs(root, load.folders)
+    subject = f"{load.folders:,} folders of {SHORT} records"
+    with serve(root) as service:
+        took, before = service.until(has(load.folders)), service.usage()
+        yield _limited(subject, "first indexing", took, 30, f"{before.processor:.1f} s of processor time")
+        page, whole = (len(plain(ask(service.port, f"/api/runs{query}"))) for query in ("?limit=100", ""))
+        yield Result(subject, "a page of 100 runs", page, "all of them", whole, "B")
+        time.sleep(load.idle / 4)
+        before = service.usage()
+        time.sleep(load.idle)
+        after = service.usage()
+        used = max(after.processor - before.processor, TICK)
+        case = f"processor time of {load.idle:.0f} s in which nothing happens"
+        yield _limited(subject, case, used, 0.02 * load.idle, f"{used / load.idle:.1%} of a core")
+        with closing(ContinuedRun(root, SHORT)) as run:
+            written = time.monotonic()
+            run.write()
+            while json.loads(plain(ask(service.port, f"/api/runs/{run.id}")))["summary"]["status"] != "running":
+                if time.monotonic() - written > 120:
+                    raise RuntimeError(f"the service does not see that run {run.id} was continued")
+                time.sleep(0.01)
+            yield _limited(subject, "a finished run is continued: until it is seen", time.monotonic() - written, 10)
+        yield _memory(subject, after)
+
+
+def _tensorboard(folder: Path, load: Load) -> Iterator[Result]:
+    """Load the same numbers by our index and by TensorBoard's two readers."""
+    if find_spec("tensorboard") is None:
+        print("TensorBoard is not installed: the time it takes to load runs was not measured")
+        return
+    root, events, count = folder / "few", folder / "events", load.tensorboard_runs
+    make_runs(root, count, load.records)
+    ours = seconds(lambda: Index(root).refresh(), repeat=3)
+    index = Index(root)
+    index.refresh()
+    scalars = count * write_events(next(iter(index.runs.values())).table, events, count)
+    server = ingest(events, load.records)
+    theirs, loaded = accumulate(events)
+    if loaded != scalars:
+        raise RuntimeError(f"TensorBoard loaded {loaded} of {scalars} scalars")
+    case = f"{count} runs of {load.records:,} records, {loaded:,} numbers"
+    yield Result("loading", case, ours, "TensorBoard's EventAccumulator", theirs)
+    if server is not None:
+        yield Result("loading", case, ours, "TensorBoard's data server", server, "s", "in Rust; its start included")
+
+
+# Synthetic runs, with the bytes of a real run's writer
+
+OPTIMIZERS = ("AdamW", "RowNorm")
+PATTERNS = 3
+"""Seeds of each optimizer with their own random records; further runs have the bytes of one of these."""
+VOCABULARY, WIDTH, RATE, PACE = 50_257, 768, 4e-3, 0.6
+"""PACE: seconds from one step to the next."""
+EXACT, PANEL = 10, 500
+"""Steps from one exact diameter to the next, and from one measurement on the panel to the next."""
+
+
+def records_of(head: str, seed: int, count: int, *, began: float) -> Iterator[StepRecord]:
+    """Yield records of a synthetic run as the monitor writes them by default: bounds at every step, the rest rarely."""
+    rng = np.random.default_rng([OPTIMIZERS.index(head), seed])
+    step = np.arange(1, count + 1)
+    rate = RATE * np.minimum(1, step / (0.04 * count)) * (0.55 + 0.45 * np.cos(math.pi * step / count))
+    if head == "AdamW":  # a few rows move much further than the others, and some steps do
+        norm = 8 * rate * np.exp(0.15 * rng.standard_t(3, count).clip(-8, 8))
+        ceiling = 2 * rate * math.sqrt(WIDTH) * 7.27
+    else:  # no row moves further than the learning rate
+        norm, ceiling = rate * rng.uniform(0.97, 1, count), 2 * rate
+    diameter = norm * rng.uniform(1.6, 1.9, count)
+    loss = 3 + 6 / np.sqrt(step) + 0.02 * rng.standard_normal(count)
+    tokens = (VOCABULARY * rng.random((count, 4)) ** 6).astype(int)
+    noise = rng.uniform(0.9, 1.2, (count, 4))
+    panel = max(1, min(PANEL, count // 10))
+    columns = (step, rate, norm, ceiling, diameter, loss, tokens, noise)
+    for n, lr, row, bound, D, train_loss, ids, factors in zip(*(column.tolist() for column in columns), strict=True):
+        times = {"learning_rate": 2e-6 * factors[0], "increment": 0.021 * factors[1], "rules": 3e-6 * factors[2]}
+        values: dict[str, Any] = {"pair": (ids[0], ids[1]), "pair_text": (f" token{ids[0]}", f"token{ids[1]}")}
+        if n % EXACT == 0 or n % panel == 0:
+            values |= {"diameter": D, "diameter_lower": D, "diameter_upper": D, "row_norm": row, "row_token": ids[2]}
+            values |= {"gradient_row_token": ids[3], "gradient_row_norm": 0.01 * factors[0]}
+            values["gradient_balance"] = 1e-8 * factors[1]
+            times |= {"diameter": 0.08 * factors[3], "gradient": 0.004 * factors[2]}
+        else:
+            values |= {"diameter_lower": 0.98 * D, "diameter_upper": 1.04 * D}
+            times["bracket"] = 0.012 * factors[3]
+        if n % panel == 0:
+            values |= {"perturbation_rms": 3 * D, "perturbation_max": 12 * D, "hidden_norm": 27.7 * factors[2]}
+            values |= {"perturbation_pair": (ids[2], ids[3]), "validation_loss": 3 + 6 / n**0.5 + 0.01 * factors[3]}
+            values["perturbation_pair_text"] = (f" token{ids[2]}", f"token{ids[3]}")
+            times["panel"] = 0.9 * factors[0]
+        values |= {"time": began + n * PACE, "tokens": n * 524_288, "train_loss": train_loss, "learning_rate": lr}
+        yield StepRecord(step=n, ceiling=bound, nonfinite_rows=0, seconds=times, share=0.012 * factors[1], **values)
+
+
+def _info(head: str, seed: int, records: int) -> RunInfo:
+    config = {"size": "bench", "width": WIDTH, "vocab_size": VOCABULARY, "updates": records, "lr": RATE}
+    panel: dict[str, Any] = {"panel_hash": "5ab1e", "panel_size": 8192, "config": config}
+    return RunInfo(name=f"{head.lower()}-seed{seed}", head_optimizer=head, seed=seed, model="Decoder", **panel)
+
+
+def make_runs(root: Path, count: int, records: int) -> list[str]:
+    """Write finished runs of both optimizers, in pairs by seed; return their ids.
+
+    RunWriter writes the first few record by record. It also opens, describes and closes the others, but their lines
+    are copies of the first ones', because so many runs would take minutes otherwise.
+    """
+    began, middle = time.time() - records * PACE, records // 2
+    lines: dict[tuple[str, int], bytes] = {}
+    ids = []
+    for place in range(count):
+        head, seed = OPTIMIZERS[place % 2], place // 2
+        writer = RunWriter.open(root, _info(head, seed, records))
+        writer.describe(started=began)
+        if seed < PATTERNS:
+            for record in records_of(head, seed, records, began=began):
+                writer.write(record)
+            lines[head, seed] = (writer.folder / STEPS).read_bytes().partition(b"\n")[2]
+        else:
+            with (writer.folder / STEPS).open("ab") as file:
+                file.write(lines[head, seed % PATTERNS])
+        if head == "AdamW":
+            message = f"step {middle}: D(S) = 0.2 is 5.0 times what the last steps had"
+            alert: dict[str, Any] = {"kind": "diameter", "value": 0.2, "expected": 0.04, "message": message}
+            writer.alert(Alert(step=middle, time=began + middle * PACE, **alert))
+        writer.close()
+        ids.append(writer.id)
+    return ids
+
+
+def make_short_runs(root: Path, count: int) -> None:
+    """Write many short, finished runs in moments: copies of two that RunWriter writes, under ids of their own."""
+    ids = make_runs(root, 2, SHORT)
+    patterns = [{path.name: path.read_bytes() for path in (root / id).iterdir()} for id in ids]
+    for place in range(2, count):
+        id, files = ids[place % 2], patterns[place % 2]
+        folder = root / f"{id}-{place // 2 + 1}"  # as RunWriter numbers runs of one name
+        folder.mkdir()
+        info = files[INFO].replace(f'"id":"{id}"'.encode(), f'"id":"{folder.name}"'.encode())
+        for name, content in {**files, INFO: info}.items():
+            (folder / name).write_bytes(content)
+
+
+class ContinuedRun:
+    """The first run that `make_runs` wrote, which goes on after so many records."""
+
+    def __init__(self, root: Path, records: int) -> None:
+        self._writer = RunWriter.open(root, _info(OPTIMIZERS[0], 0, records), first_step=records)
+        began = time.time() - records * PACE
+        self._rest = islice(records_of(OPTIMIZERS[0], 0, 2 * records + 10_000, began=began), records, None)
+        self.id, self.step = self._writer.id, records
+
+    def write(self, count: int = 1, *, pause: float = 0.0) -> None:
+        """Write so many records."""
+        for record in islice(self._rest, count):
+            self._writer.write(record)
+            time.sleep(pause)
+        self.step += count
+
+    def close(self) -> None:
+        """End the run."""
+        self._writer.close()
+
+
+# The service, and what asks it
+
+
+class Usage(NamedTuple):
+    """What a process has used so far."""
+
+    peak: int  # bytes of memory at most, with mapped files
+    own: int  # bytes that it holds now and that no file backs
+    read: int  # bytes read from files
+    processor: float  # seconds
+
+
+class Service:
+    """A process of `hilbert-monitor serve`. The cache and the output are beside the folder of the runs."""
+
+    def __init__(self, root: Path) -> None:
+        self._log = root.parent / "service.log"
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            self.port: int = probe.getsockname()[1]
+        options = [root, "--port", self.port, "--cache", root.parent / "cache"]
+        command = [sys.executable, "-m", "hilbert_monitor", "serve", *map(str, options)]
+        with self._log.open("wb") as log:
+            self._began = time.perf_counter()
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def until(self, ready: Callable[[dict[str, Any]], bool] = lambda health: True) -> float:
+        """Wait until its health satisfies `ready`; return the seconds since its start."""
+        pause = 0.005
+        while True:
+            with suppress(OSError, http.client.HTTPException):
+                if ready(json.loads(plain(ask(self.port, "/healthz")))):
+                    return time.perf_counter() - self._began
+                pause = 0.05  # it is up: do not keep it from its work
+            if self.process.poll() is not None or time.perf_counter() - self._began > PATIENCE:
+                said = self._log.read_text(errors="replace").strip().splitlines()
+                raise RuntimeError(f"the service ended or was not ready in time: {said[-1:]}")
+            time.sleep(pause)
+
+    def usage(self) -> Usage:
+        """Return what it has used so far."""
+        folder = Path(f"/proc/{self.process.pid}")
+        status, io = (_pairs((folder / name).read_text()) for name in ("status", "io"))
+        ticks = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
+        peak, own = (int(status[name].split()[0]) << 10 for name in ("VmHWM", "RssAnon"))
+        return Usage(peak, own, int(io["rchar"]), sum(map(int, ticks)) * TICK)
+
+
+@contextmanager
+def serve(root: Path) -> Iterator[Service]:
+    """Start a service, and end it as Ctrl-C does."""
+    service = Service(root)
+    try:
+        yield service
+    finally:
+        service.process.send_signal(signal.SIGINT)
+        try:
+            service.process.wait(30)
+        except subprocess.TimeoutExpired:
+            service.process.kill()
+            service.process.wait()
+
+
+def has(runs: int) -> Callable[[dict[str, Any]], bool]:
+    """Whether a service has read all that there is of so many runs."""
+    return lambda health: bool(health["progress"] == 1 and health["runs"] == runs)
+
+
+def _pairs(text: str) -> dict[str, str]:
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+
+
+def fetch(connection: http.client.HTTPConnection, path: str) -> bytes:
+    """Return the answer at a path as it was sent, which may be compressed."""
+    connection.request("GET", path, headers={"Accept-Encoding": "gzip"})
+    answer = connection.getresponse()
+    content = answer.read()
+    if answer.status != 200:
+        raise RuntimeError(f"the service answered {answer.status} to {path}: {content[:200]!r}")
+    return content
+
+
+def ask(port: int, path: str) -> bytes:
+    """Fetch a path on a new connection."""
+    with closing(http.client.HTTPConnection(HOST, port, timeout=120)) as connection:
+        return fetch(connection, path)
+
+
+def plain(content: bytes) -> bytes:
+    """Return an answer uncompressed."""
+    return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+
+
+def visit(port: int) -> tuple[float, int, dict[str, Any]]:
+    """Fetch what a browser fetches on its first visit; return seconds, bytes that were sent, and the comparison."""
+    with closing(http.client.HTTPConnection(HOST, port, timeout=120)) as connection:
+        began = time.perf_counter()
+        paths, contents = ["/"], list[bytes]()
+        for path in paths:  # the page, and all files that it, or one of those, names
+            contents.append(fetch(connection, path))
+            if not path.endswith("plotly.min.js"):
+                names = re.findall(rb"""["'](?:/static/\w+|\.)/([\w.-]+\.(?:js|css))""", plain(contents[-1]))
+                paths += [new for name in dict.fromkeys(names) if (new := f"/static/{name.decode()}") not in paths]
+        contents += [fetch(connection, path) for path in ("/api/themes", "/api/runs", "/api/compare")]
+        took = time.perf_counter() - began
+    return took, sum(map(len, contents)), json.loads(plain(contents[-1]))
+
+
+class Listener:
+    """A stream of the service's events, like that of a browser; it keeps the steps of the records that came."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection(HOST, port, timeout=120)
+        self._connection.request("GET", "/api/events")
+        self._answer, self.steps = self._connection.getresponse(), list[int]()
+        self._answer.readline()  # it has got a first event
+
+    def until(self, step: int) -> None:
+        """Listen until the record of a step has come."""
+        name = b""
+        while step not in self.steps[-1:]:
+            field, colon, value = self._answer.readline().partition(b":")
+            if not field:
+                raise RuntimeError("the service ended its stream of events")
+            name = value.strip() if field == b"event" else name
+            if field == b"data" and name == b"records":
+                self.steps += [record["step"] for record in json.loads(value).get("records", ())]
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+# A browser
+
+FIGURES = """() => document.querySelector(".card b")?.textContent && performance.now()"""
+"""Script: milliseconds since the navigation began, once the page shows its large figures."""
+PLOTS = """count => {
+    const plots = [...document.querySelectorAll(".js-plotly-plot")];
+    return plots.filter(plot => plot.querySelector(".trace, .gl-canvas")).length >= count && performance.now();
+}"""
+"""Script: milliseconds since the navigation began, once so many plots have curves."""
+
+
+def paint(port: int, panels: int) -> list[tuple[float, float]]:
+    """Load the page in Chromium three times in one new profile: Chromium keeps compiled code that it has met twice.
+
+    Return the seconds until the large figures and until the panels were there; nothing if there is no Chromium.
+    """
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if find_spec("playwright") is None or program is None:
+        print("there is no playwright or no Chromium: the first paint was not measured")
+        return []
+    from playwright.sync_api import sync_playwright
+
+    loads = []
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        # a profile on disk, as a user has: a private window keeps no compiled code
+        browser = playwright.chromium.launch_persistent_context(
+            profile, executable_path=program, viewport={"width": 1280, "height": 900}
+        )
+        for _ in range(3):
+            page = browser.new_page()
+            page.goto("about:blank")
+            page.goto(f"http://{HOST}:{port}/", wait_until="commit")
+            figures = page.wait_for_function(FIGURES, polling="raf", timeout=60_000).json_value()
+            plots = page.wait_for_function(PLOTS, arg=panels, polling="raf", timeout=60_000).json_value()
+            loads.append((float(figures) / 1e3, float(plots) / 1e3))
+            page.wait_for_timeout(1500)  # for Chromium to store what it keeps
+            page.close()
+        browser.close()
+    return loads
+
+
+# TensorBoard
+
+
+def write_events(table: Table, folder: Path, copies: int) -> int:
+    """Write so many copies of a run's numbers as TensorBoard events; return how many numbers one copy has.
+
+    Every number is an event of its own, as Lightning's logger writes them.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    columns = {name: (values.tolist(), present(values)) for name, values in table.columns.items() if name != "time"}
+    count, writer = 0, SummaryWriter(folder / "run0")  # type: ignore[no-untyped-call]
+    for row, (step, moment) in enumerate(zip(table.steps.tolist(), table.column("time").tolist(), strict=True)):
+        for name in [name for name, (_, exists) in columns.items() if exists[row]]:
+            writer.add_scalar(name, columns[name][0][row], step, moment)  # type: ignore[no-untyped-call]
+            count += 1
+    writer.close()  # type: ignore[no-untyped-call]
+    for copy in range(1, copies):
+        shutil.copytree(folder / "run0", folder / f"run{copy}")
+    return count
+
+
+def accumulate(folder: Path) -> tuple[float, int]:
+    """Load all points of a folder's runs with TensorBoard's own reader; return the seconds, and how many there are."""
+    module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    start, count = time.perf_counter(), 0
+    for run in sorted(folder.iterdir()):
+        reader: Any = module.EventAccumulator(str(run), size_guidance={"scalars": 0, "tensors": 0})
+        reader.Reload()
+        count += sum(len(reader.Scalars(tag)) for tag in reader.Tags()["scalars"])
+    return time.perf_counter() - start, count
+
+
+def ingest(folder: Path, last: int) -> float | None:
+    """Load all points up to a last step with TensorBoard's data server; return the seconds, None if it is missing."""
+    if find_spec("tensorboard_data_server") is None:
+        return None
+    module = importlib.import_module("tensorboard.data.server_ingester")
+    grpc = importlib.import_module("tensorboard.util.grpc_util")
+    context = importlib.import_module("tensorboard.context").RequestContext()
+    runs, start = len(list(folder.iterdir())), time.perf_counter()
+    options = {"reload_interval": 0, "channel_creds_type": grpc.ChannelCredsType.LOCAL}
+    try:
+        binary = module.get_server_binary()
+        ingester = module.SubprocessServerDataIngester(
+            server_binary=binary, logdir=str(folder), samples_per_plugin={"scalars": 0}, **options
+        )
+        ingester.start()
+    except (module.NoDataServerError, module.DataServerStartupError):
+        return None
+    while time.perf_counter() - start < 600:
+        scalars = ingester.data_provider.list_scalars(context, experiment_id="", plugin_name="scalars")
+        there = [tags["train_loss"].max_step == last for tags in scalars.values() if "train_loss" in tags]
+        if sum(there) == runs:
+            return time.perf_counter() - start
+        time.sleep(0.01)
+    return None
