@@ -2,7 +2,8 @@
 
 The service is the real one: `hilbert-monitor serve` in its own process, asked over loopback. The logs are in the
 system's file cache, as they are for runs that were just written. What a process uses is read from /proc, so that this
-takes Linux. Without Chromium and playwright, or without TensorBoard, their figures are left out.
+takes Linux, and 5.5 GB in the folder of temporary files. Without Chromium and playwright, or without TensorBoard, their
+figures are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -62,18 +63,15 @@ class Load:
     folders: int = 10_000  # short runs of another folder
     million: int = 1_000_000  # records of one long run in a folder of its own
     idle: float = 20.0  # seconds for which the service is left alone
-    gigabytes: float = 5.5  # room on the disk that all this takes at most
 
 
-QUICK = Load(4, 300, 3, 8, 10, tensorboard_runs=2, folders=30, million=3000, idle=1.0, gigabytes=0.1)
+QUICK = Load(4, 300, 3, 8, 10, tensorboard_runs=2, folders=30, million=3000, idle=1.0)
 
 
 def run(*, quick: bool) -> list[Result]:
     """Measure 200 runs of 25,000 records, then 10,000 short ones and one of a million records."""
     load = QUICK if quick else Load()
     with tempfile.TemporaryDirectory(prefix="hilbert-monitor-bench-") as name:
-        if (free := shutil.disk_usage(name).free / 1e9) < load.gigabytes:
-            raise RuntimeError(f"this takes {load.gigabytes:.1f} GB and TMPDIR has {free:.1f} GB: make room there")
         return collect(_results(Path(name), load))
 
 
@@ -86,7 +84,7 @@ def _results(folder: Path, load: Load) -> Iterator[Result]:
     yield from _folders(folder / "many", load)
     make_runs(folder / "long", 1, load.million)
     with serve(folder / "long") as service:
-        service.until(has(1))
+        service.until(1)
         yield _memory(f"one run of {load.million:,} records", service.usage())
 
 
@@ -106,19 +104,19 @@ def _starts(root: Path, load: Load) -> Iterator[Result]:
     """First indexing, a later start from the cache, and what a browser fetches and paints."""
     many = f"{load.runs:,} runs of {load.records:,} records"
     with serve(root) as service:
-        took, usage = service.until(has(load.runs)), service.usage()
+        took, usage = service.until(load.runs), service.usage()
     note = f"{load.runs * load.records / took:,.0f} records/s; {usage.processor:.1f} s of processor time"
     yield _limited("start", f"first indexing of {many}", took, 60, note)
     yield _memory("first indexing", usage)
     with serve(root) as service:
         yield _limited("start", "first answer of a later start", service.until(), 2)
-        yield _limited("start", f"{many} there again, from the cache", service.until(has(load.runs)), 10)
+        yield _limited("start", f"{many} there again, from the cache", service.until(load.runs), 10)
         took, size, answer = visit(service.port)
     panels = sum(bool(figure["data"]) for figure in answer["figures"].values())
     note = f"comparison of {len(answer['counted'])} runs included; {size / 2**20:.1f} MiB were sent"
     yield _limited("first paint", "all that the page fetches, one after the other", took, 1, note)
     with serve(root) as service:  # a new one, which has computed nothing yet
-        service.until(has(load.runs))
+        service.until(load.runs)
         loads = paint(service.port, panels)
     for name, place in (("first", 0), ("third", 2)) if loads else ():
         figures, plots = loads[place]
@@ -128,49 +126,54 @@ def _starts(root: Path, load: Load) -> Iterator[Result]:
 
 def _continued(root: Path, load: Load) -> Iterator[Result]:
     """One run goes on, while one browser and then many listen."""
-    with serve(root) as service, closing(ContinuedRun(root, load.records)) as run:
-        service.until(has(load.runs))
+    writer, rest = continued(root, load.records)
+    with serve(root) as service, closing(writer):
+        service.until(load.runs)
         ask(service.port, "/api/compare")
-        answers, events = _refreshes(service.port, run, load.refreshes)
+        answers, events = _refreshes(service.port, writer, islice(rest, load.refreshes))
         note = f"median of {load.refreshes}; the worst {max(answers) * 1e3:.0f} ms and {max(events) * 1e3:.0f} ms"
         case = f"comparison of {load.runs:,} runs, one with a new record"
         yield _limited("refresh", case, statistics.median(answers), 0.1, note)
         yield _limited("refresh", "from a record's write to its event", statistics.median(events), 1)
-        few, many = (_bytes_read(service, run, count, load.written) for count in (1, load.listeners))
+        batches = [list(islice(rest, load.written)) for _ in range(2)]
+        few = _bytes_read(service, writer, batches[0], 1)
+        many = _bytes_read(service, writer, batches[1], load.listeners)
         case = f"{load.written} records written, {load.listeners} browsers connected: bytes read"
         yield Result("browsers", case, many, "1 browser", few, "B", "each browser got each record once")
         yield _memory("all this, after a later start", service.usage())
 
 
-def _refreshes(port: int, run: ContinuedRun, count: int) -> tuple[list[float], list[float]]:
+def _refreshes(port: int, writer: RunWriter, records: Iterable[StepRecord]) -> tuple[list[float], list[float]]:
     """Write records one by one. Return the seconds of each comparison after it, and from each write to its event."""
-    answers, events, version = [], [], -1
+    answers, events, versions = [], [], [-1]
     with closing(Listener(port)) as listener:
-        for _ in range(count):
+        for record in records:
             moment = time.perf_counter()
-            run.write()
-            listener.until(run.step)
+            writer.write(record)
+            listener.until(record.step)
             seen = time.perf_counter()
             content = ask(port, "/api/compare")
             answers.append(time.perf_counter() - seen)
             events.append(seen - moment)
-            previous, version = version, json.loads(plain(content))["version"]
-            if version <= previous:
-                raise RuntimeError("the comparison does not have the record that was written last")
+            versions.append(json.loads(plain(content))["version"])
+    if versions != sorted(set(versions)):
+        raise RuntimeError("a comparison does not have the record that was written last")
     return answers, events
 
 
-def _bytes_read(service: Service, run: ContinuedRun, count: int, records: int) -> int:
+def _bytes_read(service: Service, writer: RunWriter, records: list[StepRecord], count: int) -> int:
     """Write records while so many listen; return the bytes that the service read. Each must get each record once."""
     with ExitStack() as stack, ThreadPoolExecutor(count) as pool:
         listeners = [stack.enter_context(closing(Listener(service.port))) for _ in range(count)]
-        before, first = service.usage(), run.step + 1
-        ends = [pool.submit(listener.until, run.step + records) for listener in listeners]
-        run.write(records, pause=PAUSE)
+        before = service.usage()
+        ends = [pool.submit(listener.until, records[-1].step) for listener in listeners]
+        for record in records:
+            writer.write(record)
+            time.sleep(PAUSE)
         for end in ends:
             end.result()
         after = service.usage()
-    if any(listener.steps != list(range(first, first + records)) for listener in listeners):
+    if any(listener.steps != [record.step for record in records] for listener in listeners):
         raise RuntimeError("not every listener got each record once and in order")
     return after.read - before.read
 
@@ -180,7 +183,7 @@ def _folders(root: Path, load: Load) -> Iterator[Result]:
     make_short_runs(root, load.folders)
     subject = f"{load.folders:,} folders of {SHORT} records"
     with serve(root) as service:
-        took, before = service.until(has(load.folders)), service.usage()
+        took, before = service.until(load.folders), service.usage()
         yield _limited(subject, "first indexing", took, 30, f"{before.processor:.1f} s of processor time")
         page, whole = (len(plain(ask(service.port, f"/api/runs{query}"))) for query in ("?limit=100", ""))
         yield Result(subject, "a page of 100 runs", page, "all of them", whole, "B")
@@ -191,14 +194,13 @@ def _folders(root: Path, load: Load) -> Iterator[Result]:
         used = max(after.processor - before.processor, TICK)
         case = f"processor time of {load.idle:.0f} s in which nothing happens"
         yield _limited(subject, case, used, 0.02 * load.idle, f"{used / load.idle:.1%} of a core")
-        with closing(ContinuedRun(root, SHORT)) as run:
-            written = time.monotonic()
-            run.write()
-            while json.loads(plain(ask(service.port, f"/api/runs/{run.id}")))["summary"]["status"] != "running":
-                if time.monotonic() - written > 120:
-                    raise RuntimeError(f"the service does not see that run {run.id} was continued")
+        writer, rest = continued(root, SHORT)
+        with closing(writer):
+            written = time.perf_counter()
+            writer.write(next(rest))
+            while json.loads(plain(ask(service.port, f"/api/runs/{writer.id}")))["summary"]["status"] != "running":
                 time.sleep(0.01)
-            yield _limited(subject, "a finished run is continued: until it is seen", time.monotonic() - written, 10)
+            yield _limited(subject, "a finished run is continued: until it is seen", time.perf_counter() - written, 10)
         yield _memory(subject, after)
 
 
@@ -213,25 +215,23 @@ def _tensorboard(folder: Path, load: Load) -> Iterator[Result]:
     index = Index(root)
     index.refresh()
     scalars = count * write_events(next(iter(index.runs.values())).table, events, count)
-    server = ingest(events, load.records)
     theirs, loaded = accumulate(events)
     if loaded != scalars:
         raise RuntimeError(f"TensorBoard loaded {loaded} of {scalars} scalars")
     case = f"{count} runs of {load.records:,} records, {loaded:,} numbers"
     yield Result("loading", case, ours, "TensorBoard's EventAccumulator", theirs)
-    if server is not None:
+    if find_spec("tensorboard_data_server") is not None:
+        server = ingest(events, load.records, count)
         yield Result("loading", case, ours, "TensorBoard's data server", server, "s", "in Rust; its start included")
 
 
 # Synthetic runs, with the bytes of a real run's writer
 
-OPTIMIZERS = ("AdamW", "RowNorm")
-PATTERNS = 3
+OPTIMIZERS, PATTERNS = ("AdamW", "RowNorm"), 3
 """Seeds of each optimizer with their own random records; further runs have the bytes of one of these."""
-VOCABULARY, WIDTH, RATE, PACE = 50_257, 768, 4e-3, 0.6
-"""PACE: seconds from one step to the next."""
-EXACT, PANEL = 10, 500
-"""Steps from one exact diameter to the next, and from one measurement on the panel to the next."""
+VOCABULARY, WIDTH, RATE = 50_257, 768, 4e-3
+PACE, EXACT, PANEL = 0.6, 10, 500
+"""Seconds from one step to the next; steps from one exact diameter, or one measurement on the panel, to the next."""
 
 
 def records_of(head: str, seed: int, count: int, *, began: float) -> Iterator[StepRecord]:
@@ -276,39 +276,35 @@ def _info(head: str, seed: int, records: int) -> RunInfo:
     return RunInfo(name=f"{head.lower()}-seed{seed}", head_optimizer=head, seed=seed, model="Decoder", **panel)
 
 
-def make_runs(root: Path, count: int, records: int) -> list[str]:
-    """Write finished runs of both optimizers, in pairs by seed; return their ids.
+def make_runs(root: Path, count: int, records: int) -> None:
+    """Write finished runs of both optimizers, in pairs by seed.
 
     RunWriter writes the first few record by record. It also opens, describes and closes the others, but their lines
     are copies of the first ones', because so many runs would take minutes otherwise.
     """
-    began, middle = time.time() - records * PACE, records // 2
-    lines: dict[tuple[str, int], bytes] = {}
-    ids = []
+    began, middle, lines = time.time() - records * PACE, records // 2, dict[tuple[str, int], bytes]()
+    message = f"step {middle}: D(S) = 0.2 is 5.0 times what the last steps had"
+    alert = Alert(step=middle, time=began + middle * PACE, kind="diameter", value=0.2, expected=0.04, message=message)
     for place in range(count):
         head, seed = OPTIMIZERS[place % 2], place // 2
-        writer = RunWriter.open(root, _info(head, seed, records))
-        writer.describe(started=began)
-        if seed < PATTERNS:
-            for record in records_of(head, seed, records, began=began):
-                writer.write(record)
-            lines[head, seed] = (writer.folder / STEPS).read_bytes().partition(b"\n")[2]
-        else:
-            with (writer.folder / STEPS).open("ab") as file:
-                file.write(lines[head, seed % PATTERNS])
-        if head == "AdamW":
-            message = f"step {middle}: D(S) = 0.2 is 5.0 times what the last steps had"
-            alert: dict[str, Any] = {"kind": "diameter", "value": 0.2, "expected": 0.04, "message": message}
-            writer.alert(Alert(step=middle, time=began + middle * PACE, **alert))
-        writer.close()
-        ids.append(writer.id)
-    return ids
+        with closing(RunWriter.open(root, _info(head, seed, records))) as writer:
+            writer.describe(started=began)
+            if seed < PATTERNS:
+                for record in records_of(head, seed, records, began=began):
+                    writer.write(record)
+                lines[head, seed] = (writer.folder / STEPS).read_bytes().partition(b"\n")[2]
+            else:
+                with (writer.folder / STEPS).open("ab") as file:
+                    file.write(lines[head, seed % PATTERNS])
+            if head == "AdamW":
+                writer.alert(alert)
 
 
 def make_short_runs(root: Path, count: int) -> None:
     """Write many short, finished runs in moments: copies of two that RunWriter writes, under ids of their own."""
-    ids = make_runs(root, 2, SHORT)
-    patterns = [{path.name: path.read_bytes() for path in (root / id).iterdir()} for id in ids]
+    make_runs(root, 2, SHORT)
+    patterns = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in sorted(root.iterdir())]
+    ids = sorted(path.name for path in root.iterdir())
     for place in range(2, count):
         id, files = ids[place % 2], patterns[place % 2]
         folder = root / f"{id}-{place // 2 + 1}"  # as RunWriter numbers runs of one name
@@ -318,25 +314,11 @@ def make_short_runs(root: Path, count: int) -> None:
             (folder / name).write_bytes(content)
 
 
-class ContinuedRun:
-    """The first run that `make_runs` wrote, which goes on after so many records."""
-
-    def __init__(self, root: Path, records: int) -> None:
-        self._writer = RunWriter.open(root, _info(OPTIMIZERS[0], 0, records), first_step=records)
-        began = time.time() - records * PACE
-        self._rest = islice(records_of(OPTIMIZERS[0], 0, 2 * records + 10_000, began=began), records, None)
-        self.id, self.step = self._writer.id, records
-
-    def write(self, count: int = 1, *, pause: float = 0.0) -> None:
-        """Write so many records."""
-        for record in islice(self._rest, count):
-            self._writer.write(record)
-            time.sleep(pause)
-        self.step += count
-
-    def close(self) -> None:
-        """End the run."""
-        self._writer.close()
+def continued(root: Path, records: int) -> tuple[RunWriter, Iterator[StepRecord]]:
+    """Go on with the first run that `make_runs` wrote; return its writer, and records that come next."""
+    whole = records_of("AdamW", 0, 2 * records + 10_000, began=time.time() - records * PACE)
+    rest = list(islice(whole, records, records + 1000))  # made now, because writes are timed
+    return RunWriter.open(root, _info("AdamW", 0, records), first_step=records), iter(rest)
 
 
 # The service, and what asks it
@@ -367,17 +349,19 @@ class Service:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
 
-    def until(self, ready: Callable[[dict[str, Any]], bool] = lambda health: True) -> float:
-        """Wait until its health satisfies `ready`; return the seconds since its start."""
+    def until(self, runs: int | None = None) -> float:
+        """Wait until it answers, or has read all that there is of so many runs; return the seconds since its start."""
         pause = 0.005
         while True:
             with suppress(OSError, http.client.HTTPException):
-                if ready(json.loads(plain(ask(self.port, "/healthz")))):
+                health = json.loads(plain(ask(self.port, "/healthz")))
+                if runs is None or (health["progress"] == 1 and health["runs"] == runs):
                     return time.perf_counter() - self._began
                 pause = 0.05  # it is up: do not keep it from its work
             if self.process.poll() is not None or time.perf_counter() - self._began > PATIENCE:
-                said = self._log.read_text(errors="replace").strip().splitlines()
-                raise RuntimeError(f"the service ended or was not ready in time: {said[-1:]}")
+                raise RuntimeError(
+                    f"the service ended or was not ready: {self._log.read_text(errors='replace')[-500:]}"
+                )
             time.sleep(pause)
 
     def usage(self) -> Usage:
@@ -402,11 +386,6 @@ def serve(root: Path) -> Iterator[Service]:
         except subprocess.TimeoutExpired:
             service.process.kill()
             service.process.wait()
-
-
-def has(runs: int) -> Callable[[dict[str, Any]], bool]:
-    """Whether a service has read all that there is of so many runs."""
-    return lambda health: bool(health["progress"] == 1 and health["runs"] == runs)
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -462,7 +441,7 @@ class Listener:
         """Listen until the record of a step has come."""
         name = b""
         while step not in self.steps[-1:]:
-            field, colon, value = self._answer.readline().partition(b":")
+            field, _, value = self._answer.readline().partition(b":")
             if not field:
                 raise RuntimeError("the service ended its stream of events")
             name = value.strip() if field == b"event" else name
@@ -526,12 +505,12 @@ def write_events(table: Table, folder: Path, copies: int) -> int:
     from torch.utils.tensorboard import SummaryWriter
 
     columns = {name: (values.tolist(), present(values)) for name, values in table.columns.items() if name != "time"}
-    count, writer = 0, SummaryWriter(folder / "run0")  # type: ignore[no-untyped-call]
+    count, writer = 0, SummaryWriter(folder / "run0")
     for row, (step, moment) in enumerate(zip(table.steps.tolist(), table.column("time").tolist(), strict=True)):
         for name in [name for name, (_, exists) in columns.items() if exists[row]]:
-            writer.add_scalar(name, columns[name][0][row], step, moment)  # type: ignore[no-untyped-call]
+            writer.add_scalar(name, columns[name][0][row], step, moment)
             count += 1
-    writer.close()  # type: ignore[no-untyped-call]
+    writer.close()
     for copy in range(1, copies):
         shutil.copytree(folder / "run0", folder / f"run{copy}")
     return count
@@ -548,27 +527,19 @@ def accumulate(folder: Path) -> tuple[float, int]:
     return time.perf_counter() - start, count
 
 
-def ingest(folder: Path, last: int) -> float | None:
-    """Load all points up to a last step with TensorBoard's data server; return the seconds, None if it is missing."""
-    if find_spec("tensorboard_data_server") is None:
-        return None
+def ingest(folder: Path, last: int, runs: int) -> float:
+    """Load all points of so many runs, up to a last step, with TensorBoard's data server; return the seconds."""
     module = importlib.import_module("tensorboard.data.server_ingester")
-    grpc = importlib.import_module("tensorboard.util.grpc_util")
+    local = importlib.import_module("tensorboard.util.grpc_util").ChannelCredsType.LOCAL
     context = importlib.import_module("tensorboard.context").RequestContext()
-    runs, start = len(list(folder.iterdir())), time.perf_counter()
-    options = {"reload_interval": 0, "channel_creds_type": grpc.ChannelCredsType.LOCAL}
-    try:
-        binary = module.get_server_binary()
-        ingester = module.SubprocessServerDataIngester(
-            server_binary=binary, logdir=str(folder), samples_per_plugin={"scalars": 0}, **options
-        )
-        ingester.start()
-    except (module.NoDataServerError, module.DataServerStartupError):
-        return None
-    while time.perf_counter() - start < 600:
+    start = time.perf_counter()
+    options = {"reload_interval": 0, "channel_creds_type": local, "samples_per_plugin": {"scalars": 0}}
+    binary = module.get_server_binary()
+    ingester = module.SubprocessServerDataIngester(server_binary=binary, logdir=str(folder), **options)
+    ingester.start()
+    while True:
         scalars = ingester.data_provider.list_scalars(context, experiment_id="", plugin_name="scalars")
         there = [tags["train_loss"].max_step == last for tags in scalars.values() if "train_loss" in tags]
         if sum(there) == runs:
             return time.perf_counter() - start
         time.sleep(0.01)
-    return None
