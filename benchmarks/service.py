@@ -25,12 +25,12 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -46,8 +46,7 @@ PATIENCE, MEMORY = 900.0, 1 << 30
 """Seconds that a service may take to become ready, and the limit of its memory in bytes."""
 PAUSE, SHORT = 0.05, 20
 """Seconds between two records, where many are written in a row, and records of a short run."""
-TICK = 1 / os.sysconf("SC_CLK_TCK")
-"""Smallest difference of processor time that the system measures, in seconds."""
+TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds: the smallest difference of processor time
 
 
 @dataclass(frozen=True)
@@ -83,12 +82,9 @@ def _results(folder: Path, load: Load) -> Iterator[Result]:
     yield from _tensorboard(folder, load)
     yield from _folders(folder / "many", load)
     make_runs(folder / "long", 1, load.million)
-    with serve(folder / "long") as service:
+    with Service(folder / "long") as service:
         service.until(1)
         yield _memory(f"one run of {load.million:,} records", service.usage())
-
-
-# What is measured
 
 
 def _limited(subject: str, case: str, took: float, limit: float, note: str = "") -> Result:
@@ -103,19 +99,19 @@ def _memory(case: str, usage: Usage) -> Result:
 def _starts(root: Path, load: Load) -> Iterator[Result]:
     """First indexing, a later start from the cache, and what a browser fetches and paints."""
     many = f"{load.runs:,} runs of {load.records:,} records"
-    with serve(root) as service:
+    with Service(root) as service:
         took, usage = service.until(load.runs), service.usage()
     note = f"{load.runs * load.records / took:,.0f} records/s; {usage.processor:.1f} s of processor time"
     yield _limited("start", f"first indexing of {many}", took, 60, note)
     yield _memory("first indexing", usage)
-    with serve(root) as service:
+    with Service(root) as service:
         yield _limited("start", "first answer of a later start", service.until(), 2)
         yield _limited("start", f"{many} there again, from the cache", service.until(load.runs), 10)
         took, size, answer = visit(service.port)
     panels = sum(bool(figure["data"]) for figure in answer["figures"].values())
     note = f"comparison of {len(answer['counted'])} runs included; {size / 2**20:.1f} MiB were sent"
     yield _limited("first paint", "all that the page fetches, one after the other", took, 1, note)
-    with serve(root) as service:  # a new one, which has computed nothing yet
+    with Service(root) as service:  # a new one, which has computed nothing yet
         service.until(load.runs)
         loads = paint(service.port, panels)
     for name, place in (("first", 0), ("third", 2)) if loads else ():
@@ -127,7 +123,7 @@ def _starts(root: Path, load: Load) -> Iterator[Result]:
 def _continued(root: Path, load: Load) -> Iterator[Result]:
     """One run goes on, while one browser and then many listen."""
     writer, rest = continued(root, load.records)
-    with serve(root) as service, closing(writer):
+    with Service(root) as service, closing(writer):
         service.until(load.runs)
         ask(service.port, "/api/compare")
         answers, events = _refreshes(service.port, writer, islice(rest, load.refreshes))
@@ -145,17 +141,18 @@ def _continued(root: Path, load: Load) -> Iterator[Result]:
 
 def _refreshes(port: int, writer: RunWriter, records: Iterable[StepRecord]) -> tuple[list[float], list[float]]:
     """Write records one by one. Return the seconds of each comparison after it, and from each write to its event."""
-    answers, events, versions = [], [], [-1]
-    with closing(Listener(port)) as listener:
-        for record in records:
-            moment = time.perf_counter()
-            writer.write(record)
-            listener.until(record.step)
-            seen = time.perf_counter()
-            content = ask(port, "/api/compare")
-            answers.append(time.perf_counter() - seen)
-            events.append(seen - moment)
-            versions.append(json.loads(plain(content))["version"])
+    answers, events, versions, stream = [], [], [-1], listen(port)
+    next(stream)
+    for record in records:
+        moment = time.perf_counter()
+        writer.write(record)
+        while next(stream) != record.step:
+            pass
+        seen = time.perf_counter()
+        content = ask(port, "/api/compare")
+        answers.append(time.perf_counter() - seen)
+        events.append(seen - moment)
+        versions.append(json.loads(plain(content))["version"])
     if versions != sorted(set(versions)):
         raise RuntimeError("a comparison does not have the record that was written last")
     return answers, events
@@ -163,26 +160,26 @@ def _refreshes(port: int, writer: RunWriter, records: Iterable[StepRecord]) -> t
 
 def _bytes_read(service: Service, writer: RunWriter, records: list[StepRecord], count: int) -> int:
     """Write records while so many listen; return the bytes that the service read. Each must get each record once."""
-    with ExitStack() as stack, ThreadPoolExecutor(count) as pool:
-        listeners = [stack.enter_context(closing(Listener(service.port))) for _ in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        streams = [listen(service.port) for _ in range(count)]
+        for stream in streams:
+            next(stream)
         before = service.usage()
-        ends = [pool.submit(listener.until, records[-1].step) for listener in listeners]
+        heard = [pool.submit(list, islice(stream, len(records))) for stream in streams]
         for record in records:
             writer.write(record)
             time.sleep(PAUSE)
-        for end in ends:
-            end.result()
-        after = service.usage()
-    if any(listener.steps != [record.step for record in records] for listener in listeners):
+        steps = [future.result() for future in heard]
+    if any(one != [record.step for record in records] for one in steps):
         raise RuntimeError("not every listener got each record once and in order")
-    return after.read - before.read
+    return service.usage().read - before.read
 
 
 def _folders(root: Path, load: Load) -> Iterator[Result]:
     """Many short runs: first indexing, the list of runs, what idling costs, and one run that goes on."""
     make_short_runs(root, load.folders)
     subject = f"{load.folders:,} folders of {SHORT} records"
-    with serve(root) as service:
+    with Service(root) as service:
         took, before = service.until(load.folders), service.usage()
         yield _limited(subject, "first indexing", took, 30, f"{before.processor:.1f} s of processor time")
         page, whole = (len(plain(ask(service.port, f"/api/runs{query}"))) for query in ("?limit=100", ""))
@@ -198,9 +195,12 @@ def _folders(root: Path, load: Load) -> Iterator[Result]:
         with closing(writer):
             written = time.perf_counter()
             writer.write(next(rest))
-            while json.loads(plain(ask(service.port, f"/api/runs/{writer.id}")))["summary"]["status"] != "running":
+            status, took = "", 0.0
+            while status != "running" and took < 120:
                 time.sleep(0.01)
-            yield _limited(subject, "a finished run is continued: until it is seen", time.perf_counter() - written, 10)
+                status = json.loads(plain(ask(service.port, f"/api/runs/{writer.id}")))["summary"]["status"]
+                took = time.perf_counter() - written
+            yield _limited(subject, "a finished run is continued: until it is seen", took, 10)
         yield _memory(subject, after)
 
 
@@ -239,11 +239,9 @@ def records_of(head: str, seed: int, count: int, *, began: float) -> Iterator[St
     rng = np.random.default_rng([OPTIMIZERS.index(head), seed])
     step = np.arange(1, count + 1)
     rate = RATE * np.minimum(1, step / (0.04 * count)) * (0.55 + 0.45 * np.cos(math.pi * step / count))
-    if head == "AdamW":  # a few rows move much further than the others, and some steps do
-        norm = 8 * rate * np.exp(0.15 * rng.standard_t(3, count).clip(-8, 8))
-        ceiling = 2 * rate * math.sqrt(WIDTH) * 7.27
-    else:  # no row moves further than the learning rate
-        norm, ceiling = rate * rng.uniform(0.97, 1, count), 2 * rate
+    adamw = head == "AdamW"  # a few of its rows move much further than the others; RowNorm's by the learning rate
+    norm = rate * (8 * np.exp(0.15 * rng.standard_t(3, count).clip(-8, 8)) if adamw else rng.uniform(0.97, 1, count))
+    ceiling = 2 * rate * (math.sqrt(WIDTH) * 7.27 if adamw else 1)
     diameter = norm * rng.uniform(1.6, 1.9, count)
     loss = 3 + 6 / np.sqrt(step) + 0.02 * rng.standard_normal(count)
     tokens = (VOCABULARY * rng.random((count, 4)) ** 6).astype(int)
@@ -303,15 +301,13 @@ def make_runs(root: Path, count: int, records: int) -> None:
 def make_short_runs(root: Path, count: int) -> None:
     """Write many short, finished runs in moments: copies of two that RunWriter writes, under ids of their own."""
     make_runs(root, 2, SHORT)
-    patterns = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in sorted(root.iterdir())]
     ids = sorted(path.name for path in root.iterdir())
     for place in range(2, count):
-        id, files = ids[place % 2], patterns[place % 2]
+        id = ids[place % 2]
         folder = root / f"{id}-{place // 2 + 1}"  # as RunWriter numbers runs of one name
-        folder.mkdir()
-        info = files[INFO].replace(f'"id":"{id}"'.encode(), f'"id":"{folder.name}"'.encode())
-        for name, content in {**files, INFO: info}.items():
-            (folder / name).write_bytes(content)
+        shutil.copytree(root / id, folder, copy_function=shutil.copyfile)
+        info = (folder / INFO).read_bytes()
+        (folder / INFO).write_bytes(info.replace(f'"id":"{id}"'.encode(), f'"id":"{folder.name}"'.encode()))
 
 
 def continued(root: Path, records: int) -> tuple[RunWriter, Iterator[StepRecord]]:
@@ -345,9 +341,20 @@ class Service:
         command = [sys.executable, "-m", "hilbert_monitor", "serve", *map(str, options)]
         with self._log.open("wb") as log:
             self._began = time.perf_counter()
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End it as Ctrl-C does."""
+        self._process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        self._process.kill()
+        self._process.wait()
 
     def until(self, runs: int | None = None) -> float:
         """Wait until it answers, or has read all that there is of so many runs; return the seconds since its start."""
@@ -358,38 +365,16 @@ class Service:
                 if runs is None or (health["progress"] == 1 and health["runs"] == runs):
                     return time.perf_counter() - self._began
                 pause = 0.05  # it is up: do not keep it from its work
-            if self.process.poll() is not None or time.perf_counter() - self._began > PATIENCE:
-                raise RuntimeError(
-                    f"the service ended or was not ready: {self._log.read_text(errors='replace')[-500:]}"
-                )
+            if self._process.poll() is not None or time.perf_counter() - self._began > PATIENCE:
+                raise RuntimeError(f"the service is not ready: {self._log.read_text(errors='replace')[-500:]}")
             time.sleep(pause)
 
     def usage(self) -> Usage:
         """Return what it has used so far."""
-        folder = Path(f"/proc/{self.process.pid}")
-        status, io = (_pairs((folder / name).read_text()) for name in ("status", "io"))
-        ticks = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
-        peak, own = (int(status[name].split()[0]) << 10 for name in ("VmHWM", "RssAnon"))
-        return Usage(peak, own, int(io["rchar"]), sum(map(int, ticks)) * TICK)
-
-
-@contextmanager
-def serve(root: Path) -> Iterator[Service]:
-    """Start a service, and end it as Ctrl-C does."""
-    service = Service(root)
-    try:
-        yield service
-    finally:
-        service.process.send_signal(signal.SIGINT)
-        try:
-            service.process.wait(30)
-        except subprocess.TimeoutExpired:
-            service.process.kill()
-            service.process.wait()
-
-
-def _pairs(text: str) -> dict[str, str]:
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+        files = [Path(f"/proc/{self._process.pid}/{name}").read_text() for name in ("status", "io", "stat")]
+        peak, own, read = (int(found) for found in re.findall(r"(?:VmHWM|RssAnon|rchar):\s+(\d+)", "".join(files)))
+        ticks = sum(map(int, files[2].rpartition(")")[2].split()[11:13]))
+        return Usage(peak << 10, own << 10, read, ticks * TICK)
 
 
 def fetch(connection: http.client.HTTPConnection, path: str) -> bytes:
@@ -397,8 +382,7 @@ def fetch(connection: http.client.HTTPConnection, path: str) -> bytes:
     connection.request("GET", path, headers={"Accept-Encoding": "gzip"})
     answer = connection.getresponse()
     content = answer.read()
-    if answer.status != 200:
-        raise RuntimeError(f"the service answered {answer.status} to {path}: {content[:200]!r}")
+    assert answer.status == 200, f"the service answered {answer.status} to {path}: {content[:200]!r}"
     return content
 
 
@@ -428,40 +412,27 @@ def visit(port: int) -> tuple[float, int, dict[str, Any]]:
     return took, sum(map(len, contents)), json.loads(plain(contents[-1]))
 
 
-class Listener:
-    """A stream of the service's events, like that of a browser; it keeps the steps of the records that came."""
-
-    def __init__(self, port: int) -> None:
-        self._connection = http.client.HTTPConnection(HOST, port, timeout=120)
-        self._connection.request("GET", "/api/events")
-        self._answer, self.steps = self._connection.getresponse(), list[int]()
-        self._answer.readline()  # it has got a first event
-
-    def until(self, step: int) -> None:
-        """Listen until the record of a step has come."""
-        name = b""
-        while step not in self.steps[-1:]:
-            field, _, value = self._answer.readline().partition(b":")
-            if not field:
-                raise RuntimeError("the service ended its stream of events")
+def listen(port: int) -> Iterator[int]:
+    """Listen to events as a browser does: yield 0 after a first one, then the steps of the records that come."""
+    with closing(http.client.HTTPConnection(HOST, port, timeout=120)) as connection:
+        connection.request("GET", "/api/events")
+        answer, name = connection.getresponse(), b""
+        answer.readline()
+        yield 0
+        while line := answer.readline():
+            field, _, value = line.partition(b":")
             name = value.strip() if field == b"event" else name
             if field == b"data" and name == b"records":
-                self.steps += [record["step"] for record in json.loads(value).get("records", ())]
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
+                yield from [record["step"] for record in json.loads(value).get("records", ())]
+    raise RuntimeError("the service ended its stream of events")
 
 
-# A browser
-
+# Scripts for a browser: milliseconds since the navigation began, once the page shows its large figures, or so many plots
 FIGURES = """() => document.querySelector(".card b")?.textContent && performance.now()"""
-"""Script: milliseconds since the navigation began, once the page shows its large figures."""
 PLOTS = """count => {
     const plots = [...document.querySelectorAll(".js-plotly-plot")];
     return plots.filter(plot => plot.querySelector(".trace, .gl-canvas")).length >= count && performance.now();
 }"""
-"""Script: milliseconds since the navigation began, once so many plots have curves."""
 
 
 def paint(port: int, panels: int) -> list[tuple[float, float]]:
@@ -478,9 +449,8 @@ def paint(port: int, panels: int) -> list[tuple[float, float]]:
     loads = []
     with sync_playwright() as playwright, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         # a profile on disk, as a user has: a private window keeps no compiled code
-        browser = playwright.chromium.launch_persistent_context(
-            profile, executable_path=program, viewport={"width": 1280, "height": 900}
-        )
+        options: dict[str, Any] = {"executable_path": program, "viewport": {"width": 1280, "height": 900}}
+        browser = playwright.chromium.launch_persistent_context(profile, **options)
         for _ in range(3):
             page = browser.new_page()
             page.goto("about:blank")
@@ -492,9 +462,6 @@ def paint(port: int, panels: int) -> list[tuple[float, float]]:
             page.close()
         browser.close()
     return loads
-
-
-# TensorBoard
 
 
 def write_events(table: Table, folder: Path, copies: int) -> int:
@@ -537,9 +504,9 @@ def ingest(folder: Path, last: int, runs: int) -> float:
     binary = module.get_server_binary()
     ingester = module.SubprocessServerDataIngester(server_binary=binary, logdir=str(folder), **options)
     ingester.start()
-    while True:
+    there: list[bool] = []
+    while sum(there) < runs and time.perf_counter() - start < 600:
+        time.sleep(0.01)
         scalars = ingester.data_provider.list_scalars(context, experiment_id="", plugin_name="scalars")
         there = [tags["train_loss"].max_step == last for tags in scalars.values() if "train_loss" in tags]
-        if sum(there) == runs:
-            return time.perf_counter() - start
-        time.sleep(0.01)
+    return time.perf_counter() - start
