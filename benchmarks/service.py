@@ -1,9 +1,8 @@
 """The dashboard on many long runs: starts, memory, answers and paint against limits, loading against TensorBoard.
 
 The service is the real one: `hilbert-monitor serve` in its own process, asked over loopback. The logs are in the
-system's file cache, as they are for runs that were just written. What a process uses is read from /proc, so that this
-takes Linux, and 5.5 GB in the folder of temporary files. Without Chromium and playwright, or without TensorBoard, their
-figures are left out.
+system's file cache, as they are for runs that were just written. This takes Linux, for
+its /proc, and 5.5 GB in the folder of temporary files. Without Chromium or TensorBoard their figures are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import re
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +28,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -42,11 +41,13 @@ from hilbert_monitor.service.following.index import Index
 from .measure import Result, collect, seconds
 
 HOST = "127.0.0.1"
-PATIENCE, MEMORY = 900.0, 1 << 30
-"""Seconds that a service may take to become ready, and the limit of its memory in bytes."""
-PAUSE, SHORT = 0.05, 20
-"""Seconds between two records, where many are written in a row, and records of a short run."""
+PATIENCE, MEMORY, SHORT = 900.0, 1 << 30, 20
+"""Seconds that a service may take to become ready, the limit of its memory in bytes, and records of a short run."""
 TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds: the smallest difference of processor time
+OPTIMIZERS, PATTERNS = ("AdamW", "RowNorm"), 3
+"""Those of the runs, and how many runs of each have their own records; further ones have the bytes of one of these."""
+VOCABULARY, WIDTH, RATE, PACE = 50_257, 768, 4e-3, 0.6
+"""Sizes of the runs, the learning rate, and the seconds from one step to the next."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,8 @@ QUICK = Load(4, 300, 3, 8, 10, tensorboard_runs=2, folders=30, million=3000, idl
 
 def run(*, quick: bool) -> list[Result]:
     """Measure 200 runs of 25,000 records, then 10,000 short ones and one of a million records."""
-    load = QUICK if quick else Load()
     with tempfile.TemporaryDirectory(prefix="hilbert-monitor-bench-") as name:
-        return collect(_results(Path(name), load))
+        return collect(_results(Path(name), QUICK if quick else Load()))
 
 
 def _results(folder: Path, load: Load) -> Iterator[Result]:
@@ -114,8 +114,7 @@ def _starts(root: Path, load: Load) -> Iterator[Result]:
     with Service(root) as service:  # a new one, which has computed nothing yet
         service.until(load.runs)
         loads = paint(service.port, panels)
-    for name, place in (("first", 0), ("third", 2)) if loads else ():
-        figures, plots = loads[place]
+    for name, (figures, plots) in zip(("first", "third"), loads[::2], strict=False):
         yield _limited("first paint", f"the large figures in Chromium, {name} load", figures, 1)
         yield _limited("first paint", f"{panels} panels drawn in Chromium, {name} load", plots, 1)
 
@@ -128,12 +127,9 @@ def _continued(root: Path, load: Load) -> Iterator[Result]:
         ask(service.port, "/api/compare")
         answers, events = _refreshes(service.port, writer, islice(rest, load.refreshes))
         note = f"median of {load.refreshes}; the worst {max(answers) * 1e3:.0f} ms and {max(events) * 1e3:.0f} ms"
-        case = f"comparison of {load.runs:,} runs, one with a new record"
-        yield _limited("refresh", case, statistics.median(answers), 0.1, note)
-        yield _limited("refresh", "from a record's write to its event", statistics.median(events), 1)
-        batches = [list(islice(rest, load.written)) for _ in range(2)]
-        few = _bytes_read(service, writer, batches[0], 1)
-        many = _bytes_read(service, writer, batches[1], load.listeners)
+        yield _limited("refresh", f"comparison of {load.runs:,} runs after a new record", median(answers), 0.1, note)
+        yield _limited("refresh", "from a record's write to its event", median(events), 1)
+        few, many = (_bytes_read(service, writer, [*islice(rest, load.written)], n) for n in (1, load.listeners))
         case = f"{load.written} records written, {load.listeners} browsers connected: bytes read"
         yield Result("browsers", case, many, "1 browser", few, "B", "each browser got each record once")
         yield _memory("all this, after a later start", service.usage())
@@ -153,8 +149,7 @@ def _refreshes(port: int, writer: RunWriter, records: Iterable[StepRecord]) -> t
         answers.append(time.perf_counter() - seen)
         events.append(seen - moment)
         versions.append(json.loads(plain(content))["version"])
-    if versions != sorted(set(versions)):
-        raise RuntimeError("a comparison does not have the record that was written last")
+    assert versions == sorted(set(versions)), "a comparison does not have the record that was written last"
     return answers, events
 
 
@@ -168,10 +163,9 @@ def _bytes_read(service: Service, writer: RunWriter, records: list[StepRecord], 
         heard = [pool.submit(list, islice(stream, len(records))) for stream in streams]
         for record in records:
             writer.write(record)
-            time.sleep(PAUSE)
+            time.sleep(0.05)
         steps = [future.result() for future in heard]
-    if any(one != [record.step for record in records] for one in steps):
-        raise RuntimeError("not every listener got each record once and in order")
+    assert all(one == [record.step for record in records] for one in steps), "a listener missed a record"
     return service.usage().read - before.read
 
 
@@ -216,22 +210,12 @@ def _tensorboard(folder: Path, load: Load) -> Iterator[Result]:
     index.refresh()
     scalars = count * write_events(next(iter(index.runs.values())).table, events, count)
     theirs, loaded = accumulate(events)
-    if loaded != scalars:
-        raise RuntimeError(f"TensorBoard loaded {loaded} of {scalars} scalars")
+    assert loaded == scalars, f"TensorBoard loaded {loaded} of {scalars} scalars"
     case = f"{count} runs of {load.records:,} records, {loaded:,} numbers"
     yield Result("loading", case, ours, "TensorBoard's EventAccumulator", theirs)
     if find_spec("tensorboard_data_server") is not None:
         server = ingest(events, load.records, count)
         yield Result("loading", case, ours, "TensorBoard's data server", server, "s", "in Rust; its start included")
-
-
-# Synthetic runs, with the bytes of a real run's writer
-
-OPTIMIZERS, PATTERNS = ("AdamW", "RowNorm"), 3
-"""Seeds of each optimizer with their own random records; further runs have the bytes of one of these."""
-VOCABULARY, WIDTH, RATE = 50_257, 768, 4e-3
-PACE, EXACT, PANEL = 0.6, 10, 500
-"""Seconds from one step to the next; steps from one exact diameter, or one measurement on the panel, to the next."""
 
 
 def records_of(head: str, seed: int, count: int, *, began: float) -> Iterator[StepRecord]:
@@ -246,26 +230,25 @@ def records_of(head: str, seed: int, count: int, *, began: float) -> Iterator[St
     loss = 3 + 6 / np.sqrt(step) + 0.02 * rng.standard_normal(count)
     tokens = (VOCABULARY * rng.random((count, 4)) ** 6).astype(int)
     noise = rng.uniform(0.9, 1.2, (count, 4))
-    panel = max(1, min(PANEL, count // 10))
+    panel = max(1, min(500, count // 10))
     columns = (step, rate, norm, ceiling, diameter, loss, tokens, noise)
-    for n, lr, row, bound, D, train_loss, ids, factors in zip(*(column.tolist() for column in columns), strict=True):
-        times = {"learning_rate": 2e-6 * factors[0], "increment": 0.021 * factors[1], "rules": 3e-6 * factors[2]}
+    for n, lr, row, bound, D, train_loss, ids, f in zip(*(column.tolist() for column in columns), strict=True):
+        times = {"learning_rate": 2e-6 * f[0], "increment": 0.021 * f[1], "rules": 3e-6 * f[2]}
         values: dict[str, Any] = {"pair": (ids[0], ids[1]), "pair_text": (f" token{ids[0]}", f"token{ids[1]}")}
-        if n % EXACT == 0 or n % panel == 0:
+        if n % 10 == 0 or n % panel == 0:
             values |= {"diameter": D, "diameter_lower": D, "diameter_upper": D, "row_norm": row, "row_token": ids[2]}
-            values |= {"gradient_row_token": ids[3], "gradient_row_norm": 0.01 * factors[0]}
-            values["gradient_balance"] = 1e-8 * factors[1]
-            times |= {"diameter": 0.08 * factors[3], "gradient": 0.004 * factors[2]}
+            values |= {"gradient_row_token": ids[3], "gradient_row_norm": 0.01 * f[0], "gradient_balance": 1e-8 * f[1]}
+            times |= {"diameter": 0.08 * f[3], "gradient": 0.004 * f[2]}
         else:
             values |= {"diameter_lower": 0.98 * D, "diameter_upper": 1.04 * D}
-            times["bracket"] = 0.012 * factors[3]
+            times["bracket"] = 0.012 * f[3]
         if n % panel == 0:
-            values |= {"perturbation_rms": 3 * D, "perturbation_max": 12 * D, "hidden_norm": 27.7 * factors[2]}
-            values |= {"perturbation_pair": (ids[2], ids[3]), "validation_loss": 3 + 6 / n**0.5 + 0.01 * factors[3]}
+            values |= {"perturbation_rms": 3 * D, "perturbation_max": 12 * D, "hidden_norm": 27.7 * f[2]}
+            values |= {"perturbation_pair": (ids[2], ids[3]), "validation_loss": 3 + 6 / n**0.5 + 0.01 * f[3]}
             values["perturbation_pair_text"] = (f" token{ids[2]}", f"token{ids[3]}")
-            times["panel"] = 0.9 * factors[0]
+            times["panel"] = 0.9 * f[0]
         values |= {"time": began + n * PACE, "tokens": n * 524_288, "train_loss": train_loss, "learning_rate": lr}
-        yield StepRecord(step=n, ceiling=bound, nonfinite_rows=0, seconds=times, share=0.012 * factors[1], **values)
+        yield StepRecord(step=n, ceiling=bound, nonfinite_rows=0, seconds=times, share=0.012 * f[1], **values)
 
 
 def _info(head: str, seed: int, records: int) -> RunInfo:
@@ -275,11 +258,7 @@ def _info(head: str, seed: int, records: int) -> RunInfo:
 
 
 def make_runs(root: Path, count: int, records: int) -> None:
-    """Write finished runs of both optimizers, in pairs by seed.
-
-    RunWriter writes the first few record by record. It also opens, describes and closes the others, but their lines
-    are copies of the first ones', because so many runs would take minutes otherwise.
-    """
+    """Write finished runs of both optimizers, in pairs by seed: the first few record by record, then copies."""
     began, middle, lines = time.time() - records * PACE, records // 2, dict[tuple[str, int], bytes]()
     message = f"step {middle}: D(S) = 0.2 is 5.0 times what the last steps had"
     alert = Alert(step=middle, time=began + middle * PACE, kind="diameter", value=0.2, expected=0.04, message=message)
@@ -315,9 +294,6 @@ def continued(root: Path, records: int) -> tuple[RunWriter, Iterator[StepRecord]
     whole = records_of("AdamW", 0, 2 * records + 10_000, began=time.time() - records * PACE)
     rest = list(islice(whole, records, records + 1000))  # made now, because writes are timed
     return RunWriter.open(root, _info("AdamW", 0, records), first_step=records), iter(rest)
-
-
-# The service, and what asks it
 
 
 class Usage(NamedTuple):
@@ -427,7 +403,7 @@ def listen(port: int) -> Iterator[int]:
     raise RuntimeError("the service ended its stream of events")
 
 
-# Scripts for a browser: milliseconds since the navigation began, once the page shows its large figures, or so many plots
+# Scripts: milliseconds since the navigation began, once the page shows its large figures, or so many plots
 FIGURES = """() => document.querySelector(".card b")?.textContent && performance.now()"""
 PLOTS = """count => {
     const plots = [...document.querySelectorAll(".js-plotly-plot")];
@@ -436,19 +412,15 @@ PLOTS = """count => {
 
 
 def paint(port: int, panels: int) -> list[tuple[float, float]]:
-    """Load the page in Chromium three times in one new profile: Chromium keeps compiled code that it has met twice.
-
-    Return the seconds until the large figures and until the panels were there; nothing if there is no Chromium.
-    """
+    """Load the page in Chromium three times; return the seconds until its large figures, and its panels, were there."""
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if find_spec("playwright") is None or program is None:
         print("there is no playwright or no Chromium: the first paint was not measured")
         return []
     from playwright.sync_api import sync_playwright
 
-    loads = []
+    loads = []  # one profile on disk, as a user has: Chromium keeps compiled code there that it has met twice
     with sync_playwright() as playwright, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        # a profile on disk, as a user has: a private window keeps no compiled code
         options: dict[str, Any] = {"executable_path": program, "viewport": {"width": 1280, "height": 900}}
         browser = playwright.chromium.launch_persistent_context(profile, **options)
         for _ in range(3):
@@ -465,10 +437,7 @@ def paint(port: int, panels: int) -> list[tuple[float, float]]:
 
 
 def write_events(table: Table, folder: Path, copies: int) -> int:
-    """Write so many copies of a run's numbers as TensorBoard events; return how many numbers one copy has.
-
-    Every number is an event of its own, as Lightning's logger writes them.
-    """
+    """Write copies of a run's numbers, each as a TensorBoard event; return how many numbers one copy has."""
     from torch.utils.tensorboard import SummaryWriter
 
     columns = {name: (values.tolist(), present(values)) for name, values in table.columns.items() if name != "time"}
@@ -501,8 +470,7 @@ def ingest(folder: Path, last: int, runs: int) -> float:
     context = importlib.import_module("tensorboard.context").RequestContext()
     start = time.perf_counter()
     options = {"reload_interval": 0, "channel_creds_type": local, "samples_per_plugin": {"scalars": 0}}
-    binary = module.get_server_binary()
-    ingester = module.SubprocessServerDataIngester(server_binary=binary, logdir=str(folder), **options)
+    ingester = module.SubprocessServerDataIngester(module.get_server_binary(), str(folder), **options)
     ingester.start()
     there: list[bool] = []
     while sum(there) < runs and time.perf_counter() - start < 600:
