@@ -48,7 +48,7 @@ DIAL, CONFIDENCE = 1.0, 0.99
 """False alarms in 10,000 steps that the rules are allowed, and how sure we are if we say that there are more."""
 ALIKE: dict[str, Any] = {"learning_rate": 1.0, "nonfinite_rows": 0, "scheduled": True}
 """What all records have."""
-TOLD, LOST = "shares told, summed: more is better", "lost cells, share told"
+TOLD, LOST = "shares told, summed", "lost cells, share told"
 FACTORS, LENGTHS = (2, 3, 5, 10), (1, 5, 20)
 
 
@@ -307,7 +307,7 @@ def run(*, quick: bool) -> list[Result]:
     for subject, name in dict.fromkeys((r.subject, r.baseline) for r in results if r.subject != LOST):
         rows = [r for r in results if (r.subject, r.baseline) == (subject, name)]
         ours, theirs = sum(r.ours for r in rows), sum(r.baseline_value for r in rows)
-        results.append(Result(subject, "all noises", ours, name, theirs, ""))
+        results.append(Result(subject, "all noises", ours, name, theirs, "", more_is_better=subject == TOLD))
     print(sum(r.subject == LOST for r in results), "cells are lost")
     return results
 
@@ -319,11 +319,11 @@ def _results(noise: str, runs: Sequence[SeriesRun]) -> Iterator[Result]:
     print(f"{noise}:", "; ".join(f"{c.fault} {text}" for c, text in zip(cells, texts, strict=True)))
     for name, limit in limits.items():
         ours, theirs = sum(c.ours for c in cells), sum(c.baselines[name] for c in cells)
-        yield Result(TOLD, noise, ours, name, theirs, "", f"of {len(cells)}; threshold {limit:.3g}")
+        yield Result(TOLD, noise, ours, name, theirs, "", f"of {len(cells)}; threshold {limit:.3g}", True)
     allowed = sum(one.steps for one in runs) / 1e4 * DIAL
     note = "above the dial" if poisson_tail(alarms, allowed) < 1 - CONFIDENCE else ""
     yield Result("false alarms in clean series", noise, alarms, "the dial", allowed, "", note)
     for c in cells:
         if c.behind > 2:
             name, share = max(c.baselines.items(), key=lambda item: item[1])
-            yield Result(LOST, f"{noise}: {c.fault}", c.ours, name, share, "", f"{c.behind:.1f} standard errors")
+            yield Result(LOST, f"{noise}: {c.fault}", c.ours, name, share, "", f"{c.behind:.1f} standard errors", True)

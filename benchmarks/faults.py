@@ -36,7 +36,7 @@ WINDOW, NEEDED = 100, 20
 """Values that the baselines remember, and those they need before they judge: as many as the rules."""
 GROWTH = 1.02
 """Factor on the learning rate at each step of a divergence."""
-GROWING, TOLD = f"learning rate x{GROWTH} a step", "told in the step of the fault: more is better"
+GROWING, TOLD = f"learning rate x{GROWTH} a step", "told in the step of the fault"
 BASELINES = ("loss spike", "gradient norm spike")
 Fault = Callable[[SmallRun, int], StepChange]
 """From the run, and the number of steps since the fault began, to what the fault changes in this step."""
@@ -250,7 +250,15 @@ def results(trials: Sequence[Trial]) -> Iterator[Result]:
         theirs, note = sum(one[k] > limits[k] for one in scores), f"threshold {math.exp(limits[k]):.2f} x its median"
         yield Result("false alarms in clean steps", f"{len(scores):,} steps", alarms, name, theirs, "", note)
     seen = [after for *_, faults in trials for _, after in faults if after.visible]
-    yield Result(TOLD, "all visible faults", sum(0 in after.told for after in seen), "visible", len(seen), "")
+    yield Result(
+        TOLD,
+        "all visible faults",
+        sum(0 in after.told for after in seen),
+        "visible",
+        len(seen),
+        "",
+        more_is_better=True,
+    )
     for fault in (*FAULTS, GROWING):
         branches = {head: [f for h, _, fs in trials if h == head for name, f in fs if name == fault] for head in HEADS}
         if branches["adamw"]:
@@ -261,11 +269,11 @@ def _told(fault: str, branches: dict[Head, list[Followed]], limits: Sequence[flo
     both = [after for followed in branches.values() for after in followed]
     ours, visible = (sum(flags) for flags in ([0 in f.told for f in both], [f.visible for f in both]))
     ratios = ", ".join(f"x{median(f.ratios[0] for f in own):.2f} {head}" for head, own in branches.items())
-    yield Result(TOLD, fault, ours, "visible", visible, "", f"of {len(both)}; D(S) {ratios}")
+    yield Result(TOLD, fault, ours, "visible", visible, "", f"of {len(both)}; D(S) {ratios}", more_is_better=True)
     for k, name in enumerate(BASELINES):
         steps = [step for f in both if (step := f.noticed(k, limits[k])) is not None]
         note = f"it tells {len(steps)} of {len(both)}" + (f", after {median(steps):g} steps" if any(steps) else "")
-        yield Result(TOLD, fault, ours, name, steps.count(0), "", note)
+        yield Result(TOLD, fault, ours, name, steps.count(0), "", note, more_is_better=True)
 
 
 def _divergences(fault: str, branches: dict[Head, list[Followed]], limits: Sequence[float]) -> Iterator[Result]:

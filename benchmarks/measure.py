@@ -42,13 +42,16 @@ class Result:
     baseline_value: float
     unit: str = "s"
     note: str = ""
+    more_is_better: bool = False
 
     @property
     def ratio(self) -> float:
-        """How many times the baseline's value is ours: above 1 means that we are faster, or smaller."""
-        if self.ours == 0:
-            return 1.0 if self.baseline_value == 0 else math.inf
-        return self.baseline_value / self.ours
+        """How many times better than the baseline: faster, smaller or, if more is better, larger.
+
+        It is nan if one of the two values is not a positive number.
+        """
+        better, worse = (self.ours, self.baseline_value) if self.more_is_better else (self.baseline_value, self.ours)
+        return better / worse if better > 0 and worse > 0 else math.nan
 
 
 def seconds(call: Callable[[], object], *, repeat: int = 5) -> float:
@@ -146,7 +149,7 @@ def print_results(results: Sequence[Result], console: Console | None = None) -> 
     """Print the machine, then a table of the results by subject."""
     console = console or Console()
     console.print(" | ".join(f"{name} {value}" for name, value in machine().items()), style="dim", soft_wrap=True)
-    table = Table(title="Ratio: baseline / ours", title_justify="left")
+    table = Table(title="Ratio: how many times better than the baseline", title_justify="left")
     table.add_column("case")
     for name in ("ours", "baseline", "ratio"):
         table.add_column(name, justify="right")
@@ -156,7 +159,9 @@ def print_results(results: Sequence[Result], console: Console | None = None) -> 
         for r in (r for r in results if r.subject == subject):
             case = f"{escape(r.case)}\n[dim]{escape(r.note)}" if r.note else escape(r.case)
             baseline = f"{escape(r.baseline)} {formatted(r.baseline_value, r.unit)}"
-            table.add_row(case, formatted(r.ours, r.unit), baseline, f"{r.ratio:.3g}x")
+            table.add_row(
+                case, formatted(r.ours, r.unit), baseline, f"{r.ratio:.3g}x" if math.isfinite(r.ratio) else "-"
+            )
     console.print(table)
 
 

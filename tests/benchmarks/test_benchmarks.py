@@ -38,7 +38,8 @@ def test_every_benchmark_runs_and_each_figure_has_a_baseline_and_a_ratio(tmp_pat
     for r in document["results"]:
         assert r["baseline"]
         if r["ours"] and r["baseline_value"] is not None:
-            assert r["ratio"] == pytest.approx(r["baseline_value"] / r["ours"])
+            ratio = r["baseline_value"] / r["ours"]
+            assert r["ratio"] == pytest.approx(1 / ratio if r["more_is_better"] else ratio)
 
 
 @pytest.mark.sweep
