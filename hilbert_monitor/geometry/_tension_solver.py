@@ -120,7 +120,7 @@ class CentredGradient:
 
 
 def jung_radius(k: int) -> float:
-    """Return the radius sqrt(k / (2 (k + 1))), rounded up, of a ball that holds any set of diameter one in k dimensions."""
+    """Return the radius sqrt(k / (2 (k + 1))), rounded up: a ball of it holds any set of diameter one in k dimensions."""
     return math.sqrt(k / (2 * (k + 1))) * (1 + 2.0**-50)
 
 
@@ -189,7 +189,7 @@ class TensionFlow:
 
 
 def flow_length(groups: RowGroups, flow: TensionFlow, jung: float) -> float:
-    """Return the length of the balanced flow among rows that a flow among groups becomes: at least T(G) but for rounding.
+    """Return the length of the balanced flow among rows that a flow among groups becomes: T(G) is at most that.
 
     That is sum_{A<B} |(Y_AB, tau_AB s_A, tau_BA s_B)| + J sum_A |(R_A, tau_AA s_A)|, Y_AB = lambda_AB (x_A - x_B), and
     R_A = g_A - sum_B Y_AB what the flow leaves of a load. Cost: K^2 d multiplications in fp64.
@@ -277,7 +277,8 @@ class TensionProgram:
 
     def flow(self) -> TensionFlow:
         """Return the tensions as a flow. The ball's share of a load is the share tau_AA that a group keeps."""
-        x, a, tension = self.points.double(), self.radii.double(), self._tension.to(torch.float64, copy=True)
+        x, a = self.points.double(), self.radii.double()
+        tension = (self._tension + self._tension.T).double() / 2  # symmetric to the last bit
         degree = tension.sum(1)
         left = self._load.double() - degree[:, None] * x + tension @ x
         inward = (left * x).sum(1) + (self._spread.double() - degree * a) * a
