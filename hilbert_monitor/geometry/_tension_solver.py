@@ -120,7 +120,7 @@ class CentredGradient:
 
 
 def jung_radius(k: int) -> float:
-    """Return the radius sqrt(k / (2 (k + 1))), rounded up: a ball of it holds any set of diameter one in k dimensions."""
+    """Return sqrt(k / (2 (k + 1))), rounded up: the radius of a ball for any k-dimensional set of diameter one."""
     return math.sqrt(k / (2 * (k + 1))) * (1 + 2.0**-50)
 
 
@@ -307,7 +307,7 @@ class TensionProgram:
 
 
 def placed_points(points: Tensor, norms: Tensor, free: int, tick: Tick) -> tuple[Tensor, float]:
-    """Move points towards zero until any two are within one of each other; return them and a bound of their diameter.
+    """Move points, in place, towards zero until any two are within one; return them and a bound of their diameter.
 
     The heaviest rows are free: each moves until it is within one of those before it. The others move into the ball of
     radius 1/2, where they are within one of each other, and until they are within one of all free rows. Cost: V free d
@@ -320,7 +320,6 @@ def placed_points(points: Tensor, norms: Tensor, free: int, tick: Tick) -> tuple
         tick: called for every block of rows.
     """
     order = norms.argsort(descending=True, stable=True)
-    out = torch.empty_like(points)
     heavy = points[order[:free]]
     far = torch.linalg.vector_norm(heavy, dim=1)  # how far along its direction a row goes
     direction = heavy / far.clamp_min(_TINY)[:, None]
@@ -332,7 +331,7 @@ def placed_points(points: Tensor, norms: Tensor, free: int, tick: Tick) -> tuple
         reach = _reach(cosine[k, :k] * far[:k], 1 - far[:k].square()).amin()
         far[k] = torch.minimum(far[k], reach)
     placed = direction * far[:, None]
-    out[order[:free]] = placed
+    points[order[:free]] = placed
     room = 1 - far.square()
     for at in blocks(len(order) - len(heavy), 1024):
         tick()
@@ -340,8 +339,8 @@ def placed_points(points: Tensor, norms: Tensor, free: int, tick: Tick) -> tuple
         part = points[index]
         far = torch.linalg.vector_norm(part, dim=1)
         part /= far.clamp_min(_TINY)[:, None]
-        out[index] = part * torch.minimum(far.clamp_max(0.5), _reach(part @ placed.T, room).amin(1))[:, None]
-    return out, 1 + 4 * (points.shape[1] + 16) * torch.finfo(points.dtype).eps
+        points[index] = part * torch.minimum(far.clamp_max(0.5), _reach(part @ placed.T, room).amin(1))[:, None]
+    return points, 1 + 4 * (points.shape[1] + 16) * torch.finfo(points.dtype).eps
 
 
 def _reach(along: Tensor, room: Tensor) -> Tensor:

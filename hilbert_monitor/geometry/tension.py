@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -310,7 +310,8 @@ def tension_bracket(
     except (_OutOfTimeError, StopIteration):
         pass
     bounds = rows.bounds(best.lower, best.upper)
-    return TensionBracket(*bounds, best.potential, best.flow, rows.shifted, done, time.monotonic() - began)
+    flow = best.flow and replace(best.flow, tension=best.flow.tension / rows.scale)  # in units of G
+    return TensionBracket(*bounds, best.potential, flow, rows.shifted, done, time.monotonic() - began)
 
 
 class _Bounds(NamedTuple):
@@ -364,23 +365,22 @@ def _improvements(rows: CentredGradient, tick: Tick) -> Iterator[_Bounds]:
 def _round_potential(rows: CentredGradient, unit: Tensor) -> tuple[float, Tensor]:
     """Return the lower bound and potential of projected RowNorm or of the best body, whichever proves more."""
     if unit.shape[1] == 1:
-        return _certified(rows, unit, row_diameter(unit, max_bytes=rows.max_bytes).upper)
+        return _certified(rows, unit.clone(), row_diameter(unit, max_bytes=rows.max_bytes).upper)
     best = _certified(rows, *body_points(unit, rows.norms))
     diameter = row_diameter_bracket(unit, max_bytes=rows.max_bytes)
     if rows.total / diameter.lower <= best[0]:
         return best
     few = len(unit) ** 2 * unit.shape[1] <= _ALL_PAIRS
     upper = row_diameter(unit, max_bytes=rows.max_bytes).upper if few else diameter.upper
-    return max(best, _certified(rows, unit, upper), key=lambda candidate: candidate[0])
+    return max(best, _certified(rows, unit.clone(), upper), key=lambda candidate: candidate[0])
 
 
 def _certified(rows: CentredGradient, points: Tensor, diameter: float) -> tuple[float, Tensor]:
-    """Divide points by a bound on their diameter; return <g, potential>, rounded down, and this potential."""
-    eps = torch.finfo(compute_dtype(rows.G)).eps
-    potential = torch.empty_like(points, dtype=compute_dtype(rows.G))
+    """Divide points in place by a bound on their diameter; return <g, potential>, rounded down, and this potential."""
+    potential = points.div_(diameter).to(compute_dtype(rows.G))
+    eps = torch.finfo(potential.dtype).eps
     pairing = size = 0.0
     for at, chunk in rows.chunks():
-        potential[at] = points[at] / diameter
         part = potential[at].double()
         pairing += float((chunk * part).sum())
         size = max(size, float(torch.linalg.vector_norm(part, dim=1).max()))
