@@ -368,10 +368,11 @@ def _round_potential(rows: CentredGradient, unit: Tensor) -> tuple[float, Tensor
         return _certified(rows, unit.clone(), row_diameter(unit, max_bytes=rows.max_bytes).upper)
     best = _certified(rows, *body_points(unit, rows.norms))
     diameter = row_diameter_bracket(unit, max_bytes=rows.max_bytes)
-    if rows.total / diameter.lower <= best[0]:
+    upper = diameter.upper
+    if rows.total / diameter.lower > best[0] and len(unit) ** 2 * unit.shape[1] <= _ALL_PAIRS:
+        upper = row_diameter(unit, max_bytes=rows.max_bytes).upper
+    if rows.total / upper <= best[0]:  # sum <g_i, u_i> = sum |g_i|
         return best
-    few = len(unit) ** 2 * unit.shape[1] <= _ALL_PAIRS
-    upper = row_diameter(unit, max_bytes=rows.max_bytes).upper if few else diameter.upper
     return max(best, _certified(rows, unit.clone(), upper), key=lambda candidate: candidate[0])
 
 
