@@ -50,7 +50,7 @@ COSTS = {
     "first_order_decrease": "one pass",
     "centred_decrease": "three passes",
     "jung_ratio": "none",
-    "diameter_oracle": "half a minute at 400 rows of 64; grows faster than V^2 d",
+    "diameter_oracle": "ten seconds at 400 rows of 64; grows faster than V^2 d",
     "tension_bracket": "as long as you give it; half a second for a first answer",
     "fixed_cotangent_bound": "one pass",
     "backward_bound": "O(N)",

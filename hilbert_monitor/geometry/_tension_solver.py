@@ -219,21 +219,30 @@ class TensionProgram:
     Lagrangian has a multiplier and a quadratic penalty for each pair of points; projection keeps the ball. Its steps
     are Nesterov's, with the diagonal of the Hessian as the metric. The multiplier of a pair is its tension lambda_AB.
 
+    The penalty of a pair is the product of its weights, which balances a heavy group's many light partners soon, or for
+    an exact solution their harmonic mean, which also holds two light rows together.
+
     Args:
         groups: of rows.
         jung: radius J.
-        dtype: fp32 for a few percent, fp64 for an exact solution.
+        exact: whether to compute in fp64 for an exact solution, or in fp32 for one to a few percent.
     """
 
-    def __init__(self, groups: RowGroups, jung: float, dtype: torch.dtype) -> None:
+    def __init__(self, groups: RowGroups, jung: float, *, exact: bool) -> None:
         self.groups, self._jung = groups, jung
+        dtype = torch.float64 if exact else torch.float32
         self._total = float(groups.weight.sum())
         parts = (groups.load, groups.weight, groups.spread)
         self._load, self._weight, self._spread = ((part / self._total).to(dtype) for part in parts)
+        self._weight.clamp_min_(1e-12)  # the lightest groups keep some stiffness
         start = 0.9 * jung / self._weight
         self.points, self.radii = self._in_ball(start[:, None] * self._load, start * self._spread)  # (K, d), (K,)
         self._ahead, self._momentum = (self.points, self.radii), 1.0
-        self._multiplier = self._tension = torch.zeros_like(torch.outer(self._weight, self._weight))
+        w = self._weight
+        self._pair_weight = torch.outer(w, w)  # (K, K)
+        if exact:
+            self._pair_weight.div_((w + w[:, None]) * (len(w) / 2))
+        self._multiplier = self._tension = torch.zeros_like(self._pair_weight)
         self._round = 0
 
     def improve(self, steps: int, tick: Tick) -> None:
@@ -255,11 +264,11 @@ class TensionProgram:
         x, a = self._ahead
         size = x.square().sum(1) + a.square()
         excess = torch.addmm(size + (size - 1)[:, None], x, x.T, alpha=-2)  # |x_A - x_B|^2 + a_A^2 + a_B^2 - 1
-        excess.mul_(self._weight).mul_((penalty / 2) * self._weight[:, None])
-        self._tension = excess.add_(self._multiplier).clamp_min_(0).fill_diagonal_(0)
+        tension = torch.addcmul(self._multiplier, excess, self._pair_weight, value=penalty / 2)
+        self._tension = tension.clamp_min_(0).fill_diagonal_(0)
         degree = self._tension.sum(1)
-        active = (self._tension > 0).to(x.dtype) @ self._weight
-        stiffness = 2 * degree + 2 * penalty * self._weight * active + 0.05 * self._weight
+        active = self._pair_weight.where(self._tension > 0, 0.0).sum(1)
+        stiffness = 2 * degree + 2 * penalty * active + 0.05 * self._weight
         force = torch.addmm(self._load - degree[:, None] * x, self._tension, x)
         points, radii = self._in_ball(x + force / stiffness[:, None], a + (self._spread - degree * a) / stiffness)
         moved, grown = points - self.points, radii - self.radii

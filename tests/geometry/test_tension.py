@@ -275,6 +275,15 @@ def test_rows_that_lie_close_have_bounds_that_hold_in_exact_arithmetic(
         assert result.upper <= result.lower * (1 + 1e-5) or square < Fraction(1, 2**2000)
 
 
+@pytest.mark.parametrize("V", [40, 400])
+def test_rows_of_sixty_orders_of_magnitude_have_a_narrow_bracket(V: int) -> None:
+    G = gradient(V, 6) * torch.logspace(0, -60, V, dtype=torch.float64)[:, None]
+    G[0] -= G.sum(0)
+    bracket = tension_bracket(G, budget_seconds=math.inf, iterations=4)
+    assert bracket.gap < 1.02
+    check_certificates(G, bracket)
+
+
 def test_two_fp64_rows_one_rounding_apart_have_a_tension() -> None:
     G = torch.tensor([[1.0, 0.0], [1.0 + 2.0**-50, 0.0]], dtype=torch.float64)
     for result in (tension_bracket(G, budget_seconds=0), diameter_oracle(G)):
