@@ -264,10 +264,10 @@ class TensionProgram:
         x, a = self._ahead
         size = x.square().sum(1) + a.square()
         excess = torch.addmm(size + (size - 1)[:, None], x, x.T, alpha=-2)  # |x_A - x_B|^2 + a_A^2 + a_B^2 - 1
-        tension = torch.addcmul(self._multiplier, excess, self._pair_weight, value=penalty / 2)
-        self._tension = tension.clamp_min_(0).fill_diagonal_(0)
+        excess.mul_(self._pair_weight).mul_(penalty / 2)
+        self._tension = excess.add_(self._multiplier).clamp_min_(0).fill_diagonal_(0)
         degree = self._tension.sum(1)
-        active = self._pair_weight.where(self._tension > 0, 0.0).sum(1)
+        active = torch.linalg.vecdot(self._tension.sign(), self._pair_weight)  # of pairs that pull; faster than `where`
         stiffness = 2 * degree + 2 * penalty * active + 0.05 * self._weight
         force = torch.addmm(self._load - degree[:, None] * x, self._tension, x)
         points, radii = self._in_ball(x + force / stiffness[:, None], a + (self._spread - degree * a) / stiffness)

@@ -176,7 +176,7 @@ class OracleSolution:
 def diameter_oracle(G: Tensor, eta: float = 1.0, *, tolerance: float = 1e-6) -> OracleSolution:
     """Minimise <G, S> over the centred S with D(S) <= eta, with a proof: a gap of 1 + tolerance or less.
 
-    Takes ten seconds at 400 rows of 64; grows faster than V^2 d. Where rows differ by many orders of magnitude its steps
+    Takes ten seconds at 400 rows of 64; grows faster than V^2 d. Where rows differ by many orders of magnitude it
     may end before the tolerance is reached; `gap` says what was.
 
     Args:
