@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 
-from .arithmetic import chunk_length, compute_dtype, power_of_two_scale
+from .arithmetic import chunk_length, compute_dtype, nonfinite, power_of_two_scale
+from .shards import RowShards
 
 SAMPLE = 2048
 """Rows from which the centre and the leading directions are estimated."""
@@ -274,3 +275,85 @@ def leading_directions(sample: Tensor, k: int) -> Tensor:
     _, order = torch.linalg.eigh((coordinates.T @ coordinates).nan_to_num(0.0, 0.0, 0.0))  # or it would raise
     directions: Tensor = basis @ order.flip(1)
     return directions
+
+
+# Rows of several ranks
+
+Trivial = tuple[float, float, tuple[int, int], int]
+"""Bounds of D(S), a pair and the number of non-finite rows, where no search is needed."""
+
+
+def ordered(i: int, j: int) -> tuple[int, int]:
+    """Return a pair of ids, the smaller one first."""
+    return (i, j) if i < j else (j, i)
+
+
+def points(cloud: PointCloud, rows: Tensor) -> Tensor:
+    """Return rows (n, d) of any rank as points of a cloud."""
+    return (rows.to(cloud.dtype) * cloud.pre_scale - cloud.centre) * cloud.post_scale
+
+
+def centred(shards: RowShards, dtype: torch.dtype, pre: float, post: float, max_bytes: int) -> PointCloud:
+    """Return the rows of this rank as points about the mean of an even sample of all ranks' rows."""
+
+    def total() -> Tensor:
+        sample = sample_of(shards, dtype, max_bytes)
+        sample = sample if pre == 1.0 else sample.double() * pre  # a copy costs more than the sum
+        total = sample.sum(0, dtype=torch.float64)
+        return torch.cat([total, total.new_tensor([len(sample)])])
+
+    numbers = shards.ranks.sum(total, shards.shape[1] + 1)
+    return PointCloud(shards.rows, (numbers[:-1] / numbers[-1]).to(dtype), pre, post, max_bytes)
+
+
+def sample_of(shards: RowShards, dtype: torch.dtype, max_bytes: int) -> Tensor:
+    """Return an even sample of this rank's rows: its share of one of all rows."""
+    return shards.rows[:: sample_step(shards, dtype, max_bytes)]
+
+
+def sample_step(shards: RowShards, dtype: torch.dtype, max_bytes: int) -> int:
+    """Return of how many rows one is in a sample that fits the memory bound with room to work on it in a dtype."""
+    V, d = shards.shape
+    size = min(SAMPLE, max(1, max_bytes // (16 * d * dtype.itemsize)))
+    return -(-V // size)
+
+
+def padded(shards: RowShards, places: Tensor, k: int, *columns: Tensor) -> Sequence[Tensor]:
+    """Return k rows, their ids, and columns beside them; an id of -1 means that there is none."""
+    missing = k - len(places)
+    rows = pad(shards.rows.index_select(0, places), (0, 0, 0, missing))
+    return [rows, pad(shards.ids[places], (0, missing), value=-1), *(pad(c, (0, missing)) for c in columns)]
+
+
+def in_range(shards: RowShards, max_bytes: int, dtype: torch.dtype | None = None) -> PointCloud | Trivial:
+    """Centre and scale rows by the extremes of their columns; or return the answer where no search is needed."""
+    V, d = shards.shape
+
+    def extremes() -> Tensor:
+        rows = shards.rows if len(shards.rows) else shards.rows.new_full((1, d), -torch.inf)
+        low, high = column_extremes(rows)
+        low = low if len(shards.rows) else -low
+        has_nan = (low.isnan() | high.isnan()).any()
+        return torch.cat(
+            [
+                high.double().nan_to_num(0.0, torch.inf, -torch.inf),
+                -low.double().nan_to_num(0.0, torch.inf, -torch.inf),
+                has_nan[None].double(),
+            ]
+        )
+
+    numbers = shards.ranks.max(extremes, 2 * d + 1)
+    high, low, has_nan = numbers[:d], -numbers[d:-1], bool(numbers[-1])
+    other = min(1, V - 1)
+    if has_nan or not bool(numbers.isfinite().all()):
+
+        def bad_rows() -> Sequence[Tensor]:
+            ids = shards.ids[nonfinite(shards.rows, max_bytes)]
+            return [torch.stack([ids.new_tensor(len(ids)), ids.amin() if len(ids) else ids.new_tensor(V)])]
+
+        (bad,) = shards.ranks.gather(bad_rows, ((2,), torch.int64))
+        worst, value = int(bad[:, 1].amin()), math.nan if has_nan else math.inf
+        return value, value, ordered(worst, 0 if worst else other), int(bad[:, 0].sum())
+    if bool((low == high).all()):
+        return 0.0, 0.0, (0, other), 0
+    return centred(shards, *scales(low, high, dtype or compute_dtype(shards.rows)), max_bytes)

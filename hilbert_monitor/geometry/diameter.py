@@ -10,12 +10,12 @@ almost every pair can be proved shorter than one that is known:
               |x_i - x_j|^2 <= r_i^2 + r_j^2 - 2 z_i.z_j + 2 rho_i rho_j. Drop rows whose every bound is below L^2.
 5. Prove.     Compute the remaining pairs in full; measure in fp64 those that rounding leaves open.
 
-Every rank runs these steps on its own rows; a plain tensor is a shard on one rank. Decisions depend only on tables that
-all ranks share. Every comparison has a slack for rounding, so that a dropped pair is shorter than L in exact arithmetic.
-Where nothing can be dropped (points on a sphere), step 5 is a tiled all-pairs search.
+Every rank runs these steps on its own rows; a plain tensor is a shard on one rank. Decisions depend only on tables
+that all ranks share. Every comparison has a slack for rounding, so that a dropped pair is shorter than L in exact
+arithmetic. Where nothing can be dropped (points on a sphere), step 5 is a tiled all-pairs search.
 
-Tried and dropped: no distinction between long rows and partners, which drops almost no row where one outlier is far from
-everything; one slack for all pairs, scaled by the largest norm, which keeps two to nine times the rows that a slack by
+Tried and dropped: no distinction between long rows and partners, which drops almost no row where one outlier is far
+from everything; one slack for all pairs, scaled by the largest norm, which keeps two to nine times the rows that a slack by
 the pair's own norms keeps; `torch.unique` to find equal rows, nine times slower than to compare neighbours in a sort.
 """
 
@@ -29,11 +29,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._cloud import PointCloud, in_safe_range, leading_directions, on_host
+from ._cloud import PointCloud, in_range, in_safe_range, leading_directions, on_host, ordered
 from ._ranks import Form
-from ._sharded_survey import in_range, ordered
 from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision
-from .bracket import DiameterBracket, fp64_rounding, rounded_up
+from .bracket import DiameterBracket, fp64_rounding, longest_pair, rounded_up
 from .shards import RowShards, row_shards
 
 SAMPLE_ROWS = 512
@@ -161,9 +160,9 @@ class DiameterSearch:
     # 1. Project
 
     def _basis(self, k: int, max_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the centre (d,) and k leading directions (d, k) of an even sample of all rows, as rank zero finds them.
+        """Return the centre (d,) and k leading directions (d, k) of an even sample of all rows.
 
-        The third result is |Q'Q - I| of the directions Q, which the screen allows for.
+        Rank zero computes them for all. The third result is |Q'Q - I| of the directions Q, which the screen allows for.
         """
         (V, d), (dtype, pre, post) = self.shards.shape, self.scales
         size = min(SAMPLE_ROWS, V, max(1, max_bytes // (16 * d * dtype.itemsize)))
@@ -217,7 +216,9 @@ class DiameterSearch:
             return places.flatten()[best]
 
         more, more_ids = self._rows_of_all(partners, far)
-        length, ends = self._longest_of(torch.cat([rows, more]), torch.cat([ids, more_ids]))
+        rows, ids = torch.cat([rows, more]), torch.cat([ids, more_ids])
+        length, ends = longest_pair(rows, ids, self.points)
+        ends, self.local[1] = ids[ends].double(), len(rows) * (len(rows) - 1) // 2
         up = 1 + self.points.rounding
 
         def sizes() -> Sequence[Tensor]:
@@ -233,15 +234,6 @@ class DiameterSearch:
         self.pair, self.able = ordered(int(i), int(j)), int(count)
         self.most_long = int(max(numbers[1::2])) if self.length == self.length else 0
         self.in_safe_range = in_safe_range(max(numbers[::2]), size, self.points.width, self.points.dtype)
-
-    def _longest_of(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the fp64 length (1,) of the longest pair among rows (n, d), and its two ids; -1 is no row."""
-        x = rows.double() * self.points.pre_scale * self.points.post_scale
-        apart = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
-        apart = apart.masked_fill((ids < 0) | (ids < 0)[:, None], 0.0)
-        length, place = apart.view(1, -1).max(1)
-        self.local[1] += len(x) * (len(x) - 1) // 2
-        return length, ids[torch.cat([place // len(x), place % len(x)])].double()
 
     # 3. Long rows
 
@@ -463,7 +455,8 @@ def screen_tables(
 
     With e the relative rounding of a dot product, the k computed coordinates of a row are off by at most
     eta = sqrt(k) e of its norm. With delta = |Q'Q - I|, (Q'Q)^-1 differs from I by at most
-    delta' = delta (1 + delta) / (1 - delta), as a form on the coordinates. So the squared distance of i and j is at most
+    delta' = delta (1 + delta) / (1 - delta), as a form on the coordinates. So the squared distance of i and j is
+    at most
 
         (1 + 2e)(r_i^2 + r_j^2) - 2 z_i.z_j + 2 rho_i rho_j + (5 eta + 2 delta') r_i r_j
 

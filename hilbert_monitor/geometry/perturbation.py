@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._cloud import SAMPLE, PointCloud, column_extremes, leading_directions, on_host
-from ._sharded_survey import in_range
+from ._cloud import SAMPLE, PointCloud, column_extremes, in_range, leading_directions, on_host
 from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, nonfinite, times_power_of_two
 from .shards import RowShards, row_shards
 
