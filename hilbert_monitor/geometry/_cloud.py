@@ -13,6 +13,8 @@ from torch.nn.functional import normalize, pad
 from .arithmetic import chunk_length, compute_dtype, nonfinite, power_of_two_scale
 from .shards import RowShards
 
+CENTRE_SAMPLE = 512
+"""Rows of whose mean the centre is. Any centre gives valid bounds, and more rows give no better ones."""
 SAMPLE = 2048
 """Rows from which the centre and the leading directions are estimated."""
 
@@ -290,25 +292,25 @@ def ordered(i: int, j: int) -> tuple[int, int]:
 
 def points(cloud: PointCloud, rows: Tensor) -> Tensor:
     """Return rows (n, d) of any rank as points of a cloud."""
-    return (rows.to(cloud.dtype) * cloud.pre_scale - cloud.centre) * cloud.post_scale
+    return _times(_times(rows.to(cloud.dtype), cloud.pre_scale) - cloud.centre, cloud.post_scale)
 
 
 def centred(shards: RowShards, dtype: torch.dtype, pre: float, post: float, max_bytes: int) -> PointCloud:
     """Return the rows of this rank as points about the mean of an even sample of all ranks' rows."""
+    step = -(-shards.number // CENTRE_SAMPLE)
 
     def total() -> Tensor:
-        sample = sample_of(shards, dtype, max_bytes)
+        sample = shards.rows[::step]
         sample = sample if pre == 1.0 else sample.double() * pre  # a copy costs more than the sum
-        total = sample.sum(0, dtype=torch.float64)
-        return torch.cat([total, total.new_tensor([len(sample)])])
+        return sample.sum(0, dtype=torch.float64)
 
-    numbers = shards.ranks.sum(total, shards.shape[1] + 1)
-    return PointCloud(shards.rows, (numbers[:-1] / numbers[-1]).to(dtype), pre, post, max_bytes)
-
-
-def sample_of(shards: RowShards, dtype: torch.dtype, max_bytes: int) -> Tensor:
-    """Return an even sample of this rank's rows: its share of one of all rows."""
-    return shards.rows[:: sample_step(shards, dtype, max_bytes)]
+    if shards.ranks.alone:
+        centre = total() / -(-shards.number // step)
+    else:
+        number = shards.ids[::step].new_tensor(len(shards.ids[::step]), dtype=torch.float64)
+        numbers = shards.ranks.sum(lambda: torch.cat([total(), number[None]]), shards.shape[1] + 1)
+        centre = numbers[:-1] / numbers[-1]
+    return PointCloud(shards.rows, centre.to(dtype), pre, post, max_bytes)
 
 
 def sample_step(shards: RowShards, dtype: torch.dtype, max_bytes: int) -> int:
@@ -320,9 +322,10 @@ def sample_step(shards: RowShards, dtype: torch.dtype, max_bytes: int) -> int:
 
 def padded(shards: RowShards, places: Tensor, k: int, *columns: Tensor) -> Sequence[Tensor]:
     """Return k rows, their ids, and columns beside them; an id of -1 means that there is none."""
-    missing = k - len(places)
-    rows = pad(shards.rows.index_select(0, places), (0, 0, 0, missing))
-    return [rows, pad(shards.ids[places], (0, missing), value=-1), *(pad(c, (0, missing)) for c in columns)]
+    rows, ids, missing = shards.rows.index_select(0, places), shards.ids.index_select(0, places), k - len(places)
+    if not missing:
+        return [rows, ids, *columns]
+    return [pad(rows, (0, 0, 0, missing)), pad(ids, (0, missing), value=-1), *(pad(c, (0, missing)) for c in columns)]
 
 
 def in_range(shards: RowShards, max_bytes: int, dtype: torch.dtype | None = None) -> PointCloud | Trivial:

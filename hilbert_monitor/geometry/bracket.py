@@ -8,8 +8,8 @@ The lower bound is the longest pair of all these rows. The upper bound is the su
 centre, or from the midpoint, whichever is smaller: by the triangle inequality any point serves.
 
 Every rank runs this on its own rows; a plain tensor is a shard on one rank. There all of it is queued on the device
-of S without a look at a result, and ends in a few numbers. Whoever has them on the host resolves them, now or a step later.
-The same numbers tell whether the rows were finite, and in a range whose squares are safe. Rows that were not are
+of S without a look at a result, and ends in a few numbers. Whoever has them on the host resolves them, now or a step
+later. The same numbers tell whether the rows were finite, and in a range whose squares are safe. Rows that were not are
 measured again, which is rare.
 """
 
@@ -141,11 +141,12 @@ def _pending(shards: RowShards, cloud: PointCloud, scales: tuple[float, float] |
     norms, from_centre, rows, ids = _outliers(shards, cloud)
     more, more_ids = _partners(shards, cloud, norms, rows)
     rows, ids = torch.cat([rows, more]), torch.cat([ids, more_ids])
-    _, ends = longest_pair(rows, ids, cloud)
+    some_missing = not shards.ranks.alone or shards.number < OUTLIERS
+    _, ends = longest_pair(rows, ids, cloud, some_missing=some_missing)
     midpoint = (rows.index_select(0, ends).to(cloud.dtype) * cloud.pre_scale).mean(0)
     _, from_midpoint, more, more_ids = _outliers(shards, replace(cloud, centre=midpoint))
     rows, ids = torch.cat([rows, more]), torch.cat([ids, more_ids])
-    length, ends = longest_pair(rows, ids, cloud)
+    length, ends = longest_pair(rows, ids, cloud, some_missing=some_missing)
     size = torch.linalg.vector_norm(cloud.centre, ord=math.inf)[None]
     sizes = torch.cat([size, from_centre, from_midpoint]).double()
     numbers = torch.cat([length, ids.index_select(0, ends).double(), sizes])
@@ -195,19 +196,28 @@ def _partners(shards: RowShards, cloud: PointCloud, norms: Tensor, outliers: Ten
     return rows.flatten(0, 1), ids.flatten()
 
 
-def longest_pair(rows: Tensor, ids: Tensor, cloud: PointCloud) -> tuple[Tensor, Tensor]:
+def longest_pair(rows: Tensor, ids: Tensor, cloud: PointCloud, *, some_missing: bool = True) -> tuple[Tensor, Tensor]:
     """Return the fp64 length (1,), in the units of the cloud, of the longest pair of rows (n, d), and its places (2,).
 
-    Rows whose id is -1 are missing.
+    Args:
+        rows: as they were given.
+        ids: (n,) which rows of the matrix they are; -1 where a row is missing.
+        cloud: has the scales.
+        some_missing: False where no id can be -1, which saves a few kernels.
     """
-    x, missing = rows.double().mul_(cloud.pre_scale).mul_(cloud.post_scale), ids < 0
+    x = rows.double()
+    if cloud.pre_scale != 1.0:
+        x = x.mul_(cloud.pre_scale).mul_(cloud.post_scale)
     if on_host(x):  # a product finds the longest pair sooner, and its length is measured by itself
         y = x - x[0]
         norm2 = y.square().sum(1)
         apart = torch.addmm(norm2 + norm2[:, None], y, y.T, alpha=-2)
     else:
         apart = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
-    length, place = apart.masked_fill_(missing | missing[:, None], 0.0).view(1, -1).max(1)
+    if some_missing:
+        missing = ids < 0
+        apart = apart.masked_fill_(missing | missing[:, None], 0.0)
+    length, place = apart.view(1, -1).max(1)
     ends = torch.cat([place // len(x), place % len(x)])
     if on_host(x):
         a, b = x.index_select(0, ends)

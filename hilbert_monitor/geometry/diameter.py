@@ -15,8 +15,8 @@ that all ranks share. Every comparison has a slack for rounding, so that a dropp
 arithmetic. Where nothing can be dropped (points on a sphere), step 5 is a tiled all-pairs search.
 
 Tried and dropped: no distinction between long rows and partners, which drops almost no row where one outlier is far
-from everything; one slack for all pairs, scaled by the largest norm, which keeps two to nine times the rows that a slack by
-the pair's own norms keeps; `torch.unique` to find equal rows, nine times slower than to compare neighbours in a sort.
+from everything; one slack for all pairs, scaled by the largest norm, which keeps two to nine times the rows that a slack
+by the pair's own norms keeps; `torch.unique` to find equal rows, nine times slower than to compare neighbours in a sort.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ FIRST_BATCH, LARGEST_BATCH, TILE_COLUMNS = 128, 1024, 1024
 """Long rows that are computed in full at a time, and partners in a tile of them, on a CPU."""
 FEW_TIES = 4096
 """Near-longest pairs of a tile that are measured one by one."""
+ROW_BYTES = 96
+"""Scratch that a row of S needs next to its coordinates."""
 MANY_EQUAL = 64
 """Long rows from which equal rows are looked for."""
 _TILE, _TILE_ROWS = 2**20, 128  # a tile of bounds that stays in a CPU's cache
@@ -139,12 +141,19 @@ class DiameterSearch:
         self.mostly_ties = False
         V, d = shards.shape
         self.on_host = on_host(shards.rows)
-        dims = [k for k in SCREENS if k <= d // 2] if V > SMALL else []
+        dims = [k for k in SCREENS if k <= min(d // 2, self._affordable(max_bytes))] if V > SMALL else []
         self.dims = dims if self.on_host else dims[1:]  # elsewhere a screen costs more than it saves
         k = max([k for k in self.dims if k <= PROJECTED], default=0)
         centre, self.directions, self.slant = self._basis(k, max_bytes)
         self.points = PointCloud(shards.rows, centre, *scales[1:], max_bytes)
         self._guess()
+
+    def _affordable(self, max_bytes: int) -> int:
+        """Return how many coordinates of every row fit the memory bound; refuse one that is too small for the rows."""
+        V, row_bytes = self.shards.number, max_bytes // (2 * self.shards.number)
+        if row_bytes < ROW_BYTES:
+            raise ValueError(f"max_bytes={max_bytes} is too little for {V} rows: give at least {2 * ROW_BYTES * V}")
+        return (row_bytes - ROW_BYTES) // (8 * self.scales[0].itemsize)
 
     def run(self) -> None:
         """Find the longest pair, and prove that there is no longer one."""

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hilbert_monitor.geometry._sharded_directions import SampleScatter
 
 from hilbert_monitor.doctor.samples import make_increment
 from hilbert_monitor.geometry import (
@@ -21,7 +22,6 @@ from hilbert_monitor.geometry import (
     row_diameter_bracket,
     spectral_norm,
 )
-from hilbert_monitor.geometry._sharded_directions import SampleScatter
 from tests.support.ranks import in_ranks
 
 KINDS = ("gauss", "heavy", "sphere", "signs", "equal", "nan", "inf", "tiny", "bf16", "huge")
