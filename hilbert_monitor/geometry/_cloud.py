@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -229,8 +230,8 @@ def on_host(x: Tensor) -> bool:
 
 def scales(low: Tensor, high: Tensor, dtype: torch.dtype) -> tuple[torch.dtype, float, float]:
     """Return dtype, pre_scale and post_scale that keep squares of finite rows in range, by their columns' extremes."""
-    largest = float(torch.maximum(low.abs(), high.abs()).max())
-    spread = float((high.double() * 0.5 - low.double() * 0.5).max())
+    low, high = low.double(), high.double()
+    largest, spread = torch.stack([torch.maximum(low.abs(), high.abs()).max(), (high * 0.5 - low * 0.5).max()]).tolist()
     narrow, wide = _RANGE[dtype]
     if narrow <= spread and largest <= wide:
         return dtype, 1.0, 1.0
@@ -279,10 +280,30 @@ def leading_directions(sample: Tensor, k: int) -> Tensor:
     return directions
 
 
+def slant(directions: Tensor) -> Tensor:
+    """Return a bound on how far products of coordinates are from those of projections, relative to the norms.
+
+    With E = Q'Q - I of the directions Q (d, k), the projection of x has the form z'(I + E)^-1 z in its coordinates
+    z = Q'x, and (I + E)^-1 differs from I by at most |E| / (1 - |E|). Columns of zeros are no directions.
+    """
+    gram = directions.T.double() @ directions.double()
+    unit = torch.diag_embed((gram.diagonal() > 0.5).double())
+    size = torch.linalg.matrix_norm(gram - unit)
+    return torch.where(size < 0.5, size * (1 + size) / (1 - size), torch.inf)
+
+
 # Rows of several ranks
 
-Trivial = tuple[float, float, tuple[int, int], int]
-"""Bounds of D(S), a pair and the number of non-finite rows, where no search is needed."""
+
+class Trivial(NamedTuple):
+    """The answer for rows that need no search: equal ones, and rows that are not finite."""
+
+    lower: float
+    upper: float
+    pair: tuple[int, int]
+    nonfinite_rows: int
+    first_nonfinite: int = 0
+    """The first row that is not finite."""
 
 
 def ordered(i: int, j: int) -> tuple[int, int]:
@@ -346,9 +367,10 @@ def in_range(shards: RowShards, max_bytes: int, dtype: torch.dtype | None = None
         )
 
     numbers = shards.ranks.max(extremes, 2 * d + 1)
-    high, low, has_nan = numbers[:d], -numbers[d:-1], bool(numbers[-1])
-    other = min(1, V - 1)
-    if has_nan or not bool(numbers.isfinite().all()):
+    high, low, other = numbers[:d], -numbers[d:-1], min(1, V - 1)
+    flags = torch.stack([numbers[-1] > 0, numbers.isfinite().all(), (low == high).all()])  # the device is read once
+    has_nan, are_finite, are_equal = flags.tolist()
+    if has_nan or not are_finite:
 
         def bad_rows() -> Sequence[Tensor]:
             ids = shards.ids[nonfinite(shards.rows, max_bytes)]
@@ -356,7 +378,7 @@ def in_range(shards: RowShards, max_bytes: int, dtype: torch.dtype | None = None
 
         (bad,) = shards.ranks.gather(bad_rows, ((2,), torch.int64))
         worst, value = int(bad[:, 1].amin()), math.nan if has_nan else math.inf
-        return value, value, ordered(worst, 0 if worst else other), int(bad[:, 0].sum())
-    if bool((low == high).all()):
-        return 0.0, 0.0, (0, other), 0
+        return Trivial(value, value, ordered(worst, 0 if worst else other), int(bad[:, 0].sum()), worst)
+    if are_equal:
+        return Trivial(0.0, 0.0, (0, other), 0)
     return centred(shards, *scales(low, high, dtype or compute_dtype(shards.rows)), max_bytes)

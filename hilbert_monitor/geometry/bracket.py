@@ -123,7 +123,7 @@ def row_diameter_bracket(S: Tensor | RowShards, *, max_bytes: int = MAX_BYTES) -
         return bracket
     cloud = in_range(shards, max_bytes)
     if not isinstance(cloud, PointCloud):  # equal rows, or rows that are not finite
-        return DiameterBracket(*cloud)
+        return DiameterBracket(*cloud[:4])
     pending = _pending(shards, cloud, (cloud.pre_scale, cloud.post_scale))
     bracket = pending.resolve(pending.numbers.tolist())
     assert bracket is not None

@@ -15,8 +15,9 @@ that all ranks share. Every comparison has a slack for rounding, so that a dropp
 arithmetic. Where nothing can be dropped (points on a sphere), step 5 is a tiled all-pairs search.
 
 Tried and dropped: no distinction between long rows and partners, which drops almost no row where one outlier is far
-from everything; one slack for all pairs, scaled by the largest norm, which keeps two to nine times the rows that a slack
-by the pair's own norms keeps; `torch.unique` to find equal rows, nine times slower than to compare neighbours in a sort.
+from everything; one slack for all pairs, scaled by the largest norm, which keeps two to nine times the rows that a
+slack by the pair's own norms keeps; `torch.unique` to find equal rows, nine times slower than to compare neighbours in
+a sort.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._cloud import PointCloud, in_range, in_safe_range, leading_directions, on_host, ordered
+from ._cloud import PointCloud, in_range, in_safe_range, leading_directions, on_host, ordered, slant
 from ._ranks import Form
 from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision
 from .bracket import DiameterBracket, fp64_rounding, longest_pair, rounded_up
@@ -94,7 +95,7 @@ def row_diameter(S: Tensor | RowShards, *, max_bytes: int = MAX_BYTES) -> RowDia
     if not search.in_safe_range:
         cloud = in_range(shards, max_bytes)
         if not isinstance(cloud, PointCloud):  # equal rows, or rows that are not finite
-            return RowDiameter(*cloud, 0, 0)
+            return RowDiameter(*cloud[:4], 0, 0)
         search = DiameterSearch(shards, (cloud.dtype, cloud.pre_scale, cloud.post_scale), max_bytes)
     search.run()
     value = search.points.row_length(search.length)
@@ -171,7 +172,7 @@ class DiameterSearch:
     def _basis(self, k: int, max_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the centre (d,) and k leading directions (d, k) of an even sample of all rows.
 
-        Rank zero computes them for all. The third result is |Q'Q - I| of the directions Q, which the screen allows for.
+        Rank zero computes them for all. The third result is the slant of the directions.
         """
         (V, d), (dtype, pre, post) = self.shards.shape, self.scales
         size = min(SAMPLE_ROWS, V, max(1, max_bytes // (16 * d * dtype.itemsize)))
@@ -197,9 +198,7 @@ class DiameterSearch:
 
         table = self.ranks.sum(basis, d, k + 1, dtype=dtype)  # zeros of the others change no bit
         centre, directions = table[:, 0].contiguous(), table[:, 1:].contiguous()
-        gram = directions.T.double() @ directions.double()
-        unit = torch.diag_embed((gram.diagonal() > 0.5).double())  # a column of zeros is no direction
-        return centre, directions, torch.linalg.matrix_norm(gram - unit)
+        return centre, directions, slant(directions)
 
     # 2. Guess
 
@@ -276,27 +275,27 @@ class DiameterSearch:
 
     def _projected(self, long_rows: LongRows, k: int) -> tuple[LongRows, list[int], Tensor]:
         """Project the long rows, and the partners of this rank, along k directions."""
-        _, self.directions, slant = self._basis(k, self.points.max_bytes)
+        _, self.directions, off = self._basis(k, self.points.max_bytes)
         self.z = self.z.new_empty(0, k)  # free the former coordinates first
         partners, self.z = self.order[self.partners], self.norms.new_zeros(len(self.norms), k)
         self.z[partners] = self.points.survey(self.directions, partners)[1]
         (z,) = self._from_owners(
             long_rows, lambda rows: [self.points.survey(self.directions, rows)[1]], ((k,), self.points.dtype)
         )
-        return replace(long_rows, z=z), [k], slant
+        return replace(long_rows, z=z), [k], off
 
-    def _screen(self, long_rows: LongRows, dims: Sequence[int], slant: Tensor) -> LongRows:
+    def _screen(self, long_rows: LongRows, dims: Sequence[int], off: Tensor) -> LongRows:
         """Drop long rows, and partners of this rank, whose every bound is too short along some directions."""
         if len(long_rows) > MANY:
             some = torch.arange(0, len(long_rows), len(long_rows) // 64, device=long_rows.owner.device)
-            bound, _ = self._bounds(long_rows.at(some), dims, slant)
+            bound, _ = self._bounds(long_rows.at(some), dims, off)
             if float((bound >= self.length**2).double().mean()) > 0.5:
                 return long_rows
-        bound, self.partners = self._bounds(long_rows, dims, slant)
+        bound, self.partners = self._bounds(long_rows, dims, off)
         kept = ~(bound < self.length**2)
         return replace(long_rows, bound=bound).at(_places(kept, int(kept.sum())))
 
-    def _bounds(self, long_rows: LongRows, dims: Sequence[int], slant: Tensor) -> tuple[Tensor, Tensor]:
+    def _bounds(self, long_rows: LongRows, dims: Sequence[int], off: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest bound of each long row over all ranks, and the partners of this rank that are left."""
         left = [self.partners]
 
@@ -306,7 +305,7 @@ class DiameterSearch:
             for k in dims:
                 radius, own = long_rows.radius[rows], self.radius[partners]
                 z = self.z[self.order[partners], :k]
-                tables = screen_tables(radius, long_rows.z[rows, :k], own, z, self.points.rounding, slant)
+                tables = screen_tables(radius, long_rows.z[rows, :k], own, z, self.points.rounding, off)
                 starts, ends = self._ranges(radius, own)
                 by_row, by_partner, number = largest_bounds(*tables, starts, ends, self.points.budget)
                 self.local[0] += number
@@ -463,13 +462,12 @@ def screen_tables(
     """Return tables (rows, k + 4) and (partners, k + 4) whose product bounds squared distances from above.
 
     With e the relative rounding of a dot product, the k computed coordinates of a row are off by at most
-    eta = sqrt(k) e of its norm. With delta = |Q'Q - I|, (Q'Q)^-1 differs from I by at most
-    delta' = delta (1 + delta) / (1 - delta), as a form on the coordinates. So the squared distance of i and j is
-    at most
+    eta = sqrt(k) e of its norm. Products of coordinates differ from those of projections by the slant s of the
+    directions. So the squared distance of i and j is at most
 
-        (1 + 2e)(r_i^2 + r_j^2) - 2 z_i.z_j + 2 rho_i rho_j + (5 eta + 2 delta') r_i r_j
+        (1 + 2e)(r_i^2 + r_j^2) - 2 z_i.z_j + 2 rho_i rho_j + (5 eta + 2 s) r_i r_j
 
-    with rho_i^2 = r_i^2 - |z_i|^2 rounded up by (e + 3 eta + delta') r_i^2.
+    with rho_i^2 = r_i^2 - |z_i|^2 rounded up by (e + 3 eta + s) r_i^2.
 
     Args:
         row_radius: (rows,) norms, rounded up.
@@ -477,10 +475,10 @@ def screen_tables(
         partner_radius: (partners,).
         partner_z: (partners, k).
         rounding: relative error of a dot product.
-        slant: |Q'Q - I| of the directions.
+        slant: of the directions: how far they are from orthonormal.
     """
     eta = math.sqrt(row_z.shape[1]) * rounding
-    slant = torch.where(slant < 0.5, slant * (1 + slant) / (1 - slant), torch.inf).to(row_z.dtype)
+    slant = slant.to(row_z.dtype)
 
     def parts(radius: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         norm2 = radius.square()
