@@ -218,9 +218,7 @@ class _Panel:
         H = self.states(slice(None))
         directions = leading_directions(H[:: -(-len(H) // SAMPLE)], _RANK)
         e = cloud.rounding
-        err = math.sqrt(_RANK) * e + float(
-            slant(directions)
-        )  # of coordinates and their products, relative to the norms
+        err = math.sqrt(_RANK) * e + float(slant(directions))  # of coordinates and of products of them
         norms, z = cloud.survey(directions)
         norm2 = norms.square_()
         g = H @ directions
