@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from hilbert_monitor.geometry import (
-    RowShards,
     _sharded_directions,
     _sharded_search,
     _sharded_survey,
@@ -30,6 +29,7 @@ from hilbert_monitor.geometry import (
 from hilbert_monitor.geometry._cloud import PointCloud
 from tests.support import warm
 from tests.support.ranks import in_ranks
+from tests.support.shards import sharded
 
 
 def matrix(V=3000, d=32, seed=0):
@@ -74,12 +74,12 @@ def _each_fault(rank, world):
 
             setattr(place, name, broken)
         try:
-            measure(RowShards.split(S))
+            measure(sharded(S))
             failures.append("none")
         except RuntimeError as error:
             failures.append(f"{type(error).__name__}: {error}")
         setattr(place, name, real)
-        again, whole = measure(RowShards.split(S)), measure(S)
+        again, whole = measure(sharded(S)), measure(S)
         number = getattr(whole, "lower", whole)
         assert getattr(again, "lower", again) == pytest.approx(number, rel=0.02), name
     return failures
@@ -102,7 +102,7 @@ def _killed(rank, world, folder, patience):
         _sharded_search.largest_bounds = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     try:
-        row_diameter(RowShards.split(matrix()))
+        row_diameter(sharded(matrix()))
     except Exception as error:
         (folder / f"{rank}.txt").write_text(f"{time.monotonic() - start:.1f}\n{type(error).__name__}: {error}")
     os._exit(0)
@@ -138,14 +138,14 @@ def _sentence(measure, *args, **options):
 
 def _different_inputs(rank, world):
     S, H = matrix(), matrix(20, 32, seed=1)
-    shards, odd = RowShards.split(S), rank == 1
+    shards, odd = sharded(S), rank == 1
     bracket = row_diameter_bracket(S)
     other = replace(bracket, pair=(0, 1))
     return [
-        _sentence(row_diameter, RowShards.split(S[:, :16] if odd else S)),
-        _sentence(row_diameter, RowShards.split(S.double() if odd else S)),
-        _sentence(row_diameter_bracket, RowShards.split(S[:100] if odd else S)),
-        _sentence(spectral_norm, RowShards.split(S.long() if odd else S)),
+        _sentence(row_diameter, sharded(S[:, :16] if odd else S)),
+        _sentence(row_diameter, sharded(S.double() if odd else S)),
+        _sentence(row_diameter_bracket, sharded(S[:100] if odd else S)),
+        _sentence(spectral_norm, sharded(S.long() if odd else S)),
         _sentence(row_diameter, replace(shards, rows=S, ids=torch.arange(len(S))) if odd else shards),
         _sentence(hilbert_perturbation, shards, H[:7] if odd else H),
         _sentence(hilbert_perturbation, shards, H[:, :7] if odd else H),
