@@ -7,24 +7,29 @@ set for its matrix products, builds no graph, and leaves its input as it was.
 from .arithmetic import compute_dtype, full_precision
 from .backward import BackwardBound, backward_bound, fixed_cotangent_bound, uniform_backward_bound
 from .bracket import DiameterBracket, PendingBracket, pending_bracket, row_diameter_bracket
-from .certificates import CheckedFlow, CheckedPotential, check_flow, check_potential
 from .diameter import RowDiameter, row_diameter
-from .efficiency import Interval, gauge_waste, step_efficiency
 from .log_partition import LogPartition, MeanRow, log_partition, mean_row
-from .oracle import OracleSolution, centred_decrease, diameter_oracle, first_order_decrease, jung_ratio
 from .perturbation import HilbertPerturbation, hilbert_perturbation
 from .power_iteration import LeadingDirection, leading_direction
 from .radius import RadiusBracket, covering_radius
-from .rows import RowSummary, center_rows, projected_row_norm, row_norm, summarize_rows
+from .rows import RowSummary, center_rows, gauge_waste, projected_row_norm, row_norm, summarize_rows
 from .shards import RowShards
 from .simplex import cross_entropy_change_bound, hilbert_distance, tv_bound, variation_seminorm
 from .spectral import spectral_norm
-from .tension import TensionBracket, TensionFlow, tension_bracket
+from .tension import (
+    Interval,
+    OracleSolution,
+    TensionBracket,
+    centred_decrease,
+    diameter_oracle,
+    first_order_decrease,
+    jung_ratio,
+    step_efficiency,
+    tension_bracket,
+)
 
 __all__ = [
     "BackwardBound",
-    "CheckedFlow",
-    "CheckedPotential",
     "DiameterBracket",
     "HilbertPerturbation",
     "Interval",
@@ -38,12 +43,9 @@ __all__ = [
     "RowShards",
     "RowSummary",
     "TensionBracket",
-    "TensionFlow",
     "backward_bound",
     "center_rows",
     "centred_decrease",
-    "check_flow",
-    "check_potential",
     "compute_dtype",
     "covering_radius",
     "cross_entropy_change_bound",

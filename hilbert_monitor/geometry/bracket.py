@@ -207,7 +207,7 @@ def longest_pair(rows: Tensor, ids: Tensor, cloud: PointCloud, *, some_missing: 
     """
     x = rows.double()
     if cloud.pre_scale != 1.0:
-        x = x.mul_(cloud.pre_scale).mul_(cloud.post_scale)
+        x = x * cloud.pre_scale * cloud.post_scale
     if on_host(x):  # a product finds the longest pair sooner, and its length is measured by itself
         y = x - x[0]
         norm2 = y.square().sum(1)

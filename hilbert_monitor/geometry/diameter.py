@@ -86,10 +86,11 @@ def row_diameter(S: Tensor | RowShards, *, max_bytes: int = MAX_BYTES) -> RowDia
     Returns:
         the value (fp64, from the rows as given), the pair, and how many pairs were screened and computed.
     """
-    shards = row_shards(S)
+    shards = row_shards(S, lambda: _check_memory(S.shape[0], max_bytes))
     if shards is None:
         assert not isinstance(S, RowShards)
         check_rows("S", S)
+        _check_memory(len(S), max_bytes)
         shards = RowShards.whole(S)
     search = DiameterSearch(shards, (compute_dtype(shards.rows), 1.0, 1.0), max_bytes)
     if not search.in_safe_range:
@@ -101,6 +102,13 @@ def row_diameter(S: Tensor | RowShards, *, max_bytes: int = MAX_BYTES) -> RowDia
     value = search.points.row_length(search.length)
     upper = rounded_up(value * fp64_rounding(shards.shape[1]))
     return RowDiameter(value, upper, search.pair, 0, *search.work)
+
+
+def _check_memory(V: int, max_bytes: int) -> tuple[int]:
+    """Raise ValueError if the memory bound is too small for V rows; return what must be the same on all ranks."""
+    if max_bytes < 2 * ROW_BYTES * V:
+        raise ValueError(f"max_bytes={max_bytes} is too little for {V} rows: give at least {2 * ROW_BYTES * V}")
+    return (max_bytes,)
 
 
 @dataclass
@@ -142,19 +150,13 @@ class DiameterSearch:
         self.mostly_ties = False
         V, d = shards.shape
         self.on_host = on_host(shards.rows)
-        dims = [k for k in SCREENS if k <= min(d // 2, self._affordable(max_bytes))] if V > SMALL else []
+        affordable = (max_bytes // (2 * V) - ROW_BYTES) // (8 * scales[0].itemsize)  # coordinates of every row
+        dims = [k for k in SCREENS if k <= min(d // 2, affordable)] if V > SMALL else []
         self.dims = dims if self.on_host else dims[1:]  # elsewhere a screen costs more than it saves
         k = max([k for k in self.dims if k <= PROJECTED], default=0)
         centre, self.directions, self.slant = self._basis(k, max_bytes)
         self.points = PointCloud(shards.rows, centre, *scales[1:], max_bytes)
         self._guess()
-
-    def _affordable(self, max_bytes: int) -> int:
-        """Return how many coordinates of every row fit the memory bound; refuse one that is too small for the rows."""
-        V, row_bytes = self.shards.number, max_bytes // (2 * self.shards.number)
-        if row_bytes < ROW_BYTES:
-            raise ValueError(f"max_bytes={max_bytes} is too little for {V} rows: give at least {2 * ROW_BYTES * V}")
-        return (row_bytes - ROW_BYTES) // (8 * self.scales[0].itemsize)
 
     def run(self) -> None:
         """Find the longest pair, and prove that there is no longer one."""
@@ -234,14 +236,14 @@ class DiameterSearch:
             return [torch.stack([largest.double(), (self.norms * up >= length / 2).sum().double()])]
 
         (table,) = self.ranks.gather(sizes, ((2,), torch.float64))
-        reach = length - table[:, 0].amax() * up**2
-        able = (self.norms * up >= reach).sum().double()[None]
+        largest = table[:, 0].amax()[None]  # a nan stays one
+        able = (self.norms * up >= length - largest * up**2).sum().double()[None]
         centre = self.points.centre.abs().amax().double()[None]
-        numbers = torch.cat([length, ends, centre, able, table.flatten()]).tolist()
-        self.length, i, j, size, count, *numbers = numbers
+        numbers = torch.cat([length, ends, largest, centre, able, table[:, 1]]).tolist()
+        self.length, i, j, norm, size, count, *long = numbers
         self.pair, self.able = ordered(int(i), int(j)), int(count)
-        self.most_long = int(max(numbers[1::2])) if self.length == self.length else 0
-        self.in_safe_range = in_safe_range(max(numbers[::2]), size, self.points.width, self.points.dtype)
+        self.most_long = int(max(long)) if math.isfinite(self.length) else 0
+        self.in_safe_range = in_safe_range(norm, size, self.points.width, self.points.dtype)
 
     # 3. Long rows
 

@@ -41,8 +41,8 @@ from torch import Tensor
 from ._cloud import PointCloud, centred, in_range, padded, points, sample_step
 from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision
 from .bracket import DiameterBracket
-from .oracle import jung_ratio
 from .shards import RowShards, row_shards
+from .tension import jung_ratio
 
 _FAR_ROWS = 512  # that join the core set after a pass
 _NEW_ROWS = 32  # that join the active set in a round of the solver

@@ -1,4 +1,4 @@
-"""Row operations of the LM head: centering, row normalisation, and projected RowNorm."""
+"""Row operations of the LM head: centering, row normalisation, projected RowNorm, and the share of a common shift."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, row_chunks, row_mean, row_sum
+from .arithmetic import MAX_BYTES, check_real, check_rows, compute_dtype, full_precision, row_chunks, row_mean, row_sum
 from .shards import RowShards, like, row_shards
 
 
@@ -134,3 +134,30 @@ def projected_row_norm(A: Tensor, *, eps: float = 0.0, max_bytes: int = MAX_BYTE
     centred = center_rows(A.to(compute_dtype(A)), max_bytes=max_bytes)
     unit = row_norm(centred, eps=eps, max_bytes=max_bytes)
     return center_rows(unit, max_bytes=max_bytes).to(A.dtype)
+
+
+@full_precision
+def gauge_waste(S: Tensor | RowShards) -> float:
+    """Return the share V |mean row|^2 / |S|^2 of S that is a common row shift; nan for S = 0.
+
+    Args:
+        S: (V, d); rows may be on several ranks. Those in bf16 or fp16 are copied to fp32.
+    """
+    if shards := row_shards(S):
+        return _sharded_waste(shards)
+    assert not isinstance(S, RowShards)
+    check_real("S", S)
+    S = S.to(compute_dtype(S))
+    shift = S.mean(0, dtype=torch.float64).norm() / torch.linalg.vector_norm(S, dtype=torch.float64)
+    return len(S) * float(shift) ** 2
+
+
+def _sharded_waste(shards: RowShards) -> float:
+    def sums() -> Tensor:
+        rows = shards.rows.to(compute_dtype(shards.rows))
+        size = torch.linalg.vector_norm(rows, dtype=torch.float64).square()
+        return torch.cat([rows.sum(0, dtype=torch.float64), size[None]])
+
+    numbers = shards.ranks.sum(sums, shards.shape[1] + 1)
+    shift = (numbers[:-1] / shards.number).norm() / numbers[-1].sqrt()
+    return shards.number * float(shift) ** 2

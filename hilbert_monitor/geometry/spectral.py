@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from .arithmetic import MAX_BYTES, check_rows, full_precision, power_of_two_scale, row_chunks
-from .efficiency import Interval
 from .shards import RowShards, row_shards
+from .tension import Interval
 
 _UNIT = 2.0**-53
 _SQUARINGS = 16

@@ -1,78 +1,238 @@
-"""A certified bracket of the minimum total tension T(G) for a vocabulary of any size.
+"""T(G), the best first-order descent of a step of row diameter one, and how much of it a step makes.
 
-From below: a potential Phi with D(Phi) <= 1 proves T(G) >= <G, Phi>. There are three candidates: projected RowNorm,
-scaled to diameter one; the best constant-width body that is round about an axis (`_body_potential.py`); and the points
-of a core program of the heaviest rows, with all other rows placed about them (`_core_program.py`, `_placed_rows.py`).
-The first two are best where rows share directions, the last where heavy rows each have their own.
+Among all steps S with D(S) <= eta the largest decrease -<G, S> of the linearised loss is eta T(G). The minimum total
+tension T(G) is the length sum |y_ij| of the shortest flow between tokens that balances G: sum_j y_ij = g_i for every
+row of P G. `diameter_oracle` solves for it exactly where rows are few; `tension_bracket` bounds it for any vocabulary.
 
-From above: a balanced flow proves T(G) <= sum |y_ij|. Rows are put into groups, heavy rows each alone and the rest by
-direction, and the program is solved for the groups: exactly by `_tension_program.py`, for few groups or few rows, and
-roughly by `_core_program.py`. Row i has the share alpha_i = |g_i| / W_A of the weight W_A of its group A, and differs
-from its share of the load by r_i = g_i - alpha_i g_A. A flow Y among groups becomes a flow among rows:
+From below: a potential Phi with D(Phi) <= 1 proves T(G) >= <G, Phi>. There are three: projected RowNorm scaled to
+diameter one, a body of constant width, and the points of a convex program with all rows placed about them.
+
+From above: a balanced flow proves T(G) <= sum |y_ij|. Rows are put into groups, heavy rows each alone and the others by
+direction, and the program is solved for the groups. Row i has the share alpha_i = |g_i| / W_A of the weight W_A of its
+group A, and differs from its share of the load by r_i = g_i - alpha_i g_A. A flow Y among groups becomes one of rows:
 
     y_ij = alpha_i alpha_j Y_AB + tau_AB alpha_j r_i - tau_BA alpha_i r_j        i in A, j in B,
 
-with sum_B tau_AB = 1 - tau_AA. By Cauchy and Schwarz, with sum_i |r_i|^2 / alpha_i = W_A^2 - |g_A|^2 = s_A^2, the flow
-between the rows of A and B has a total length of at most |(Y_AB, tau_AB s_A, tau_BA s_B)|. What it leaves of the rows
-of A, alpha_i R_A + tau_AA r_i with R_A the remainder of the load, has norms that sum to at most |(R_A, tau_AA s_A)|.
-Jung's theorem closes it: T of the remainder is at most sqrt(k / (2 (k + 1))) times their sum, k the rank of G
-(`_gradient_span.py`). So the bound needs no pair of rows. No flow at all leaves Jung's bound.
+with sum_B tau_AB = 1. By Cauchy and Schwarz, with sum_i |r_i|^2 / alpha_i = W_A^2 - |g_A|^2 = s_A^2, the flow between
+the rows of A and B has a total length of at most |(Y_AB, tau_AB s_A, tau_BA s_B)|. What it leaves of the rows of A,
+alpha_i R_A + tau_AA r_i with R_A the remainder of the load, has norms that sum to at most |(R_A, tau_AA s_A)|. Jung's
+theorem closes it: T of the remainder is at most sqrt(k / (2 (k + 1))) times their sum, k the rank of G.
 
-Where rows have nearly opposite partners among thousands, the upper side is still loose: it would take as many groups as
-there are such pairs.
-
-Tried and dropped: the exact diameter of projected RowNorm where rows are many, with directions of their own. It is an
-all-pairs search that no budget stops, and the core proves more.
+Where rows have nearly opposite partners among thousands, the upper side is loose: it would take as many groups as there
+are such pairs.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._body_potential import BODY_ROUNDING, body_potential
-from ._core_program import CoreProgram, improve
-from ._gradient_rows import CentredGradient, blocks
-from ._gradient_span import GradientSpan
-from ._placed_rows import best_scale, placed_rows, placing_slack
-from ._row_groups import group_loads, row_groups
-from ._tension_program import EdgeFlow, GroupLoads, flow_length, solve
-from .arithmetic import MAX_BYTES, compute_dtype, full_precision
+from ._tension_solver import (
+    CentredGradient,
+    TensionFlow,
+    TensionProgram,
+    Tick,
+    blocks,
+    body_points,
+    flow_length,
+    placed_points,
+    row_groups,
+)
+from .arithmetic import MAX_BYTES, check_nonnegative, check_rows, compute_dtype, full_precision
 from .bracket import row_diameter_bracket
 from .diameter import row_diameter
 
-_GROUPS = (32, 128, 256, 512, 1024)  # in turn, while there is time; the first alone where there are more rows
-_ALONE = 0.75  # share of the groups that are one heavy row each
-_STALL = 2e-3
-_LOWER_SHARE = 0.1  # of the time, for the axis of a body
-_CORE_ROWS = (256, 2048)  # groups of the first core, and of the largest
-_LIGHT_GROUPS = 128
-_TRIAL_STEPS, _FEWEST_STEPS, _MOST_STEPS = 24, 48, 240
-_LENGTH_STEPS = 8  # what the length of a flow takes, in fp64
-_PLACING_SHARE = 0.4  # of the time of cores
-_SCALES = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73)
+_MOST_ROWS = 2048  # of the oracle: (V, V) tables in fp64
+_MOST_ROUNDS = 1000  # of 48 steps or more, for an exact solution
+_STEPS = 48  # of a program between two bounds
+_FEWEST, _MOST = 256, 2048  # groups
+_LIGHT = 64  # groups that are not one row
+_HEAVY = 2.0  # times the mean of the norms: rows that have a group each in the second program
+_FREE = 1024  # rows that `placed_points` places one by one, or as many as there are groups
+_CLOSED = 1e-5  # a bracket with upper <= (1 + _CLOSED) lower is not improved
 _ALL_PAIRS = 2**33  # multiplications up to which the diameter of projected RowNorm is found exactly
 
 
-@dataclass(frozen=True, slots=True)
-class TensionFlow:
-    """A balanced flow among groups of rows; the docstring of `tension.py` says how it becomes one among rows."""
+class Interval(NamedTuple):
+    """Lower and upper bound of a number."""
 
-    group: Tensor
-    """(V,) group of each row; -1 for a row of P G that is zero."""
-    points: Tensor
-    """(K, d) fp64: the groups' points, between which the edges run."""
+    lower: float
+    upper: float
+
+
+# A step against the best one
+
+
+def jung_ratio(k: int) -> float:
+    """Return the share sqrt((k + 1) / (2 k)) of the best first-order decrease that projected RowNorm guarantees.
+
+    -eta/2 PRN(G) decreases the loss by eta/2 sum |g_i|. With k the rank of G, by Jung's theorem no step of diameter eta
+    decreases it by more than eta sqrt(k / (2 (k + 1))) sum |g_i|. A gradient whose rows are the vertices of a regular
+    simplex, with or without zero rows, attains the ratio.
+
+    Args:
+        k: rank of G, or any upper bound on it, such as min(d, V - 1).
+    """
+    if k < 1:
+        raise ValueError(f"k must be a rank of at least one, got {k}")
+    return math.sqrt((k + 1) / (2 * k))
+
+
+@full_precision
+def first_order_decrease(G: Tensor, S: Tensor) -> float:
+    """Return the decrease -<G, S> of the linearised loss by the step S, summed in fp64.
+
+    Args:
+        G: (V, d) gradient or moment. If its rows do not sum to zero, a common shift of the rows of S counts too.
+        S: (V, d) step.
+    """
+    check_rows("G", G)
+    _check_step(G, S)
+    return -sum(float((G[at].double() * S[at].double()).sum()) for at in blocks(len(G)))
+
+
+@full_precision
+def centred_decrease(G: Tensor, S: Tensor) -> Interval:
+    """Bound the decrease -<P G, S> of the linearised loss, with the rows of G centred in fp64.
+
+    Args:
+        G: (V, d) gradient or moment, any real floating-point dtype. A common shift of its rows does not count.
+        S: (V, d) step.
+
+    Returns:
+        bounds that allow for the rounding of fp64. G and S are taken as they are.
+    """
+    rows = CentredGradient.of(G)
+    _check_step(G, S)
+    pairing = longest = 0.0
+    for at, g in rows.chunks():
+        s = S[at].double()
+        pairing += float((g * s).sum())
+        longest = max(longest, float(torch.linalg.vector_norm(s, dim=1).max()))
+    slack = rows.rounding * longest  # more than 32 units of rounding, so a few products with the bounds are covered too
+    return Interval((-pairing - slack) / rows.scale, (-pairing + slack) / rows.scale)
+
+
+def _check_step(G: Tensor, S: Tensor) -> None:
+    check_rows("S", S)
+    if G.shape != S.shape:
+        raise ValueError(f"G and S must have one shape, got {tuple(G.shape)} and {tuple(S.shape)}")
+
+
+def step_efficiency(decrease: float | Interval, *, diameter: Interval, tension: Interval) -> Interval | None:
+    """Return bounds of the efficiency -<G, S> / (D(S) T(G)), or None if a bound is zero or not finite.
+
+    Args:
+        decrease: -<G, S> of the centred gradient, or bounds of it (see `centred_decrease`).
+        diameter: bounds of D(S).
+        tension: bounds of T(G).
+    """
+    low, high = decrease if isinstance(decrease, Interval) else (decrease, decrease)
+    least, most = diameter.lower * tension.lower, diameter.upper * tension.upper
+    if not (least > 0 and math.isfinite(most) and math.isfinite(low) and math.isfinite(high)):
+        return None
+    return Interval(min(low / most, low / least), max(high / most, high / least))
+
+
+# Few rows: the exact solution
+
+
+@dataclass(frozen=True, slots=True)
+class OracleSolution:
+    """The best step of diameter eta, and the flow that proves it."""
+
+    S: Tensor
+    """(V, d) fp64: centred, with D(S) <= eta."""
     i: Tensor
-    """(E,) group where an edge starts."""
+    """(E,) row where an edge of the flow starts; pairs that are not listed carry nothing."""
     j: Tensor
-    """(E,) group where it ends; i itself for flow among a group's own rows."""
-    tension: Tensor
-    """(E,) fp64: edge AB carries tension * (point_A - point_B), and tau_AB = tension / (sum over A's edges), an edge to
-    itself counted twice. Jung's theorem closes what is left over, as `flow_length` describes."""
+    """(E,) row where it ends."""
+    flow: Tensor
+    """(E, d) fp64: y_ij. Edges with a flow are tight: s_i - s_j = -eta y_ij / |y_ij|, to the accuracy of the gap. It
+    balances the rows to that accuracy. Jung's theorem bounds the rest, which counts in `upper`."""
+    value: float
+    """-<G, S>, which is eta T(G) to the accuracy of the gap."""
+    lower: float
+    """Lower bound of eta T(G): `value` less its rounding."""
+    upper: float
+    """Upper bound of eta T(G): eta times the flow's length, plus its rounding."""
+    shifted: bool
+    """Whether the rows of G did not sum to zero, so that this is the solution for P G."""
+
+    @property
+    def gap(self) -> float:
+        """Return upper / lower, which is one for a perfect proof."""
+        return _gap(self.lower, self.upper)
+
+
+@full_precision
+def diameter_oracle(G: Tensor, eta: float = 1.0, *, tolerance: float = 1e-6) -> OracleSolution:
+    """Minimise <G, S> over the centred S with D(S) <= eta, with a proof: a gap of 1 + tolerance or less.
+
+    Takes half a minute at 400 rows of 64, a third of it with a tolerance of 1e-5, and grows faster than V^2 d.
+
+    Args:
+        G: (V, d) gradient or moment, any real floating-point dtype, on any device. Its rows should sum to zero.
+        eta: the diameter, zero or more.
+        tolerance: of the gap, positive.
+
+    Returns:
+        the step, the flow, and the interval that they prove for eta T(G).
+    """
+    rows = CentredGradient.of(G)
+    check_nonnegative("eta", eta)
+    if not math.isfinite(eta):
+        raise ValueError(f"eta must be finite, got {eta}")
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be positive, got {tolerance}")
+    V = len(G)
+    if V > _MOST_ROWS:
+        raise ValueError(f"the oracle takes at most {_MOST_ROWS} rows, got {V}: bracket T(G) with tension_bracket")
+    g = torch.cat([chunk for _, chunk in rows.chunks()])
+    if int((rows.norms > 0).sum()) < 2:
+        none = torch.zeros(0, dtype=torch.long, device=G.device)
+        _, upper = rows.bounds(0.0, eta * (rows.total + rows.rounding))  # zero for equal rows
+        return OracleSolution(torch.zeros_like(g), none, none, g[:0], 0.0, 0.0, upper, rows.shifted)
+    unit = rows.directions().double()
+    jung, outside = rows.jung(unit)
+    groups = row_groups(rows, unit, V, 0)
+    program = TensionProgram(groups, jung, torch.float64)
+    pairing, length = 0.0, math.inf
+    S, flow = torch.zeros_like(g), program.flow()
+    for _ in range(_MOST_ROUNDS):
+        program.improve(_STEPS, _no_limit)
+        points, _ = placed_points(program.row_points(unit), rows.norms, V, _no_limit)
+        points -= points.mean(0)
+        points /= float(torch.pdist(points).max()) * (1 + 2.0**-40)
+        if (new := float((g * points).sum())) > pairing:
+            pairing, S = new, -eta * points
+        if (new := flow_length(groups, candidate := program.flow(), jung)) < length:
+            length, flow = new, candidate
+        lower, upper = pairing - rows.rounding, length + rows.rounding + outside
+        if upper <= (1 + 0.9 * tolerance) * lower:
+            break
+    lower, upper = rows.bounds(eta * max(0.0, lower), eta * upper * (1 + 2.0**-50))
+    a, b = flow.tension.triu(1).nonzero(as_tuple=True)  # (E,) groups, each one row
+    row = groups.group.argsort(stable=True)[-len(flow.points) :]
+    y = flow.tension[a, b, None] * (flow.points[a] - flow.points[b]) / rows.scale
+    return OracleSolution(S, row[a], row[b], y, eta * pairing / rows.scale, lower, upper, rows.shifted)
+
+
+def _gap(lower: float, upper: float) -> float:
+    return upper / lower if lower > 0 else (1.0 if upper == 0 else math.inf)
+
+
+def _no_limit() -> None:
+    pass
+
+
+# Any number of rows: the bracket
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +245,39 @@ class TensionBracket:
     """Certificate of `lower`: (V, d), with <P G, potential> / D(potential) >= lower. D is at most one, but for rounding
     to its dtype."""
     flow: TensionFlow | None
-    """Certificate of `upper`: a balanced flow no longer than it; None where `upper` is Jung's bound
-    sum |g_i| sqrt(k / (2 (k + 1)))."""
+    """Certificate of `upper`: a flow among groups of rows, and no longer than it with all that it leaves; None where
+    `upper` is Jung's bound sum |g_i| sqrt(k / (2 (k + 1)))."""
     shifted: bool
     """Whether the rows of G did not sum to zero, so that the bounds are those of P G."""
+    iterations: int
+    """Improvements made. So many again give the same bracket, on the same machine with as many threads."""
     seconds: float
     """Time spent."""
 
     @property
     def gap(self) -> float:
         """Return upper / lower, or one if both are zero."""
-        return self.upper / self.lower if self.lower > 0 else (1.0 if self.upper == 0 else math.inf)
+        return _gap(self.lower, self.upper)
+
+
+class _OutOfTimeError(Exception):
+    """Raised where the time of a bracket is over, in an improvement that is then not used."""
 
 
 @full_precision
-def tension_bracket(G: Tensor, *, budget_seconds: float = 5.0, max_bytes: int = MAX_BYTES) -> TensionBracket:
+def tension_bracket(
+    G: Tensor, *, budget_seconds: float = 5.0, iterations: int | None = None, max_bytes: int = MAX_BYTES
+) -> TensionBracket:
     """Bracket the minimum total tension T(G), the largest first-order decrease of a step of diameter one.
+
+    The bounds are improved in a fixed sequence. The budget ends it, and has no other influence: more time continues the
+    same sequence, and never makes the bracket wider.
 
     Args:
         G: (V, d) gradient or moment, any real floating-point dtype, on any device. Its rows should sum to zero.
-        budget_seconds: time in which both bounds improve. With zero it takes a few passes over G.
+        budget_seconds: time after which no improvement is begun or finished, but for the first, which takes some ten
+            passes over G.
+        iterations: most improvements, at least one. With `budget_seconds=math.inf` the result does not depend on time.
         max_bytes: bound on scratch memory beyond three matrices of G's size and ten tables of at most 2,048 groups.
 
     Returns:
@@ -113,187 +286,104 @@ def tension_bracket(G: Tensor, *, budget_seconds: float = 5.0, max_bytes: int = 
     began = time.monotonic()
     if not budget_seconds >= 0:
         raise ValueError(f"budget_seconds must be zero or positive, got {budget_seconds}")
+    if iterations is not None and iterations < 1:
+        raise ValueError(f"iterations must be at least one, got {iterations}")
     rows = CentredGradient.of(G, max_bytes)
     if int((rows.norms > 0).sum()) < 2:
         zero = torch.zeros_like(G, dtype=compute_dtype(G))
         bounds = rows.bounds(0.0, rows.total + rows.rounding)  # zero for equal rows
-        return TensionBracket(*bounds, zero, None, rows.shifted, time.monotonic() - began)
-    unit = _unit_rows(rows)
-    passed = time.monotonic() - began
-    span = GradientSpan.of(rows, unit)
-    deadline = began + budget_seconds
-    lower, potential = _round_potential(rows, unit, began + _LOWER_SHARE * budget_seconds)
-    flows = _Flows(rows, span, span.closing * rows.total * (1 + 2.0**-44) + rows.rounding + span.outside)
-    points = _exact_flow(rows, unit, flows, deadline)
-    candidates = [(lower, potential)]
-    if points is not None:
-        candidates.append(_certified(rows, points, row_diameter(points).upper))
-    elif core := _core_flow(rows, unit, flows, deadline - passed):
-        candidates.append(_placed_potential(rows, unit, core, deadline - passed))
-    lower, potential = max(candidates, key=lambda candidate: candidate[0])
-    bounds = rows.bounds(lower, flows.length)
-    return TensionBracket(*bounds, potential, flows.flow, rows.shifted, time.monotonic() - began)
+        return TensionBracket(*bounds, zero, None, rows.shifted, 0, time.monotonic() - began)
+    done = 0
+
+    def tick() -> None:
+        if done and time.monotonic() > began + budget_seconds:
+            raise _OutOfTimeError
+
+    states = _improvements(rows, tick)
+    best = next(states)
+    done = 1
+    try:
+        while iterations is None or done < iterations:
+            tick()
+            best = next(states)
+            done += 1
+    except (_OutOfTimeError, StopIteration):
+        pass
+    bounds = rows.bounds(best.lower, best.upper)
+    flow = best.flow and replace(best.flow, tension=best.flow.tension / rows.scale)  # in units of G
+    return TensionBracket(*bounds, best.potential, flow, rows.shifted, done, time.monotonic() - began)
 
 
-def _unit_rows(rows: CentredGradient) -> Tensor:
-    """Directions of the rows (V, d), in fp32 or better."""
-    unit = torch.empty_like(rows.G, dtype=compute_dtype(rows.G), memory_format=torch.contiguous_format)
-    norms = rows.norms.where(rows.norms > 0, torch.inf)
-    for at, chunk in rows.chunks():
-        unit[at] = chunk / norms[at, None]
-    return unit
+class _Bounds(NamedTuple):
+    """The best bounds so far, in units of the scaled rows, and their certificates."""
+
+    lower: float
+    potential: Tensor
+    upper: float
+    flow: TensionFlow | None
+
+    def raised(self, lower: float, potential: Tensor) -> _Bounds:
+        return self._replace(lower=lower, potential=potential) if lower > self.lower else self
+
+    def lowered(self, upper: float, flow: TensionFlow) -> _Bounds:
+        return self._replace(upper=upper, flow=flow) if upper < self.upper else self
 
 
-# From below
+def _improvements(rows: CentredGradient, tick: Tick) -> Iterator[_Bounds]:
+    """Yield better and better bounds, in a sequence that depends on the rows alone.
+
+    With as many groups as rows the program is exact: it is then solved in fp64, until the bounds meet.
+    """
+    unit = rows.directions()
+    jung, outside = rows.jung(unit)
+    slack = rows.rounding + outside
+    lower, potential = _round_potential(rows, unit)
+    best = _Bounds(lower, potential, jung * rows.total * (1 + 2.0**-44) + slack, None)
+    count = int((rows.norms > 0).sum())
+    heavy = int((rows.norms > _HEAVY * rows.norms.mean()).sum())
+    for number, times in ((_FEWEST, 1), (max(_FEWEST, min(_MOST, heavy + _LIGHT)), 8), (_MOST, 20)):
+        tick()
+        exact = number >= count
+        if exact:
+            unit = unit.double()
+        groups = row_groups(rows, unit, number, 0 if exact else _LIGHT)
+        program = TensionProgram(groups, jung, torch.float64 if exact else torch.float32)
+        for _ in range(_MOST_ROUNDS if exact else times):
+            program.improve(_STEPS, tick)
+            flow = program.flow()
+            best = best.lowered(flow_length(groups, flow, jung) + slack, flow)
+            yield best
+            points, diameter = placed_points(program.row_points(unit), rows.norms, max(number, _FREE), tick)
+            best = best.raised(*_certified(rows, points, diameter))
+            yield best
+            if best.upper <= (1 + _CLOSED) * best.lower:
+                return
+        if exact:
+            return
 
 
-def _round_potential(rows: CentredGradient, unit: Tensor, deadline: float) -> tuple[float, Tensor]:
+def _round_potential(rows: CentredGradient, unit: Tensor) -> tuple[float, Tensor]:
     """Return the lower bound and potential of projected RowNorm or of the best body, whichever proves more."""
-    if rows.G.shape[1] == 1:
-        return _certified(rows, unit, row_diameter(unit, max_bytes=rows.max_bytes).upper)
-    best = _certified(rows, body_potential(unit, rows.norms, deadline), 1 + BODY_ROUNDING)
-    bracket = row_diameter_bracket(unit, max_bytes=rows.max_bytes)
-    if rows.total / bracket.lower > best[0]:
-        few = len(unit) ** 2 * unit.shape[1] <= _ALL_PAIRS
-        diameter = row_diameter(unit, max_bytes=rows.max_bytes).upper if few else bracket.upper
-        best = max(best, _certified(rows, unit, diameter), key=lambda candidate: candidate[0])
-    return best
-
-
-def _placed_potential(rows: CentredGradient, unit: Tensor, core: _Core, deadline: float) -> tuple[float, Tensor]:
-    """Return the lower bound that the points of a core prove, all rows placed about the centre of its light groups."""
-    group, program, loads = core.group, core.program, core.loads
-    light = (loads.spread > 0).to(loads.weight) * loads.weight
-    centre = (light @ program.points.double()) / light.sum().clamp_min(1e-300)
-    points = _row_points(unit, core) - centre.to(unit.dtype)
-    points[group < 0] = 0
-    heavy = rows.norms.argsort(descending=True, stable=True)[: int((loads.spread <= 0).sum())]  # each its own group
-    gain = rows.norms[heavy].to(unit.dtype) * (unit[heavy] * torch.nn.functional.normalize(points[heavy], dim=1)).sum(1)
-    points *= best_scale(points[heavy], gain, _SCALES)
-    placed = placed_rows(points, rows.norms, deadline)
-    return _certified(rows, placed, 1 + placing_slack(placed))
-
-
-def _row_points(unit: Tensor, core: _Core) -> Tensor:
-    """Return where the core wants each row (V, d): at its group's point, and the group's radius off it by direction."""
-    points = torch.empty_like(unit)
-    mean = (core.loads.load / core.loads.weight[:, None]).to(unit.dtype)
-    x, a = core.program.points.to(unit.dtype), core.program.radii.to(unit.dtype)
-    for at in blocks(len(unit)):
-        group = core.group[at].clamp_min(0)
-        own = torch.nn.functional.normalize(unit[at] - mean[group], dim=1)
-        points[at] = torch.addcmul(x[group], a[group, None], own)
-    return points
+    if unit.shape[1] == 1:
+        return _certified(rows, unit.clone(), row_diameter(unit, max_bytes=rows.max_bytes).upper)
+    best = _certified(rows, *body_points(unit, rows.norms))
+    diameter = row_diameter_bracket(unit, max_bytes=rows.max_bytes)
+    upper = diameter.upper
+    if rows.total / diameter.lower > best[0] and len(unit) ** 2 * unit.shape[1] <= _ALL_PAIRS:
+        upper = row_diameter(unit, max_bytes=rows.max_bytes).upper
+    if rows.total / upper <= best[0]:  # sum <g_i, u_i> = sum |g_i|
+        return best
+    return max(best, _certified(rows, unit.clone(), upper), key=lambda candidate: candidate[0])
 
 
 def _certified(rows: CentredGradient, points: Tensor, diameter: float) -> tuple[float, Tensor]:
-    """Divide points by a bound on their diameter; return <g, potential>, rounded down, and this potential."""
-    eps = torch.finfo(rows.G.dtype if rows.G.dtype == torch.float64 else torch.float32).eps
-    potential = torch.empty_like(points, dtype=compute_dtype(rows.G))
+    """Divide points in place by a bound on their diameter; return <g, potential>, rounded down, and this potential."""
+    potential = points.div_(diameter).to(compute_dtype(rows.G))
+    eps = torch.finfo(potential.dtype).eps
     pairing = size = 0.0
     for at, chunk in rows.chunks():
-        potential[at] = points[at] / diameter
         part = potential[at].double()
         pairing += float((chunk * part).sum())
         size = max(size, float(torch.linalg.vector_norm(part, dim=1).max()))
     reach = 1 + 4 * eps * size  # the cast, the division and the next cast round every row
     return max(0.0, (pairing - rows.rounding * max(size, 1.0)) / reach * (1 - 2.0**-45)), potential
-
-
-# From above
-
-
-@dataclass
-class _Flows:
-    """The shortest flow so far, its length in units of the scaled rows."""
-
-    rows: CentredGradient
-    span: GradientSpan
-    length: float
-    flow: TensionFlow | None = None
-
-    def add(self, group: Tensor, loads: GroupLoads, edges: EdgeFlow) -> None:
-        length = flow_length(loads, edges, self.span.closing)
-        slack = 1 + (len(edges.i) + 64) * 2.0**-50  # what fp64 may have lost in its sums
-        length = length * slack + self.rows.rounding + self.span.outside
-        if length < self.length:
-            tension = self.rows.unscaled(edges.tension)
-            self.length, self.flow = length, TensionFlow(group, edges.point, edges.i, edges.j, tension)
-
-
-@dataclass(frozen=True)
-class _Core:
-    """A program on heavy rows and groups of the others, with the time that a step takes."""
-
-    group: Tensor
-    loads: GroupLoads
-    program: CoreProgram
-    seconds: float
-
-
-def _exact_flow(rows: CentredGradient, unit: Tensor, flows: _Flows, deadline: float) -> Tensor | None:
-    """Shorten the flow among more and more groups, up to one for each row: then the program is exact.
-
-    Its points (V, d) are returned where it comes to that: they are a potential.
-    """
-    V, d = unit.shape
-    nonzero = rows.norms > 0
-    count = int(nonzero.sum())
-    numbers = _GROUPS if count <= _GROUPS[-1] else _GROUPS[:1]
-    for number in sorted({min(number, count) for number in numbers}):
-        first = number <= _GROUPS[0]
-        if not first and time.monotonic() > deadline:
-            break
-        group = row_groups(unit, rows.norms, number, int(_ALONE * number))
-        loads = group_loads(rows, group)
-        stall = _STALL if number < count else 0.0
-        solution = solve(loads, tol=_STALL, stall=stall, deadline=math.inf if first else deadline)
-        if not solution:
-            break
-        edges, group_points = solution
-        flows.add(group, loads, edges)
-        if number == count:
-            points = group_points.mean(0).expand(V, d).clone()  # a zero row may be anywhere within one of all others
-            points[nonzero] = group_points[group[nonzero]]
-            return points
-    return None
-
-
-def _core_flow(rows: CentredGradient, unit: Tensor, flows: _Flows, deadline: float) -> _Core | None:
-    """Shorten the flow among heavy rows and groups of the others: few of them, then as many as there is time for.
-
-    Returns the last program, with time left to place all rows by its points; None if there was no time at all.
-    """
-    if (now := time.monotonic()) > deadline:
-        return None
-    deadline -= _PLACING_SHARE * (deadline - now)
-    core = _core(rows, unit, flows, _CORE_ROWS[0], _TRIAL_STEPS, deadline)
-    number = _core_size(core, deadline - time.monotonic())
-    if number > 1.5 * len(core.loads.weight):
-        return _core(rows, unit, flows, number, _MOST_STEPS, deadline)
-    improve(core.program, _MOST_STEPS, deadline)
-    flows.add(core.group, core.loads, core.program.flow())
-    return core
-
-
-def _core(rows: CentredGradient, unit: Tensor, flows: _Flows, number: int, steps: int, deadline: float) -> _Core:
-    group = row_groups(unit, rows.norms, number, number - min(number // 4, _LIGHT_GROUPS))
-    loads = group_loads(rows, group)
-    program = CoreProgram(loads, flows.span.closing)
-    began = time.monotonic()
-    improve(program, 4, math.inf)
-    core = _Core(group, loads, program, (time.monotonic() - began) / program.steps)
-    improve(program, steps, deadline - _LENGTH_STEPS * core.seconds)
-    flows.add(group, loads, program.flow())
-    return core
-
-
-def _core_size(core: _Core, left: float) -> int:
-    """Return the largest number of groups, in steps of 128, for which there is time for enough steps.
-
-    A step takes time in proportion to the square of the number.
-    """
-    K = len(core.loads.weight)
-    steps = left / core.seconds
-    sizes = range(_CORE_ROWS[1], K, -128)
-    return next((number for number in sizes if (_FEWEST_STEPS + _LENGTH_STEPS) * (number / K) ** 2 <= steps), K)

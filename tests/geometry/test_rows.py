@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hilbert_monitor.geometry import center_rows, projected_row_norm, row_norm
+from hilbert_monitor.geometry import center_rows, gauge_waste, projected_row_norm, row_norm
 from tests.support.draws import draws
 from tests.support.references import all_pairs_diameter, normal, regular_simplex
 
@@ -350,3 +350,23 @@ def test_too_little_scratch_memory_for_one_row_is_refused(operation):
 def test_refusal_for_memory_names_the_bound_that_was_given():
     with pytest.raises(ValueError, match=r"\Amax_bytes=100 is less than the 128 bytes"):
         row_norm(torch.ones(4, 8), max_bytes=100)
+
+
+@examples
+@given(seeds, heights, widths, st.sampled_from([0.0, 1.0, 100.0]), scales)
+def test_gauge_waste_is_what_centring_takes_away(seed, V, d, offset, scale):
+    S = normal(seed, V, d) + offset
+    expected = 1 - float(center_rows(S).square().sum() / S.square().sum())
+    assert gauge_waste((S * scale).float()) == pytest.approx(expected, abs=1e-5)
+
+
+def test_gauge_waste_of_nothing_is_undefined():
+    assert math.isnan(gauge_waste(torch.zeros(5, 3)))
+    assert gauge_waste(torch.ones(5, 3)) == pytest.approx(1.0)
+
+
+def test_autocast_around_gauge_waste_changes_nothing():
+    S = normal(0, 40, 12).float()
+    alone = gauge_waste(S)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert gauge_waste(S) == alone

@@ -12,17 +12,16 @@ import torch
 import torch.distributed as dist
 
 from hilbert_monitor.geometry import (
-    _sharded_directions,
-    _sharded_search,
-    _sharded_survey,
+    bracket,
     covering_radius,
-    efficiency,
+    diameter,
     gauge_waste,
     hilbert_perturbation,
     perturbation,
     radius,
     row_diameter,
     row_diameter_bracket,
+    rows,
     spectral,
     spectral_norm,
 )
@@ -42,22 +41,20 @@ def panel(S):
 
 
 FAULTS = [
+    (row_diameter, diameter, "pad"),
     (row_diameter, PointCloud, "survey"),
-    (row_diameter, _sharded_directions, "sample_of"),
-    (row_diameter, _sharded_directions.SampleScatter, "checksum"),
-    (row_diameter, _sharded_search, "padded"),
-    (row_diameter, _sharded_search, "screen_tables"),
-    (row_diameter, _sharded_search, "largest_bounds"),
-    (row_diameter, _sharded_search.ShardedSearch, "_meet"),
+    (row_diameter, diameter, "screen_tables"),
+    (row_diameter, diameter, "largest_bounds"),
+    (row_diameter, diameter.DiameterSearch, "_compute_in_full"),
     (row_diameter_bracket, PointCloud, "norms"),
-    (row_diameter_bracket, _sharded_survey, "sample_of"),
-    (row_diameter_bracket, _sharded_survey, "padded"),
+    (row_diameter_bracket, bracket, "padded"),
+    (row_diameter_bracket, bracket, "points"),
     (covering_radius, PointCloud, "norms"),
     (covering_radius, radius, "_best_weights"),
     (panel, perturbation._Panel, "run"),
     (panel, perturbation._Panel, "logits"),
     (spectral_norm, spectral, "_gram"),
-    (gauge_waste, efficiency, "compute_dtype"),
+    (gauge_waste, rows, "compute_dtype"),
 ]
 """A measurement, and a function inside it that fails on one rank."""
 
@@ -99,7 +96,7 @@ def _killed(rank, world, folder, patience):
     timeout = timedelta(seconds=patience)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timeout)
     if rank == 1:
-        _sharded_search.largest_bounds = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        diameter.largest_bounds = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     try:
         row_diameter(sharded(matrix()))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hilbert_monitor.geometry import TensionFlow
+from hilbert_monitor.geometry._tension_solver import TensionFlow
 
 Array = NDArray[np.float64]
 
@@ -33,65 +33,46 @@ def proved_below(G: Tensor, potential: Tensor) -> float:
     return float((centred(G) * points).sum()) / size if size else 0.0
 
 
-def proved_above(G: Tensor, y: dict[tuple[int, int], Array]) -> float:
-    """The upper bound that a flow proves: the sum of its lengths, after a check that it balances P G."""
-    g = centred(G)
-    residual = left_over(g, y)
-    assert np.abs(residual).max() <= 1e-11 * np.abs(g).sum() + 1e-14 * len(g) * np.abs(G.double().cpu().numpy()).max()
-    return float(sum(np.linalg.norm(vector) for vector in y.values()))
+def proved_by_edges(G: Tensor, i: Tensor, j: Tensor, flow: Tensor) -> float:
+    """The upper bound that a flow along edges between rows proves, with Jung's theorem for what it leaves."""
+    left = centred(G)
+    for a, b, y in zip(i.tolist(), j.tolist(), flow.cpu().numpy(), strict=True):
+        left[a] -= y
+        left[b] += y
+    return float(np.linalg.norm(flow.cpu().numpy(), axis=1).sum()) + closed(G, left)
 
 
-def left_over(g: Array, y: dict[tuple[int, int], Array]) -> Array:
-    """What a flow leaves unbalanced of the rows."""
-    residual = g.copy()
-    for (i, j), vector in y.items():
-        assert i < j
-        residual[i] -= vector
-        residual[j] += vector
-    return residual
+def proved_by_groups(G: Tensor, flow: TensionFlow) -> float:
+    """The upper bound that a flow among groups proves: y_ij pair by pair, with Jung's theorem for what they leave.
+
+    y_ij = alpha_i alpha_j Y_AB + tau_AB alpha_j r_i - tau_BA alpha_i r_j; a group keeps tau_AA r_i.
+    """
+    g, group, x, tension = centred(G), *(part.cpu().numpy() for part in (flow.group, flow.points, flow.tension))
+    assert np.array_equal(tension, tension.T)
+    assert tension.min() >= 0
+    rows = np.flatnonzero(group >= 0)
+    own, norm = group[rows], np.linalg.norm(g[rows], axis=1)
+    weight, load = np.zeros(len(x)), np.zeros_like(x)
+    np.add.at(weight, own, norm)
+    np.add.at(load, own, g[rows])
+    degree = tension.sum(1, keepdims=True)
+    tau = np.where(degree > 0, tension / np.where(degree > 0, degree, 1), np.eye(len(x)))
+    np.fill_diagonal(tau, 0)
+    tension = tension * (1 - np.eye(len(x)))
+    alpha = norm / weight[own]
+    rest = g[rows] - alpha[:, None] * load[own]
+    length, left = 0.0, g.copy()
+    for i, a in enumerate(own):
+        among = tension[a, own, None] * (x[a] - x[own])
+        y = (alpha[i] * alpha)[:, None] * among + np.outer(tau[a, own] * alpha, rest[i])
+        y -= (tau[own, a] * alpha[i])[:, None] * rest
+        left[rows[i]] -= y.sum(0)
+        length += float(np.linalg.norm(y, axis=1).sum()) / 2  # each pair from both of its ends
+    return length + closed(G, left)
 
 
-def proved_with_jung(G: Tensor, y: dict[tuple[int, int], Array]) -> float:
-    """The upper bound that a flow proves whose remainder is closed by Jung's theorem at the rank of P G."""
+def closed(G: Tensor, left: Array) -> float:
+    """Bound T of what is left of the rows, by Jung's theorem at the rank of P G."""
     g = centred(G)
     k = max(1, int(np.linalg.matrix_rank(g / np.abs(g).max(), tol=1e-6)))
-    length = sum(float(np.linalg.norm(vector)) for vector in y.values())
-    return length + float(np.linalg.norm(left_over(g, y), axis=1).sum()) * (k / (2 * (k + 1))) ** 0.5
-
-
-def edges(i: Tensor, j: Tensor, flow: Tensor) -> dict[tuple[int, int], Array]:
-    """A flow by pair of rows; the vectors of a pair that occurs twice are added."""
-    pairs = zip(i.tolist(), j.tolist(), flow.cpu().numpy(), strict=True)
-    y: dict[tuple[int, int], Array] = {}
-    for a, b, vector in pairs:
-        y[a, b] = y.get((a, b), 0) + vector
-    return y
-
-
-def spread(G: Tensor, flow: TensionFlow) -> dict[tuple[int, int], Array]:
-    """The flow among rows that a flow among groups of rows describes, without what it leaves over."""
-    g, group, x = centred(G), flow.group.cpu().numpy(), flow.points.cpu().numpy()
-    K = len(x)
-    norm = np.linalg.norm(g, axis=1) * (group >= 0)
-    weight, load = np.zeros(K), np.zeros_like(x)
-    for row, a in enumerate(group):
-        if a >= 0:
-            weight[a] += norm[row]
-            load[a] += g[row]
-    among, share = np.zeros((K, K, x.shape[1])), np.zeros((K, K))
-    for a, b, t in zip(flow.i.tolist(), flow.j.tolist(), flow.tension.tolist(), strict=True):
-        among[a, b] += t * (x[a] - x[b])
-        among[b, a] -= t * (x[a] - x[b])
-        share[a, b] += t
-        share[b, a] += t  # twice, from a group to itself
-    share /= np.where(share.sum(1, keepdims=True) > 0, share.sum(1, keepdims=True), 1)
-    np.fill_diagonal(share, 0)  # what a group keeps is left to Jung's theorem
-    y = {}
-    rows = np.flatnonzero(group >= 0)
-    part = {i: norm[i] / weight[group[i]] for i in rows}
-    own = {i: g[i] - part[i] * load[group[i]] for i in rows}
-    for i in rows:
-        for j in rows[rows > i]:
-            a, b = group[i], group[j]
-            y[i, j] = share[a, b] * part[j] * own[i] - share[b, a] * part[i] * own[j] + part[i] * part[j] * among[a, b]
-    return y
+    return float(np.linalg.norm(left, axis=1).sum()) * (k / (2 * (k + 1))) ** 0.5
