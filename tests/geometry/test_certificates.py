@@ -104,13 +104,13 @@ def test_a_budget_is_kept_by_a_clock_that_runs_when_it_is_looked_at(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("batch", "zipf", "most"), [(256, True, 1.15), (1024, True, 1.15), (1024, False, 1.15)])
+@pytest.mark.parametrize("batch", [256, 1024])
 def test_a_softmax_gradient_is_bracketed_narrowly_by_a_core_of_its_heavy_rows(
-    monkeypatch: pytest.MonkeyPatch, batch: int, zipf: bool, most: float
+    monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     use_clock_of_looks(monkeypatch)
-    G = scattered_gradient(4000, 128, batch=batch, zipf=zipf)
+    G = scattered_gradient(4000, 128, batch=batch)
     bracket = tension_bracket(G, budget_seconds=4)
-    assert bracket.gap < most
+    assert bracket.gap < 1.15
     assert check_potential(G, bracket.potential).violation(bracket.lower) == 0
     assert check_flow(G, bracket.flow).violation(bracket.upper) < 1e-12
