@@ -7,6 +7,7 @@ import time
 import warnings
 from datetime import timedelta
 from functools import cache, partial
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from hilbert_monitor import ChainedOptimizer, Muon, RowNorm
 from hilbert_monitor.geometry._cloud import PointCloud
+from hilbert_monitor.monitor.head import WatchedHead
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from tests.support import warm
@@ -150,7 +152,7 @@ def all_of_a_rank(rank, world):
                 }
         if world == 2:
             found |= {case: team(rank, world, case) for case in TEAMS}
-            found |= {act.__name__: act(rank, world) for act in (columns_sharded, heads_that_part)}
+            found |= {act.__name__: act(rank, world) for act in (columns_sharded, heads_that_part, work)}
             found |= {where: failing_rank(rank, world, where) for where in PLACES}
         if world == 4:
             found["pipeline"] = pipeline(rank, world)
@@ -330,6 +332,34 @@ def test_ranks_with_heads_of_their_own_leave_measuring_to_rank_zero(ranks_of):
     (together, alone), (others, _) = (rank["heads_that_part"] for rank in ranks_of(2))
     assert together == alone
     assert others == [None] * 3
+
+
+def work(rank, world):
+    """Train under DDP where weights are copied; return how many increments were formed, the copies, the last record."""
+    torch.manual_seed(0)
+    model = Plain(**SIZE)
+    wrapped = arranged("DDP" if world > 1 else "one", world, model)
+    optimizer, copies = OPTIMIZERS["RMSprop"](model.parameters()), []
+    panel = Panel.of_tokens(TEXT[:8], 50)
+    probe = Probe(model, optimizer, panel=panel, diameter_every=1, perturbation_every=1, strict=True)
+    with mock.patch.object(WatchedHead, "increment", autospec=True, side_effect=WatchedHead.increment) as formed, probe:
+        for update in range(UPDATES):
+            ids = TEXT[8 * update : 8 * update + 8]
+            optimizer.zero_grad()
+            cross_entropy(wrapped(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+            optimizer.step()
+            copies.append(probe.source.has_stored)
+            probe.record()
+        return formed.call_count, copies, probe.record(final=True)
+
+
+def test_under_ddp_the_other_ranks_form_and_copy_nothing_and_the_end_measures_nothing_again(ranks_of):
+    first, second = (rank["work"] for rank in ranks_of(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert first == work(0, 1)
+    assert first[1:] == ([True] * UPDATES, None)
+    assert second == (0, [False] * UPDATES, None)
 
 
 def pipeline(rank, world):
