@@ -58,7 +58,7 @@ test-lowest: programs
 	@mkdir -p build
 	$(LOWEST) > build/lowest.txt
 	@$(SETUP) $(VENV)-lowest build/lowest.txt
-	OMP_NUM_THREADS=1 $(VENV)-lowest/bin/python $(PYTEST) $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)-lowest/bin/python $(PYTEST) -m "not sweep" $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -267,7 +267,7 @@ def results(trials: Sequence[Trial]) -> Iterator[Result]:
 
 def _told(fault: str, branches: dict[Head, list[Followed]], limits: Sequence[float]) -> Iterator[Result]:
     both = [after for followed in branches.values() for after in followed]
-    ours, visible = (sum(flags) for flags in ([0 in f.told for f in both], [f.visible for f in both]))
+    ours, visible = (sum(flags) for flags in ([0 in f.told and f.visible for f in both], [f.visible for f in both]))
     ratios = ", ".join(f"x{median(f.ratios[0] for f in own):.2f} {head}" for head, own in branches.items())
     yield Result(TOLD, fault, ours, "visible", visible, "", f"of {len(both)}; D(S) {ratios}", more_is_better=True)
     for k, name in enumerate(BASELINES):

@@ -13,7 +13,7 @@ from .perturbation import HilbertPerturbation, hilbert_perturbation
 from .power_iteration import LeadingDirection, leading_direction
 from .radius import RadiusBracket, covering_radius
 from .rows import RowSummary, center_rows, gauge_waste, projected_row_norm, row_norm, summarize_rows
-from .shards import RowRuns, RowShards
+from .shards import RowShards
 from .simplex import cross_entropy_change_bound, hilbert_distance, tv_bound, variation_seminorm
 from .spectral import spectral_norm
 from .tension import (
@@ -40,7 +40,6 @@ __all__ = [
     "PendingBracket",
     "RadiusBracket",
     "RowDiameter",
-    "RowRuns",
     "RowShards",
     "RowSummary",
     "TensionBracket",

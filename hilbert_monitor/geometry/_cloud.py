@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 
-from .arithmetic import chunk_length, compute_dtype, power_of_two_scale
+from .arithmetic import chunk_length, compute_dtype, nonfinite, power_of_two_scale
+from .shards import RowShards
 
+CENTRE_SAMPLE = 512
+"""Rows of whose mean the centre is. Any centre gives valid bounds, and more rows give no better ones."""
 SAMPLE = 2048
 """Rows from which the centre and the leading directions are estimated."""
 
@@ -226,8 +230,8 @@ def on_host(x: Tensor) -> bool:
 
 def scales(low: Tensor, high: Tensor, dtype: torch.dtype) -> tuple[torch.dtype, float, float]:
     """Return dtype, pre_scale and post_scale that keep squares of finite rows in range, by their columns' extremes."""
-    largest = float(torch.maximum(low.abs(), high.abs()).max())
-    spread = float((high.double() * 0.5 - low.double() * 0.5).max())
+    low, high = low.double(), high.double()
+    largest, spread = torch.stack([torch.maximum(low.abs(), high.abs()).max(), (high * 0.5 - low * 0.5).max()]).tolist()
     narrow, wide = _RANGE[dtype]
     if narrow <= spread and largest <= wide:
         return dtype, 1.0, 1.0
@@ -274,3 +278,107 @@ def leading_directions(sample: Tensor, k: int) -> Tensor:
     _, order = torch.linalg.eigh((coordinates.T @ coordinates).nan_to_num(0.0, 0.0, 0.0))  # or it would raise
     directions: Tensor = basis @ order.flip(1)
     return directions
+
+
+def slant(directions: Tensor) -> Tensor:
+    """Return a bound on how far products of coordinates are from those of projections, relative to the norms.
+
+    With E = Q'Q - I of the directions Q (d, k), the projection of x has the form z'(I + E)^-1 z in its coordinates
+    z = Q'x, and (I + E)^-1 differs from I by at most |E| / (1 - |E|). Columns of zeros are no directions.
+    """
+    gram = directions.T.double() @ directions.double()
+    unit = torch.diag_embed((gram.diagonal() > 0.5).double())
+    size = torch.linalg.matrix_norm(gram - unit)
+    return torch.where(size < 0.5, size * (1 + size) / (1 - size), torch.inf)
+
+
+# Rows of several ranks
+
+
+class Trivial(NamedTuple):
+    """The answer for rows that need no search: equal ones, and rows that are not finite."""
+
+    lower: float
+    upper: float
+    pair: tuple[int, int]
+    nonfinite_rows: int
+    first_nonfinite: int = 0
+    """The first row that is not finite."""
+
+
+def ordered(i: int, j: int) -> tuple[int, int]:
+    """Return a pair of ids, the smaller one first."""
+    return (i, j) if i < j else (j, i)
+
+
+def points(cloud: PointCloud, rows: Tensor) -> Tensor:
+    """Return rows (n, d) of any rank as points of a cloud."""
+    return _times(_times(rows.to(cloud.dtype), cloud.pre_scale) - cloud.centre, cloud.post_scale)
+
+
+def centred(shards: RowShards, dtype: torch.dtype, pre: float, post: float, max_bytes: int) -> PointCloud:
+    """Return the rows of this rank as points about the mean of an even sample of all ranks' rows."""
+    step = -(-shards.number // CENTRE_SAMPLE)
+
+    def total() -> Tensor:
+        sample = shards.rows[::step]
+        sample = sample if pre == 1.0 else sample.double() * pre  # a copy costs more than the sum
+        return sample.sum(0, dtype=torch.float64)
+
+    if shards.ranks.alone:
+        centre = total() / -(-shards.number // step)
+    else:
+        number = shards.ids[::step].new_tensor(len(shards.ids[::step]), dtype=torch.float64)
+        numbers = shards.ranks.sum(lambda: torch.cat([total(), number[None]]), shards.shape[1] + 1)
+        centre = numbers[:-1] / numbers[-1]
+    return PointCloud(shards.rows, centre.to(dtype), pre, post, max_bytes)
+
+
+def sample_step(shards: RowShards, dtype: torch.dtype, max_bytes: int) -> int:
+    """Return of how many rows one is in a sample that fits the memory bound with room to work on it in a dtype."""
+    V, d = shards.shape
+    size = min(SAMPLE, max(1, max_bytes // (16 * d * dtype.itemsize)))
+    return -(-V // size)
+
+
+def padded(shards: RowShards, places: Tensor, k: int, *columns: Tensor) -> Sequence[Tensor]:
+    """Return k rows, their ids, and columns beside them; an id of -1 means that there is none."""
+    rows, ids, missing = shards.rows.index_select(0, places), shards.ids.index_select(0, places), k - len(places)
+    if not missing:
+        return [rows, ids, *columns]
+    return [pad(rows, (0, 0, 0, missing)), pad(ids, (0, missing), value=-1), *(pad(c, (0, missing)) for c in columns)]
+
+
+def in_range(shards: RowShards, max_bytes: int, dtype: torch.dtype | None = None) -> PointCloud | Trivial:
+    """Centre and scale rows by the extremes of their columns; or return the answer where no search is needed."""
+    V, d = shards.shape
+
+    def extremes() -> Tensor:
+        rows = shards.rows if len(shards.rows) else shards.rows.new_full((1, d), -torch.inf)
+        low, high = column_extremes(rows)
+        low = low if len(shards.rows) else -low
+        has_nan = (low.isnan() | high.isnan()).any()
+        return torch.cat(
+            [
+                high.double().nan_to_num(0.0, torch.inf, -torch.inf),
+                -low.double().nan_to_num(0.0, torch.inf, -torch.inf),
+                has_nan[None].double(),
+            ]
+        )
+
+    numbers = shards.ranks.max(extremes, 2 * d + 1)
+    high, low, other = numbers[:d], -numbers[d:-1], min(1, V - 1)
+    flags = torch.stack([numbers[-1] > 0, numbers.isfinite().all(), (low == high).all()])  # the device is read once
+    has_nan, are_finite, are_equal = flags.tolist()
+    if has_nan or not are_finite:
+
+        def bad_rows() -> Sequence[Tensor]:
+            ids = shards.ids[nonfinite(shards.rows, max_bytes)]
+            return [torch.stack([ids.new_tensor(len(ids)), ids.amin() if len(ids) else ids.new_tensor(V)])]
+
+        (bad,) = shards.ranks.gather(bad_rows, ((2,), torch.int64))
+        worst, value = int(bad[:, 1].amin()), math.nan if has_nan else math.inf
+        return Trivial(value, value, ordered(worst, 0 if worst else other), int(bad[:, 0].sum()), worst)
+    if are_equal:
+        return Trivial(0.0, 0.0, (0, other), 0)
+    return centred(shards, *scales(low, high, dtype or compute_dtype(shards.rows)), max_bytes)

@@ -1,31 +1,35 @@
 """Certified bounds of the row diameter D(S) in two passes over S, and a form of them that never waits for the device.
 
-The first pass finds the rows farthest from the centre. Among those and their farthest partners in an even sample, the
-longest pair gives a midpoint. The second pass finds the rows farthest from that midpoint. The lower bound is the
-longest pair of all these rows. The upper bound is the sum of the two largest distances from the centre, or from the
-midpoint, whichever is smaller.
+1. The first pass finds the rows farthest from the centre. The longest pair among those, and rows of an even sample that
+   are far from them, has a midpoint.
+2. The second pass finds the rows farthest from that midpoint.
 
-All of it is queued on the device of S without a look at a result, and ends in a few numbers. Whoever has them on the
-host resolves them, now or a step later. The same numbers tell whether the rows were finite, and in a range whose
-squares are safe. Rows that were not need another look, which is rare. A launch costs more than what most of these
-kernels do, so the host does what it can with the numbers.
+The lower bound is the longest pair of all these rows. The upper bound is the sum of the two largest distances from the
+centre, or from the midpoint, whichever is smaller: by the triangle inequality any point serves.
+
+Every rank runs this on its own rows; a plain tensor is a shard on one rank. There all of it is queued on the device
+of S without a look at a result, and ends in a few numbers. Whoever has them on the host resolves them, now or a step
+later. The same numbers tell whether the rows were finite, and in a range whose squares are safe. Rows that were not are
+measured again, which is rare.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ._cloud import PointCloud, column_extremes, in_safe_range, on_host, rounding
-from ._sharded_survey import Survey, ordered, survey
-from .arithmetic import MAX_BYTES, check_rows, full_precision, nonfinite
+from ._cloud import PointCloud, centred, in_range, in_safe_range, on_host, ordered, padded, points, rounding
+from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision
 from .shards import RowShards, row_shards
 
-OUTER = 16
-"""Rows that a bracket walks from."""
+OUTLIERS = 16
+"""Outlying rows that all ranks together show each other at a time."""
+SAMPLE = 2048
+"""Rows among which partners of the outlying ones are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class PendingBracket:
     """
 
     numbers: Tensor
-    """Up to 55 numbers in fp64, on the device of S: all that the host needs to know."""
+    """Up to 8 numbers in fp64, on the device of S: all that the host needs to know."""
     shape: tuple[int, int]
     """V and d."""
     dtype: torch.dtype
@@ -63,28 +67,21 @@ class PendingBracket:
     """Powers of two that bring the rows into a safe range; None if the numbers tell whether they are in it."""
 
     def resolve(self, numbers: list[float]) -> DiameterBracket | None:
-        """Return the bounds; None if S needs another look, by `row_diameter_bracket`.
+        """Return the bounds; None if S has to be measured again, by `row_diameter_bracket`.
 
-        It needs one where its rows are equal, very small, very large or not finite.
+        That is so where its rows are equal, very small, very large or not finite.
 
         Args:
             numbers: those of this bracket, as `tolist` gives them.
         """
-        V, d = self.shape
-        most = min(2, V)
-        (length, place, centre), from_centre, from_midpoint = (
-            numbers[:3],
-            numbers[3:][:most],
-            numbers[3 + most :][:most],
-        )
-        walk = numbers[3 + 2 * most :]
+        d, (length, i, j, centre, *largest) = self.shape[1], numbers
+        from_centre, from_midpoint = largest[: len(largest) // 2], largest[len(largest) // 2 :]
         if self.scales is None and not in_safe_range(from_centre[0], centre, d, self.dtype):
             return None
         pre, post = self.scales or (1.0, 1.0)
         reach = min(sum(from_centre), sum(from_midpoint))
         upper = max(length * fp64_rounding(d), reach * (1 + rounding(d, self.dtype)))
-        pair = ordered(*(int(walk[k]) for k in divmod(int(place), len(walk))))
-        return DiameterBracket(length / post / pre, rounded_up(upper / post / pre), pair, 0)
+        return DiameterBracket(length / post / pre, rounded_up(upper / post / pre), ordered(int(i), int(j)), 0)
 
 
 @full_precision
@@ -99,8 +96,7 @@ def pending_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> PendingBracket:
         numbers on the device, and how to make bounds of them once they are on the host.
     """
     check_rows("S", S)
-    cloud = PointCloud.unscaled(S, max_bytes)
-    return _pending(replace(cloud, centre=cloud.centre.nan_to_num(0.0, 0.0, 0.0)), None)
+    return _unscaled(RowShards.whole(S), max_bytes)
 
 
 @full_precision
@@ -117,71 +113,116 @@ def row_diameter_bracket(S: Tensor | RowShards, *, max_bytes: int = MAX_BYTES) -
     Returns:
         lower and upper bound, and the pair that attains the lower one.
     """
-    if shards := row_shards(S):
-        return _sharded_bracket(shards, max_bytes)
-    assert not isinstance(S, RowShards)
-    pending = pending_bracket(S, max_bytes=max_bytes)
+    shards = row_shards(S)
+    if shards is None:
+        assert not isinstance(S, RowShards)
+        check_rows("S", S)
+        shards = RowShards.whole(S)
+    pending = _unscaled(shards, max_bytes)
     if bracket := pending.resolve(pending.numbers.tolist()):
         return bracket
-    low, high = column_extremes(S)
-    if ends := trivial_diameter(S, low, high, max_bytes):
-        return DiameterBracket(*ends)
-    cloud = PointCloud.in_range(S, low, high, max_bytes)
-    pending = _pending(cloud, (cloud.pre_scale, cloud.post_scale))
+    cloud = in_range(shards, max_bytes)
+    if not isinstance(cloud, PointCloud):  # equal rows, or rows that are not finite
+        return DiameterBracket(*cloud[:4])
+    pending = _pending(shards, cloud, (cloud.pre_scale, cloud.post_scale))
     bracket = pending.resolve(pending.numbers.tolist())
     assert bracket is not None
     return bracket
 
 
-def _pending(cloud: PointCloud, scales: tuple[float, float] | None) -> PendingBracket:
-    """Queue the two passes. Rows that are not finite, or out of range, spoil no more than the bounds."""
-    norms = cloud.norms()
-    outer = norms.topk(min(OUTER, len(cloud)))
-    walk = torch.cat([outer.indices, _partners(cloud, outer.indices, norms)])
-    _, place = _longest(cloud, walk)
-    far = cloud.recentred(_pairs(walk).index_select(1, place)[:, 0]).norms().topk(len(walk) // 2)
-    walk = torch.cat([walk, far.indices])
-    length, place = _longest(cloud, walk)
+def _unscaled(shards: RowShards, max_bytes: int) -> PendingBracket:
+    """Queue the two passes on rows as they are. Rows that are not finite, or out of range, spoil the numbers alone."""
+    cloud = centred(shards, compute_dtype(shards.rows), 1.0, 1.0, max_bytes)
+    return _pending(shards, replace(cloud, centre=cloud.centre.nan_to_num(0.0, 0.0, 0.0)), None)
+
+
+def _pending(shards: RowShards, cloud: PointCloud, scales: tuple[float, float] | None) -> PendingBracket:
+    """Queue the two passes."""
+    norms, from_centre, rows, ids = _outliers(shards, cloud)
+    more, more_ids = _partners(shards, cloud, norms, rows)
+    rows, ids = torch.cat([rows, more]), torch.cat([ids, more_ids])
+    some_missing = not shards.ranks.alone or shards.number < OUTLIERS
+    _, ends = longest_pair(rows, ids, cloud, some_missing=some_missing)
+    midpoint = (rows.index_select(0, ends).to(cloud.dtype) * cloud.pre_scale).mean(0)
+    _, from_midpoint, more, more_ids = _outliers(shards, replace(cloud, centre=midpoint))
+    rows, ids = torch.cat([rows, more]), torch.cat([ids, more_ids])
+    length, ends = longest_pair(rows, ids, cloud, some_missing=some_missing)
     size = torch.linalg.vector_norm(cloud.centre, ord=math.inf)[None]
-    sizes = torch.cat([size, outer.values[:2], far.values[:2]]).double()
-    counts = torch.cat([place, walk]).double()
-    numbers = torch.cat([length, counts[:1], sizes, counts[1:]])
-    return PendingBracket(numbers, (len(cloud), cloud.width), cloud.dtype, scales)
+    sizes = torch.cat([size, from_centre, from_midpoint]).double()
+    numbers = torch.cat([length, ids.index_select(0, ends).double(), sizes])
+    return PendingBracket(numbers, shards.shape, cloud.dtype, scales)
 
 
-def _partners(cloud: PointCloud, rows: Tensor, norms: Tensor) -> Tensor:
-    """Return, for each of some rows, the index of the row farthest from it in an even sample."""
-    at = cloud.sample
-    far = torch.addmm(norms[at].square(), cloud.points(rows), cloud.points(at).T, alpha=-2)
-    return far.argmax(1).mul_(at.step)
+def _outliers(shards: RowShards, cloud: PointCloud) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Measure all rows from the centre: one pass.
+
+    Returns:
+        norms (n,) of this rank's points, the two largest of all ranks, and rows (m, d) and ids (m,) of the largest.
+    """
+    k = max(2, -(-OUTLIERS // shards.ranks.number))
+    local = []
+
+    def make() -> Sequence[Tensor]:
+        norms = cloud.norms()
+        local.append(norms)
+        values, places = norms.topk(min(k, len(norms)))
+        return padded(shards, places, k, values)
+
+    rows, ids, values = shards.ranks.gather(
+        make, ((k, shards.shape[1]), shards.rows.dtype), ((k,), torch.int64), ((k,), cloud.dtype)
+    )
+    largest = values.flatten().topk(min(2, shards.number)).values  # of a missing row it is zero
+    return local[0], largest, rows.flatten(0, 1), ids.flatten()
 
 
-def _longest(cloud: PointCloud, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the fp64 length (1,) of the longest pair among n rows, and its place (1,) in the n^2 pairs of them."""
-    x = cloud.given_rows(rows)
-    if not on_host(x):
-        length, place = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").view(1, -1).max(1)
-        return length, place
-    y = x - x[0]  # a product has the longest pair sooner, and then its length needs its own look
-    norm2 = y.square().sum(1)
-    place = torch.addmm(norm2 + norm2[:, None], y, y.T, alpha=-2).view(1, -1).argmax(1)
-    i, j = (x.index_select(0, end) for end in (place // len(x), place % len(x)))
-    return torch.linalg.vector_norm(i - j, dim=1), place
+def _partners(shards: RowShards, cloud: PointCloud, norms: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows of an even sample, and their ids, that are the farthest from one of the outliers (m, d)."""
+    k = max(1, -(-OUTLIERS // shards.ranks.number))
+    step = -(-shards.number // SAMPLE)
+
+    def make() -> Sequence[Tensor]:
+        x = points(cloud, outliers)
+        far = torch.addmm(norms[::step].square(), x, cloud.points(slice(None, None, step)).T, alpha=-2)
+        if not far.shape[1]:
+            return padded(shards, shards.ids[:0], k)
+        if len(far) > k:  # the farthest of all, by their whole distance
+            far, places = far.add_(x.square().sum(1)[:, None]).max(1)
+            places = places[far.topk(k).indices]
+        else:
+            places = far.argmax(1)
+        return padded(shards, places * step, k)
+
+    rows, ids = shards.ranks.gather(make, ((k, shards.shape[1]), shards.rows.dtype), ((k,), torch.int64))
+    return rows.flatten(0, 1), ids.flatten()
 
 
-def _pairs(rows: Tensor) -> Tensor:
-    """Return all pairs (2, n^2) of n rows."""
-    shape = (len(rows), len(rows))
-    return torch.stack([rows[:, None].expand(shape), rows.expand(shape)]).view(2, -1)
+def longest_pair(rows: Tensor, ids: Tensor, cloud: PointCloud, *, some_missing: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the fp64 length (1,), in the units of the cloud, of the longest pair of rows (n, d), and its places (2,).
 
-
-def _sharded_bracket(shards: RowShards, max_bytes: int) -> DiameterBracket:
-    found = survey(shards, max_bytes)
-    if not isinstance(found, Survey):
-        return DiameterBracket(*found)
-    cloud, length = found.cloud, found.length
-    upper = max(length * fp64_rounding(shards.shape[1]), found.reach * (1 + cloud.rounding))
-    return DiameterBracket(cloud.row_length(length), rounded_up(cloud.row_length(upper)), ordered(*found.pair), 0)
+    Args:
+        rows: as they were given.
+        ids: (n,) which rows of the matrix they are; -1 where a row is missing.
+        cloud: has the scales.
+        some_missing: False where no id can be -1, which saves a few kernels.
+    """
+    x = rows.double()
+    if cloud.pre_scale != 1.0:
+        x = x * cloud.pre_scale * cloud.post_scale
+    if on_host(x):  # a product finds the longest pair sooner, and its length is measured by itself
+        y = x - x[0]
+        norm2 = y.square().sum(1)
+        apart = torch.addmm(norm2 + norm2[:, None], y, y.T, alpha=-2)
+    else:
+        apart = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
+    if some_missing:
+        missing = ids < 0
+        apart = apart.masked_fill_(missing | missing[:, None], 0.0)
+    length, place = apart.view(1, -1).max(1)
+    ends = torch.cat([place // len(x), place % len(x)])
+    if on_host(x):
+        a, b = x.index_select(0, ends)
+        length = torch.linalg.vector_norm(a - b)[None]
+    return length, ends
 
 
 def fp64_rounding(d: int) -> float:
@@ -192,28 +233,3 @@ def fp64_rounding(d: int) -> float:
 def rounded_up(x: float) -> float:
     """Return the next larger number."""
     return math.nextafter(x, math.inf)
-
-
-def trivial_diameter(
-    S: Tensor, low: Tensor, high: Tensor, max_bytes: int
-) -> tuple[float, float, tuple[int, int], int] | None:
-    """Return bounds of D(S), a pair and the number of non-finite rows, if no search is needed; None otherwise.
-
-    No search is needed for a single row, equal rows, and rows that are not finite.
-
-    Args:
-        S: (V, d).
-        low: (d,) smallest entry of each column.
-        high: (d,) largest entry of each column.
-        max_bytes: bound on scratch memory.
-    """
-    other = min(1, len(S) - 1)
-    extremes = torch.stack([low, high])
-    if not bool(extremes.isfinite().all()):
-        bad = nonfinite(S, max_bytes)
-        value = float("nan") if bool(extremes.isnan().any()) else float("inf")
-        worst = int(bad.int().argmax())
-        return value, value, ordered(worst, 0 if worst else other), int(bad.sum())
-    if bool((low == high).all()):
-        return 0.0, 0.0, (0, other), 0
-    return None

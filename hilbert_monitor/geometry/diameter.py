@@ -1,52 +1,60 @@
 """The row diameter D(S) = max_{i<j} |s_i - s_j|: the exact value with its proof.
 
-An all-pairs search costs V^2 d / 2 multiplications. The exact search here grows about as V d on the
-increments that optimizers make, because almost every pair can be *proved* shorter than one that is known:
+All pairs cost V^2 d / 2 multiplications. This search grows about as V d on the increments that optimizers make, because
+almost every pair can be proved shorter than one that is known:
 
-1. Survey. Centre the rows and keep, for each, its norm r_i and its coordinates z_i along a few leading
-   directions. What the directions leave out has norm rho_i = sqrt(r_i^2 - |z_i|^2), so
-   |s_i - s_j|^2 <= r_i^2 + r_j^2 - 2 z_i.z_j + 2 rho_i rho_j.
-2. Walk. Go from outlying rows to their farthest partners in the survey. The longest pair met has length L.
-3. Hubs. A pair of length L has one end with r_i >= L/2, a hub, and the other with r_j >= L - r_max. The mean
-   of an increment's rows sits in the mass of rare tokens, so hubs are few. Where rows stand more than once, one of
-   each kind is kept.
-4. Screen. The bound of step 1 is one matrix product of hubs against partners. Hubs and partners that never
-   reach L are dropped; the rest are screened again with more directions.
-5. Prove. Hubs that are left, the most promising first, meet their partners in full; pairs that come within
-   rounding of L are measured in fp64. Where almost every hub is left and has few pairs whose bound reaches L, these
-   are told from the others by their bounds, and measured one by one.
+1. Project.   Centre the rows. Keep each row's norm r and its coordinates z along a few leading directions.
+2. Guess.     Compare outlying rows with the rows that seem farthest from them. The longest pair has length L.
+3. Long rows. A pair longer than L has one end with r >= L/2 (a long row) and one with r >= L - r_max (a partner).
+4. Screen.    With rho the norm of what the directions leave out of a row,
+              |x_i - x_j|^2 <= r_i^2 + r_j^2 - 2 z_i.z_j + 2 rho_i rho_j. Drop rows whose every bound is below L^2.
+5. Prove.     Compute the remaining pairs in full; measure in fp64 those that rounding leaves open.
 
-Every comparison has a slack for rounding, so a dropped pair is shorter than L in exact arithmetic. One part of the
-slack was measured, not proved: how far the directions are from orthonormal (at most half of what the slack allows).
-Where nothing can be dropped (points on a sphere) the search gives a screen up after a sample of hubs, and step 5 is a
-tiled all-pairs search. Where most pairs tie for the longest, it is one in fp64, and pairs are measured only if they
-exceed L by more than the certificate allows for.
+Every rank runs these steps on its own rows; a plain tensor is a shard on one rank. Decisions depend only on tables
+that all ranks share. Every comparison has a slack for rounding, so that a dropped pair is shorter than L in exact
+arithmetic. Where nothing can be dropped (points on a sphere), step 5 is a tiled all-pairs search.
 
-On an accelerator the host reads numbers after the walk, after each screen and after each tile of step 5, and at most
-twice more. An emulated device counted 5 waits and 190 to 205 kernels on optimizers' increments of 50,257 x 512. There
-the tiles are as large as the memory bound allows, all hubs meet at once, and one screen is left out.
-
-Tried and dropped: no distinction between hubs and partners, which drops almost no row where one outlier is far from
-everything; and one slack for all pairs, scaled by the largest norm, which keeps two to nine times the hubs that a slack
-by the pair's own norms keeps. A comparison of every bound with L^2 and `nonzero` to list pairs: more time than the
-bounds themselves take; the largest bound of 16 hubs at a time is compared instead. `torch.unique` to
-find equal rows: nine times slower than to compare neighbours in a sort by the distance from one point. Not built: a
-tiling of the rows, which could drop blocks of pairs where hubs are many.
+Tried and dropped: no distinction between long rows and partners, which drops almost no row where one outlier is far
+from everything; one slack for all pairs, scaled by the largest norm, which keeps two to nine times the rows that a
+slack by the pair's own norms keeps; `torch.unique` to find equal rows, nine times slower than to compare neighbours in
+a sort.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ._cloud import PointCloud, column_extremes
-from ._search import Search
-from ._sharded_search import ShardedSearch, search
-from ._sharded_survey import ordered
-from .arithmetic import MAX_BYTES, check_rows, full_precision
-from .bracket import DiameterBracket, fp64_rounding, rounded_up, trivial_diameter
+from ._cloud import PointCloud, in_range, in_safe_range, leading_directions, on_host, ordered, slant
+from ._ranks import Form
+from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision
+from .bracket import DiameterBracket, fp64_rounding, longest_pair, rounded_up
 from .shards import RowShards, row_shards
+
+SAMPLE_ROWS = 512
+"""Rows from which centre and directions are estimated."""
+PROJECTED, SCREENS = 16, (8, 16, 64)
+"""Directions along which all rows are projected, and along which long rows are screened."""
+SMALL = 512
+"""Rows up to which all pairs cost less than a projection."""
+OUTLIERS, PARTNERS = 8, 96
+"""Rows of the guess: the longest ones and the ends of so many directions; rows that are far from those."""
+MANY = 2048
+"""Long rows from which a screen is tried on a sample first."""
+FIRST_BATCH, LARGEST_BATCH, TILE_COLUMNS = 128, 1024, 1024
+"""Long rows that are computed in full at a time, and partners in a tile of them, on a CPU."""
+FEW_TIES = 4096
+"""Near-longest pairs of a tile that are measured one by one."""
+ROW_BYTES = 96
+"""Scratch that a row of S needs next to its coordinates."""
+MANY_EQUAL = 64
+"""Long rows from which equal rows are looked for."""
+_TILE, _TILE_ROWS = 2**20, 128  # a tile of bounds that stays in a CPU's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +86,469 @@ def row_diameter(S: Tensor | RowShards, *, max_bytes: int = MAX_BYTES) -> RowDia
     Returns:
         the value (fp64, from the rows as given), the pair, and how many pairs were screened and computed.
     """
-    if shards := row_shards(S):
-        return _sharded_diameter(shards, max_bytes)
-    assert not isinstance(S, RowShards)
-    check_rows("S", S)
-    found = Search(PointCloud.unscaled(S, max_bytes))
-    if not found.run():
-        low, high = column_extremes(S)
-        if ends := trivial_diameter(S, low, high, max_bytes):
-            return RowDiameter(*ends, 0, 0)
-        found = Search(PointCloud.in_range(S, low, high, max_bytes))
-        found.run(in_range=True)
-    value = found.cloud.row_length(found.length)
-    return RowDiameter(
-        value, rounded_up(value * fp64_rounding(S.shape[1])), found.pair, 0, found.screened, found.computed
-    )
-
-
-def _sharded_diameter(shards: RowShards, max_bytes: int) -> RowDiameter:
-    found = search(shards, max_bytes)
-    if not isinstance(found, ShardedSearch):
-        return RowDiameter(*found, 0, 0)
-    value = found.cloud.row_length(found.length)
+    shards = row_shards(S, lambda: _check_memory(S.shape[0], max_bytes))
+    if shards is None:
+        assert not isinstance(S, RowShards)
+        check_rows("S", S)
+        _check_memory(len(S), max_bytes)
+        shards = RowShards.whole(S)
+    search = DiameterSearch(shards, (compute_dtype(shards.rows), 1.0, 1.0), max_bytes)
+    if not search.in_safe_range:
+        cloud = in_range(shards, max_bytes)
+        if not isinstance(cloud, PointCloud):  # equal rows, or rows that are not finite
+            return RowDiameter(*cloud[:4], 0, 0)
+        search = DiameterSearch(shards, (cloud.dtype, cloud.pre_scale, cloud.post_scale), max_bytes)
+    search.run()
+    value = search.points.row_length(search.length)
     upper = rounded_up(value * fp64_rounding(shards.shape[1]))
-    return RowDiameter(value, upper, ordered(*found.pair), 0, found.screened, found.computed)
+    return RowDiameter(value, upper, search.pair, 0, *search.work)
+
+
+def _check_memory(V: int, max_bytes: int) -> tuple[int]:
+    """Raise ValueError if the memory bound is too small for V rows; return what must be the same on all ranks."""
+    if max_bytes < 2 * ROW_BYTES * V:
+        raise ValueError(f"max_bytes={max_bytes} is too little for {V} rows: give at least {2 * ROW_BYTES * V}")
+    return (max_bytes,)
+
+
+@dataclass
+class LongRows:
+    """Rows of all ranks that can be the longer end of a longest pair: the same table on every rank."""
+
+    owner: Tensor
+    """(n,) rank that has the row."""
+    place: Tensor
+    """(n,) index into `order` of that rank."""
+    radius: Tensor
+    """(n,) norm, rounded up."""
+    z: Tensor
+    """(n, k) coordinates."""
+    bound: Tensor
+    """(n,) largest squared distance that is still possible."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.owner)
+
+    def at(self, which: Tensor | slice) -> LongRows:
+        """Return some of them."""
+        return LongRows(*(x[which] for x in (self.owner, self.place, self.radius, self.z, self.bound)))
+
+
+class DiameterSearch:
+    """Branch and bound for the longest pair. `length` and `pair` are the longest known, equal on all ranks.
+
+    Args:
+        shards: the rows of this rank.
+        scales: dtype, pre_scale and post_scale of the points, see `PointCloud`.
+        max_bytes: bound on scratch memory.
+    """
+
+    def __init__(self, shards: RowShards, scales: tuple[torch.dtype, float, float], max_bytes: int) -> None:
+        self.shards, self.ranks, self.scales = shards, shards.ranks, scales
+        self.local, self.work = [0, 0], [0, 0]  # pairs screened and computed: by this rank, by all
+        self.mostly_ties = False
+        V, d = shards.shape
+        self.on_host = on_host(shards.rows)
+        affordable = (max_bytes // (2 * V) - ROW_BYTES) // (8 * scales[0].itemsize)  # coordinates of every row
+        dims = [k for k in SCREENS if k <= min(d // 2, affordable)] if V > SMALL else []
+        self.dims = dims if self.on_host else dims[1:]  # elsewhere a screen costs more than it saves
+        k = max([k for k in self.dims if k <= PROJECTED], default=0)
+        centre, self.directions, self.slant = self._basis(k, max_bytes)
+        self.points = PointCloud(shards.rows, centre, *scales[1:], max_bytes)
+        self._guess()
+
+    def run(self) -> None:
+        """Find the longest pair, and prove that there is no longer one."""
+        long_rows = self._long_rows()
+        few = [k for k in self.dims if k <= PROJECTED]
+        if few:
+            long_rows = self._screen(long_rows, few, self.slant)
+        for k in self.dims[len(few) :]:
+            if len(long_rows) > FIRST_BATCH:  # fewer are computed in full for less
+                long_rows = self._screen(*self._projected(long_rows, k))
+        self._prove(long_rows)
+
+    # 1. Project
+
+    def _basis(self, k: int, max_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the centre (d,) and k leading directions (d, k) of an even sample of all rows.
+
+        Rank zero computes them for all. The third result is the slant of the directions.
+        """
+        (V, d), (dtype, pre, post) = self.shards.shape, self.scales
+        size = min(SAMPLE_ROWS, V, max(1, max_bytes // (16 * d * dtype.itemsize)))
+        n = -(-size // self.ranks.number)
+
+        def sample() -> Sequence[Tensor]:
+            rows = self.shards.rows[:: max(1, -(-len(self.shards.rows) // n))].to(dtype) * pre
+            return [pad(rows, (0, 0, 0, n - len(rows))), torch.arange(n, device=rows.device) < len(rows)]
+
+        rows, present = (x.flatten(0, 1) for x in self.ranks.gather(sample, ((n, d), dtype), ((n,), torch.bool)))
+
+        def basis() -> Tensor:
+            if self.ranks.place:
+                return rows.new_zeros(d, k + 1)
+            weight = present.to(dtype)[:, None]
+            first = rows.index_select(0, present.byte().argmax(0, keepdim=True))
+            centre = first[0] + ((rows - first) * weight).sum(0) / weight.sum()  # exact where all rows are equal
+            columns = [centre[:, None]]
+            if k:
+                found = leading_directions((rows - centre) * post * weight, k)
+                columns.append(pad(found, (0, k - found.shape[1])))
+            return torch.cat(columns, 1).nan_to_num(0.0, 0.0, 0.0)
+
+        table = self.ranks.sum(basis, d, k + 1, dtype=dtype)  # zeros of the others change no bit
+        centre, directions = table[:, 0].contiguous(), table[:, 1:].contiguous()
+        return centre, directions, slant(directions)
+
+    # 2. Guess
+
+    def _guess(self) -> None:
+        """Project all rows, and find a long pair among outlying rows and the rows that seem farthest from them."""
+        number = max(1, OUTLIERS // self.ranks.number)
+        along = min(number, self.directions.shape[1])
+
+        def outlying() -> Tensor:
+            self.norms, self.z = self.points.survey(self.directions)
+            places, z = self.norms.topk(min(number, len(self.norms))).indices, self.z[:, :along]
+            return torch.cat([places, z.argmax(0), z.argmin(0)]) if len(z) else places
+
+        rows, ids = self._rows_of_all(outlying, number + 2 * along)
+        far = max(4, PARTNERS // self.ranks.number)
+
+        def partners() -> Tensor:
+            x = self._centred(rows)
+            estimate = torch.addmm(self.norms.square(), x @ self.directions, self.z.T, alpha=-2)  # (outliers, n)
+            size = x.square().sum(1, keepdim=True).masked_fill(ids[:, None] < 0, -torch.inf)
+            values, places = estimate.add_(size).topk(min(4, estimate.shape[1]), dim=1)
+            best = values.flatten().topk(min(far, values.numel())).indices
+            return places.flatten()[best]
+
+        more, more_ids = self._rows_of_all(partners, far)
+        rows, ids = torch.cat([rows, more]), torch.cat([ids, more_ids])
+        length, ends = longest_pair(rows, ids, self.points)
+        ends, self.local[1] = ids[ends].double(), len(rows) * (len(rows) - 1) // 2
+        up = 1 + self.points.rounding
+
+        def sizes() -> Sequence[Tensor]:
+            largest = self.norms.amax() if len(self.norms) else self.norms.new_zeros(())
+            return [torch.stack([largest.double(), (self.norms * up >= length / 2).sum().double()])]
+
+        (table,) = self.ranks.gather(sizes, ((2,), torch.float64))
+        largest = table[:, 0].amax()[None]  # a nan stays one
+        able = (self.norms * up >= length - largest * up**2).sum().double()[None]
+        centre = self.points.centre.abs().amax().double()[None]
+        numbers = torch.cat([length, ends, largest, centre, able, table[:, 1]]).tolist()
+        self.length, i, j, norm, size, count, *long = numbers
+        self.pair, self.able = ordered(int(i), int(j)), int(count)
+        self.most_long = int(max(long)) if math.isfinite(self.length) else 0
+        self.in_safe_range = in_safe_range(norm, size, self.points.width, self.points.dtype)
+
+    # 3. Long rows
+
+    def _long_rows(self) -> LongRows:
+        """Sort the rows of this rank that can be an end of a longer pair, and show all ranks which of them are long."""
+        self.radius, self.order = (self.norms * (1 + self.points.rounding)).topk(self.able)
+        if self.most_long > MANY_EQUAL:
+            self._drop_equal_rows()
+        self.partners = torch.arange(len(self.order), device=self.order.device)
+        n, k, dtype = self.most_long, self.z.shape[1], self.points.dtype
+
+        def own() -> Sequence[Tensor]:
+            radius, z = self.radius[:n], self.z[self.order[:n]]
+            return [pad(radius, (0, n - len(radius)), value=-1.0), pad(z, (0, 0, 0, n - len(z)))]
+
+        radius, z = (x.flatten(0, 1) for x in self.ranks.gather(own, ((n,), dtype), ((n, k), dtype)))
+        radius, order = radius.sort(descending=True, stable=True)
+        order = order[: int((radius >= self.length / 2).sum())]
+        radius = radius[: len(order)]
+        return LongRows(order // max(n, 1), order % max(n, 1), radius, z[order], torch.full_like(radius, torch.inf))
+
+    def _drop_equal_rows(self) -> None:
+        """Of rows that occur many times keep one. Equal rows are neighbours in a sort by norm."""
+        at = torch.arange(0, max(0, len(self.order) - 1), -(-len(self.order) // 1024), device=self.order.device)
+        one, other = (self.shards.rows.index_select(0, self.order[at + k]) for k in (0, 1))
+        if 64 * int((one == other).all(1).sum()) > len(at):
+            distinct = self.points.distinct(self.order)
+            self.radius, self.order = self.radius[distinct], self.order[distinct]
+
+    # 4. Screen
+
+    def _projected(self, long_rows: LongRows, k: int) -> tuple[LongRows, list[int], Tensor]:
+        """Project the long rows, and the partners of this rank, along k directions."""
+        _, self.directions, off = self._basis(k, self.points.max_bytes)
+        self.z = self.z.new_empty(0, k)  # free the former coordinates first
+        partners, self.z = self.order[self.partners], self.norms.new_zeros(len(self.norms), k)
+        self.z[partners] = self.points.survey(self.directions, partners)[1]
+        (z,) = self._from_owners(
+            long_rows, lambda rows: [self.points.survey(self.directions, rows)[1]], ((k,), self.points.dtype)
+        )
+        return replace(long_rows, z=z), [k], off
+
+    def _screen(self, long_rows: LongRows, dims: Sequence[int], off: Tensor) -> LongRows:
+        """Drop long rows, and partners of this rank, whose every bound is too short along some directions."""
+        if len(long_rows) > MANY:
+            some = torch.arange(0, len(long_rows), len(long_rows) // 64, device=long_rows.owner.device)
+            bound, _ = self._bounds(long_rows.at(some), dims, off)
+            if float((bound >= self.length**2).double().mean()) > 0.5:
+                return long_rows
+        bound, self.partners = self._bounds(long_rows, dims, off)
+        kept = ~(bound < self.length**2)
+        return replace(long_rows, bound=bound).at(_places(kept, int(kept.sum())))
+
+    def _bounds(self, long_rows: LongRows, dims: Sequence[int], off: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest bound of each long row over all ranks, and the partners of this rank that are left."""
+        left = [self.partners]
+
+        def make() -> Tensor:
+            bound = torch.full_like(long_rows.radius, torch.inf)
+            rows, partners = torch.arange(len(long_rows), device=bound.device), self.partners
+            for k in dims:
+                radius, own = long_rows.radius[rows], self.radius[partners]
+                z = self.z[self.order[partners], :k]
+                tables = screen_tables(radius, long_rows.z[rows, :k], own, z, self.points.rounding, off)
+                starts, ends = self._ranges(radius, own)
+                by_row, by_partner, number = largest_bounds(*tables, starts, ends, self.points.budget)
+                self.local[0] += number
+                bound[rows] = by_row
+                open_rows, open_partners = ~(by_row < self.length**2), ~(by_partner < self.length**2)
+                counts = torch.stack([open_rows.sum(), open_partners.sum()]).tolist()
+                rows, partners = rows[_places(open_rows, counts[0])], partners[_places(open_partners, counts[1])]
+            left[0] = partners
+            return bound
+
+        return self.ranks.max(make, len(long_rows), dtype=self.points.dtype), left[0]
+
+    def _ranges(self, radius: Tensor, partners: Tensor) -> list[list[int]]:
+        """Return, for each long row, the first and last partner that is no longer and could be far enough by norm."""
+        if not self.on_host:
+            return [[0] * len(radius), [len(partners)] * len(radius)]
+        start = torch.searchsorted(-partners, -radius)
+        end = torch.searchsorted(-partners, radius - self.length, right=True)
+        return torch.stack([start, torch.maximum(start, end)]).tolist()
+
+    # 5. Prove
+
+    def _prove(self, long_rows: LongRows) -> None:
+        """Compare the long rows that are left with the partners of all ranks, the most promising first."""
+        d, dtype = self.shards.shape[1], self.shards.rows.dtype
+        if 4 * len(long_rows) < self.shards.number:  # otherwise the order by norm computes each pair once
+            long_rows = long_rows.at(long_rows.bound.argsort(descending=True, stable=True))
+        affordable = self.points.budget // (8 * (d + 2) * self.points.dtype.itemsize)
+        most = max(1, min(LARGEST_BATCH if self.on_host else len(long_rows), affordable))
+        size = min(FIRST_BATCH, most) if self.on_host else most
+        while True:
+            batch, long_rows = long_rows.at(slice(None, size)), long_rows.at(slice(size, None))
+            rows, ids = self._from_owners(
+                batch,
+                lambda rows: [self.shards.rows.index_select(0, rows), self.shards.ids[rows]],
+                ((d,), dtype),
+                ((), torch.int64),
+            )
+            self._compute_on_all_ranks(batch, rows, ids)
+            if not len(long_rows):
+                return
+            kept = ~(long_rows.bound < self.length**2)
+            long_rows = long_rows.at(_places(kept, int(kept.sum())))
+            if not len(long_rows):
+                return
+            size = min(2 * size, most)
+
+    def _compute_on_all_ranks(self, batch: LongRows, rows: Tensor, ids: Tensor) -> None:
+        """Let each rank compare some rows with its partners; then all take over the longest pair of any rank."""
+
+        def make() -> Sequence[Tensor]:
+            self._compute_in_full(batch, rows, ids)
+            numbers = [self.length, *self.pair, *self.local]
+            return [torch.tensor(numbers, dtype=torch.float64, device=self.ranks.device)]
+
+        if self.ranks.alone:  # nothing to read back
+            self._compute_in_full(batch, rows, ids)
+            self.work = self.local
+            return
+        (table,) = self.ranks.gather(make, ((5,), torch.float64))
+        best = max(table.tolist(), key=lambda row: row[0])  # of equal ones that of the first rank
+        self.length, self.pair = best[0], (int(best[1]), int(best[2]))
+        self.work = [int(number) for number in table[:, 3:].sum(0).tolist()]
+
+    def _compute_in_full(self, batch: LongRows, rows: Tensor, ids: Tensor) -> None:
+        """Compute distances of some rows to partners of this rank; measure in fp64 those that rounding leaves open."""
+        points, radius = self.points, self.radius[self.partners]
+        starts, ends = self._ranges(batch.radius, radius)
+        reached = slice(min(starts, default=0), max(ends, default=0))
+        own, radius = self.order[self.partners[reached]], radius[reached]
+        if self.mostly_ties:
+            return self._measure_ties(rows, ids, own)
+        x = distance_table(self._centred(rows), batch.radius, points.rounding, left=True)
+        extra = (2 * len(x) + points.width + 2) * points.dtype.itemsize
+        for at, y in points.chunks(own, extra=extra, longest=TILE_COLUMNS if self.on_host else None):
+            tile = x @ distance_table(y, radius[at], points.rounding, left=False).T
+            self.local[1] += tile.numel()
+            if self.on_host and float(tile.max()) < self.length**2:
+                continue
+            near = tile >= self.length**2
+            number = int(near.sum())
+            if number > FEW_TIES:
+                self.mostly_ties = 2 * number > tile.numel()  # then later batches go to fp64 at once
+                self._measure_ties(rows[near.any(1)], ids[near.any(1)], own[at][near.any(0)])
+            elif number:
+                i, j = torch.nonzero_static(near, size=number).unbind(1)
+                self._measure(rows[i], ids[i], own[at][j])
+
+    def _measure_ties(self, rows: Tensor, ids: Tensor, own: Tensor) -> None:
+        """Compute the distances of many pairs in fp64, and measure the longest if it is longer than what is known.
+
+        A product in fp64 errs by less than the certificate allows for, so the longest stands for all that tie with it.
+        """
+        points = self.points.double()
+        for some in torch.split(torch.arange(len(rows), device=rows.device), LARGEST_BATCH):
+            x = self._centred(rows[some], double=True)
+            x2 = x.square().sum(1)[:, None]
+            for at, y in points.chunks(own, extra=24 * len(x), longest=TILE_COLUMNS):
+                tile = torch.addmm(y.square().sum(1), x, y.T, alpha=-2).add_(x2)
+                self.local[1] += tile.numel()
+                if float(tile.max()) > self.length**2 * fp64_rounding(points.width):
+                    top = tile.argmax()[None]
+                    i = some[top // len(y)]
+                    self._measure(rows[i], ids[i], own[at][top % len(y)])
+
+    def _measure(self, rows: Tensor, ids: Tensor, own: Tensor) -> None:
+        """Measure pairs of rows (n, d) and rows of this rank in fp64, as they were given, and keep the longest."""
+        points = self.points
+        self.local[1] += len(rows)
+        for part in torch.split(torch.arange(len(rows), device=rows.device), FEW_TIES):
+            a, b = rows[part].double(), self.shards.rows.index_select(0, own[part]).double()
+            apart = a.mul_(points.pre_scale).sub_(b.mul_(points.pre_scale)).mul_(points.post_scale)
+            length, k = torch.linalg.vector_norm(apart, dim=1).max(0, keepdim=True)
+            numbers = torch.cat([length, ids[part[k]].double(), self.shards.ids[own[part[k]]].double()])
+            length_, i, j = numbers.tolist()
+            if length_ > self.length:
+                self.length, self.pair = length_, ordered(int(i), int(j))
+
+    # What ranks show each other
+
+    def _rows_of_all(self, choose: Callable[[], Tensor], n: int) -> tuple[Tensor, Tensor]:
+        """Return the rows (ranks * n, d) that every rank chooses, as given, and their ids; -1 where there is none."""
+
+        def make() -> Sequence[Tensor]:
+            places = choose()
+            missing = n - len(places)
+            rows = self.shards.rows.index_select(0, places)
+            return [pad(rows, (0, 0, 0, missing)), pad(self.shards.ids[places], (0, missing), value=-1)]
+
+        forms = ((n, self.shards.shape[1]), self.shards.rows.dtype), ((n,), torch.int64)
+        rows, ids = self.ranks.gather(make, *forms)
+        return rows.flatten(0, 1), ids.flatten()
+
+    def _from_owners(
+        self, long_rows: LongRows, make: Callable[[Tensor], Sequence[Tensor]], *forms: Form
+    ) -> list[Tensor]:
+        """Return what the owners of long rows make of these rows."""
+        if self.ranks.alone:
+            return list(make(self.order[long_rows.place]))
+        return self.ranks.shown(long_rows.owner, lambda mine: make(self.order[long_rows.place[mine]]), *forms)
+
+    def _centred(self, rows: Tensor, *, double: bool = False) -> Tensor:
+        """Return rows of any rank as points about the common centre."""
+        points = self.points.double() if double else self.points
+        return (rows.to(points.dtype) * points.pre_scale - points.centre) * points.post_scale
+
+
+# Tables whose products are bounds and distances
+
+
+def screen_tables(
+    row_radius: Tensor, row_z: Tensor, partner_radius: Tensor, partner_z: Tensor, rounding: float, slant: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return tables (rows, k + 4) and (partners, k + 4) whose product bounds squared distances from above.
+
+    With e the relative rounding of a dot product, the k computed coordinates of a row are off by at most
+    eta = sqrt(k) e of its norm. Products of coordinates differ from those of projections by the slant s of the
+    directions. So the squared distance of i and j is at most
+
+        (1 + 2e)(r_i^2 + r_j^2) - 2 z_i.z_j + 2 rho_i rho_j + (5 eta + 2 s) r_i r_j
+
+    with rho_i^2 = r_i^2 - |z_i|^2 rounded up by (e + 3 eta + s) r_i^2.
+
+    Args:
+        row_radius: (rows,) norms, rounded up.
+        row_z: (rows, k) coordinates.
+        partner_radius: (partners,).
+        partner_z: (partners, k).
+        rounding: relative error of a dot product.
+        slant: of the directions: how far they are from orthonormal.
+    """
+    eta = math.sqrt(row_z.shape[1]) * rounding
+    slant = slant.to(row_z.dtype)
+
+    def parts(radius: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        norm2 = radius.square()
+        rest2 = (norm2 - z.square().sum(1)).clamp_min_(0).add_(norm2 * (rounding + 3 * eta + slant))
+        return rest2.sqrt_(), norm2.mul_(1 + 2 * rounding)
+
+    rest, size = parts(row_radius, row_z)
+    cross = (5 * eta + 2 * slant) * row_radius
+    left = torch.column_stack([-2 * row_z, 2 * rest, cross, size, torch.ones_like(size)])
+    rest, size = parts(partner_radius, partner_z)
+    return left, torch.column_stack([partner_z, rest, partner_radius, torch.ones_like(size), size])
+
+
+def distance_table(x: Tensor, radius: Tensor, rounding: float, *, left: bool) -> Tensor:
+    """Return a table (n, d + 2) of points; the product of a left one and a right one has their squared distances.
+
+    It has r_i^2 + r_j^2 - 2 x_i.x_j, rounded up. A sum of d + 2 products errs by at most e times the sum of their
+    magnitudes, which is below 2 (r_i^2 + r_j^2).
+
+    Args:
+        x: (n, d).
+        radius: (n,) norms, rounded up.
+        rounding: relative error of a dot product.
+        left: whether the table is for the left side.
+    """
+    size = radius.square().mul_(1 + 2 * rounding)
+    ones = torch.ones_like(size)
+    return torch.column_stack([x.mul_(-2), size, ones] if left else [x, ones, size])
+
+
+def largest_bounds(
+    left: Tensor, right: Tensor, starts: Sequence[int], ends: Sequence[int], budget: int
+) -> tuple[Tensor, Tensor, int]:
+    """Return the largest bound of each long row and of each partner, and how many bounds were computed.
+
+    Args:
+        left: (rows, k + 4), the longest row first.
+        right: (partners, k + 4), the longest partner first.
+        starts: the first partner of each row.
+        ends: one after the last.
+        budget: bytes of scratch.
+    """
+    by_row = left.new_full((len(left),), -torch.inf)
+    by_partner = right.new_full((len(right),), -torch.inf)
+    rows, columns = _tile_shape(left, right, budget)
+    scratch = left.new_empty(columns * rows)
+    screened = 0
+    for a in range(0, len(left), rows):
+        block = slice(a, min(a + rows, len(left)))
+        for start in range(starts[a], ends[a], columns):
+            at = slice(start, min(start + columns, ends[a]))
+            shape = (block.stop - a, at.stop - start)
+            tile = torch.mm(left[block], right[at].T, out=scratch[: shape[0] * shape[1]].view(shape))
+            screened += tile.numel()
+            torch.maximum(by_row[block], tile.amax(1), out=by_row[block])
+            torch.maximum(by_partner[at], tile.amax(0), out=by_partner[at])
+    return by_row, by_partner, screened
+
+
+def _tile_shape(left: Tensor, right: Tensor, budget: int) -> tuple[int, int]:
+    """Return rows and columns of a tile: one that stays in a CPU's cache, and elsewhere the largest that fits."""
+    if on_host(left):
+        return _TILE_ROWS, max(1, min(_TILE, budget // left.element_size()) // _TILE_ROWS)
+    columns = max(1, min(len(right), budget // left.element_size()))
+    return max(1, min(len(left), budget // left.element_size() // columns)), columns
+
+
+def _places(mask: Tensor, number: int) -> Tensor:
+    """Return where a mask (n,) holds, given in how many places: with the number known, the device does not wait."""
+    places: Tensor = torch.nonzero_static(mask, size=number).squeeze(1)
+    return places

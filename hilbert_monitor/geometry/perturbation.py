@@ -19,15 +19,14 @@ as by norm, because RowNorm's rows all have one norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ._cloud import SAMPLE, PointCloud, column_extremes, leading_directions, on_host
-from ._sharded_survey import in_range
-from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, nonfinite, times_power_of_two
+from ._cloud import SAMPLE, PointCloud, in_range, leading_directions, on_host, slant
+from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, times_power_of_two
 from .shards import RowShards, row_shards
 
 _RANK = 32
@@ -77,26 +76,34 @@ def hilbert_perturbation(S: Tensor | RowShards, H: Tensor, *, max_bytes: int = M
         assert not isinstance(S, RowShards)
         check_rows("S", S)
         _check_states(S, H)
-    rows = shards.rows if shards else S
-    assert not isinstance(rows, RowShards)
-    dtype = compute_dtype(rows, H)
+        shards = RowShards.whole(S)
+    dtype = compute_dtype(shards.rows, H)
     largest_entry = torch.maximum(H.amax(1), -H.amin(1)).to(dtype)  # (N,), a nan where there is one
     bad_positions = ~largest_entry.isfinite()
-    found = (
-        _measured(rows, H, largest_entry, max_bytes) if shards is None else _shared(shards, H, largest_entry, max_bytes)
-    )
-    delta = found.delta.masked_fill_(bad_positions, torch.nan)
+    cloud = in_range(shards, max_bytes, largest_entry.dtype)
+    if isinstance(cloud, PointCloud):
+        panel, row, bad_rows = _Panel(cloud, H, largest_entry), 0, 0
+        delta = _delta(shards, panel)
+    else:  # equal rows, or rows that are not finite
+        panel, row, bad_rows = None, cloud.first_nonfinite, cloud.nonfinite_rows
+        delta = torch.full_like(largest_entry, cloud.lower)
+    delta = delta.masked_fill_(bad_positions, torch.nan)
     position = int(delta.argmax())
     largest = float(delta[position])
+    pair, products = (row, row), 0
+    if panel is not None:
+        pair, products = _extreme_tokens(shards, panel, position), panel.products
+        if not shards.ranks.alone:
+            products = int(shards.ranks.sum(lambda: torch.tensor([float(products)]), 1))
     return HilbertPerturbation(
         delta=delta,
         rms=float(delta.double().square().mean().sqrt()),
         max=largest,
         position=position,
-        pair=found.extreme_tokens(position) if math.isfinite(largest) else (found.bad_row, found.bad_row),
-        nonfinite_rows=found.bad_rows,
+        pair=pair if math.isfinite(largest) or bad_rows else (0, 0),
+        nonfinite_rows=bad_rows,
         nonfinite_positions=int(bad_positions.sum()),
-        products=found.products,
+        products=products,
     )
 
 
@@ -113,60 +120,33 @@ def _check_states(S: Tensor | RowShards, H: Tensor) -> tuple[int, int]:
     return len(H), int(H.dtype == torch.float64)
 
 
-@dataclass
-class _Found:
-    """The perturbation of every position, from the rows of one rank or of several."""
-
-    delta: Tensor
-    products: int = 0
-    bad_row: int = 0
-    bad_rows: int = 0
-    extreme_tokens: Callable[[int], tuple[int, int]] = lambda position: (0, 0)
-
-
-def _measured(S: Tensor, H: Tensor, largest_entry: Tensor, max_bytes: int) -> _Found:
-    low, high = column_extremes(S)
-    dtype = largest_entry.dtype
-    if bool((low.isfinite() & high.isfinite()).all()):
-        panel = _Panel(PointCloud.in_range(S, low, high, max_bytes, dtype), H, largest_entry)
-        panel.run()
-        return _Found(panel.delta(), panel.products, extreme_tokens=panel.extreme_tokens)
-    bad = nonfinite(S, max_bytes // 2)
-    value = torch.nan if bool((low.isnan() | high.isnan()).any()) else torch.inf
-    delta = torch.full((len(H),), value, dtype=dtype, device=S.device)
-    return _Found(delta, 0, int(bad.int().argmax()), int(bad.sum()))
-
-
-def _shared(shards: RowShards, H: Tensor, largest_entry: Tensor, max_bytes: int) -> _Found:
-    """Let every rank find the extremes over its own rows; those over all rows are all-reduced."""
-    cloud = in_range(shards, max_bytes, largest_entry.dtype)
-    if not isinstance(cloud, PointCloud):  # equal rows, or rows that are not finite
-        value, _, (row, _), bad_rows = cloud
-        return _Found(torch.full_like(largest_entry, value), 0, row if bad_rows else 0, bad_rows)
-    panel = _Panel(cloud, H, largest_entry)
+def _delta(shards: RowShards, panel: _Panel) -> Tensor:
+    """Let every rank find the extremes over its own rows; all-reduce them, and return delta (N,)."""
+    N = len(panel.H)
 
     def extremes() -> Tensor:
         panel.run()
-        return torch.cat([panel.high, -panel.low, panel.high.new_tensor([panel.products])]).double()
+        return torch.cat([panel.high, -panel.low])
 
-    def extreme_tokens(position: int) -> tuple[int, int]:
-        def make() -> Sequence[Tensor]:
-            if not len(shards.rows):
-                return [
-                    torch.tensor([-torch.inf, -torch.inf], device=H.device, dtype=torch.float64),
-                    shards.ids.new_zeros(2),
-                ]
-            logits = panel.logits(position)
-            ends = torch.stack([logits.argmax(), logits.argmin()])
-            return [(logits[ends] * logits.new_tensor([1, -1])).double(), shards.ids[ends]]
+    numbers = shards.ranks.max(extremes, 2 * N, dtype=panel.cloud.dtype)
+    panel.high, panel.low = numbers[:N], -numbers[N:]
+    return panel.delta()
 
-        values, ids = shards.ranks.gather(make, ((2,), torch.float64), ((2,), torch.int64))
-        best = values.argmax(0)
-        return int(ids[best[0], 0]), int(ids[best[1], 1])
 
-    numbers = shards.ranks.max(extremes, 2 * len(H) + 1)
-    panel.high, panel.low = (numbers[: len(H)].to(cloud.dtype), -numbers[len(H) : -1].to(cloud.dtype))
-    return _Found(panel.delta(), int(numbers[-1]), extreme_tokens=extreme_tokens)
+def _extreme_tokens(shards: RowShards, panel: _Panel, position: int) -> tuple[int, int]:
+    """Return the tokens with the largest and the smallest product at a position."""
+
+    def make() -> Sequence[Tensor]:
+        if not len(shards.rows):
+            return [panel.high.new_full((2,), -torch.inf), shards.ids.new_zeros(2)]
+        logits = panel.logits(position)
+        ends = torch.stack([logits.argmax(), logits.argmin()])
+        values = logits[ends]
+        return [torch.cat([values[:1], -values[1:]]), shards.ids[ends]]
+
+    values, ids = shards.ranks.gather(make, ((2,), panel.cloud.dtype), ((2,), torch.int64))
+    high, low = ids.gather(0, values.argmax(0, keepdim=True))[0].tolist()
+    return high, low
 
 
 class _Panel:
@@ -194,11 +174,6 @@ class _Panel:
         """Return high - low in the units of S and H."""
         delta = (self.high - self.low) / self.cloud.post_scale / self.cloud.pre_scale
         return delta if self.exponents is None else times_power_of_two(delta, self.exponents)
-
-    def extreme_tokens(self, position: int) -> tuple[int, int]:
-        """Return the rows with the largest and the smallest product at a position."""
-        logits = self.logits(position)
-        return int(logits.argmax()), int(logits.argmin())
 
     def logits(self, position: int) -> Tensor:
         """Return the products (V,) of all points with the state of a position."""
@@ -243,7 +218,7 @@ class _Panel:
         H = self.states(slice(None))
         directions = leading_directions(H[:: -(-len(H) // SAMPLE)], _RANK)
         e = cloud.rounding
-        err = math.sqrt(_RANK) * e  # of coordinates, relative to the norm
+        err = math.sqrt(_RANK) * e + float(slant(directions))  # of coordinates and of products of them
         norms, z = cloud.survey(directions)
         norm2 = norms.square_()
         g = H @ directions

@@ -38,8 +38,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._cloud import PointCloud
-from ._sharded_survey import centred, in_range, padded, points, sample_step
+from ._cloud import PointCloud, centred, in_range, padded, points, sample_step
 from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision
 from .bracket import DiameterBracket
 from .shards import RowShards, row_shards

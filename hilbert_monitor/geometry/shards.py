@@ -8,61 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ._ranks import Ranks
 from .arithmetic import check_real
-
-RUN, LEAST_RUNS = 64, 128
-"""Rows that a rank takes in one run, unless each would have too few runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowRuns:
-    """The rows that one of several ranks takes of a matrix that every rank has: runs of rows, in turn.
-
-    Rows of a run are read together: a processor takes as long for every second row as for all of them. There are many
-    runs, so that where frequent tokens come first, all ranks get their share of long rows. Rows after the last whole
-    turn are taken one at a time.
-    """
-
-    number: int
-    """V, of the matrix."""
-    ranks: int
-    rank: int
-    """Which of them this one is."""
-
-    @property
-    def length(self) -> int:
-        """Rows of a run."""
-        return max(1, min(RUN, self.number // (LEAST_RUNS * self.ranks)))
-
-    def views(self, x: Tensor) -> list[Tensor]:
-        """Return these rows of x (V, ...): the runs (n, length, ...), and what is left (m, ...). Nothing is copied."""
-        turns = self.number // (self.length * self.ranks)
-        whole = turns * self.length * self.ranks
-        runs = x[:whole].view(turns, self.ranks, self.length, *x.shape[1:])[:, self.rank]
-        return [runs, x[whole + self.rank :: self.ranks]]
-
-    def places(self, rows: Tensor) -> list[Tensor]:
-        """Return rows that were taken (n, ...) in the shapes of `views`."""
-        turns = self.number // (self.length * self.ranks)
-        whole = turns * self.length
-        return [rows[:whole].view(turns, self.length, *rows.shape[1:]), rows[whole:]]
-
-    def memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return memory for these rows of a matrix."""
-        runs, rest = self.views(like)
-        return like.new_empty(runs.shape[0] * self.length + len(rest), *like.shape[1:], dtype=dtype)
-
-    def of(self, x: Tensor) -> Tensor:
-        """Return a copy of these rows of x (V, ...): (n, ...)."""
-        runs, rest = self.views(x)
-        return torch.cat([runs.flatten(0, 1), rest])
-
-    def ids(self, device: torch.device) -> Tensor:
-        """Return which rows these are, in ascending order."""
-        return self.of(torch.arange(self.number, device=device))
 
 
 @dataclass(frozen=True)
@@ -85,20 +33,6 @@ class RowShards:
         """(V, d) of the whole matrix."""
         return self.number, self.rows.shape[1]
 
-    def gathered(self) -> Tensor:
-        """Gather the matrix on every rank, for what cannot be measured by parts. It moves all of it."""
-        (counts,) = self.ranks.gather(lambda: [self.ids.new_tensor(len(self.ids))], ((), torch.int64))
-        most, d = int(counts.max()), self.rows.shape[1]
-        missing = most - len(self.ids)
-        rows, ids = self.ranks.gather(
-            lambda: [pad(self.rows, (0, 0, 0, missing)), pad(self.ids, (0, missing), value=-1)],
-            ((most, d), self.rows.dtype),
-            ((most,), torch.int64),
-        )
-        whole = self.rows.new_empty(self.number, d)
-        whole[ids[ids >= 0]] = rows[ids >= 0]
-        return whole
-
     def first(self, number: int) -> RowShards:
         """Return the first rows of the matrix alone, as without those that pad a vocabulary: nothing is sent."""
         kept = self.ids < number
@@ -109,21 +43,6 @@ class RowShards:
     def whole(cls, S: Tensor) -> RowShards:
         """Take all rows of a plain matrix (V, d), with no other rank."""
         return cls(S, torch.arange(len(S), device=S.device), len(S), Ranks([], S.device))
-
-    @classmethod
-    def split(cls, S: Tensor, group: dist.ProcessGroup | None = None) -> RowShards:
-        """Split a matrix that every rank of a group holds, so that each rank measures a part of its rows.
-
-        Ranks take runs of rows in turn, see `RowRuns`.
-
-        Args:
-            S: (V, d), the same on all ranks.
-            group: the ranks; by default all.
-        """
-        group = group or dist.group.WORLD
-        assert group is not None
-        runs = RowRuns(len(S), dist.get_world_size(group), dist.get_rank(group))
-        return cls(runs.of(S), runs.ids(S.device), len(S), Ranks([group], S.device))
 
     @classmethod
     def of(cls, S: Tensor) -> RowShards:

@@ -5,7 +5,7 @@ where that is a tensor, the loss, and what else a record holds stay where they a
 behind an event. They are read before the next step moves anything, when they have long been there. If the rules then
 find the bounds suspicious, the exact diameter is searched for: state and weights are still those of the step.
 
-With several ranks that all have the head, rank zero does this alone, and nothing is sent.
+Of ranks that all have the head, rank zero does this alone, and nothing is sent.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class EffectiveSource(IncrementSource):
     Args:
         optimizers: that move its parameters, one or several.
         effective: the weight.
-        rows: the entries of it that this rank measures.
+        rows: the entries of it that this rank has.
     """
 
     def __init__(self, optimizers: list[Optimizer], effective: EffectiveWeight, *, rows: HeadRows) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from hilbert_monitor.optim.roles import parameter_of
 
 from .ceiling import diameter_ceiling
 from .decay import Decay
-from .device_numbers import reads_later
 from .effective import EffectiveSource
 from .formulas import state_of
 from .head_place import check_vocabulary, find_head_place, is_transposed, why_nobody_moves
@@ -28,9 +26,6 @@ from .logits import explain_logits, logit_transform
 from .owners import owning_optimizer
 from .ranks import Ranks
 from .weight_increment import Increment
-
-OTHERS = 0.01
-"""Difference between what the ranks have of one head, as a share of it, from which on these are different heads."""
 
 
 class LogitIncrement(NamedTuple):
@@ -81,11 +76,9 @@ class WatchedHead:
         if owner is None:
             raise NobodyMovesIt(why_nobody_moves(place))
         self.ranks = ranks or Ranks.of(self.weight.device, 1)
-        self.alone = self.ranks.world > 1 and _is_measured_alone(place.like)
-        """Whether rank zero measures alone: on an accelerator that has the whole head, where what the ranks would tell
-        each other takes longer than the work, and where they turn out to have different heads."""
-        sharing = Ranks.of(self.weight.device, 1) if self.alone else self.ranks
-        self.rows = HeadRows(place.like, sharing, dim=int(self.transposed))
+        self.rows = HeadRows(place.like, dim=int(self.transposed))
+        self.measuring = self.ranks if self.rows.sharded else Ranks.of(self.weight.device, 1)
+        """The ranks that measure together: those that have the shards. Of a head that all have, rank zero alone."""
         self.source = (
             IncrementSource(owner, self.weight, decay=decay, rows=self.rows)
             if self.effective is None
@@ -96,11 +89,10 @@ class WatchedHead:
         self.bias: IncrementSource | None = None
         """Of a bias that is trained; one that is frozen adds nothing to a step."""
         if bias is not None and bias_owner is not None:
-            self.bias = IncrementSource(bias_owner, bias, decay=decay, rows=HeadRows(bias, sharing))
+            self.bias = IncrementSource(bias_owner, bias, decay=decay)
         embeddings = [m for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)]
         self.tied = any(self.weight is parameter_of(m, "weight") for m in embeddings)
         self._buffer: Tensor | None = None
-        self._doubt: Callable[[str], None] = lambda text: None
 
     def remarks(self) -> list[str]:
         """Reasons why the bound H D(S) on the perturbation is not tight for this head."""
@@ -135,11 +127,7 @@ class WatchedHead:
     @property
     def measures(self) -> bool:
         """Whether this rank takes part in measuring."""
-        return not self.alone or self.ranks.rank == 0
-
-    def unanimous(self, mine: bool) -> bool:
-        """Whether every rank that measures says so. Called on all of these."""
-        return mine if self.alone else self.ranks.unanimous(mine)
+        return self.rows.sharded or self.ranks.rank == 0
 
     @property
     def waits_for_record(self) -> bool:
@@ -164,7 +152,6 @@ class WatchedHead:
         **options: Any,
     ) -> Callable[[], None]:
         """Call `on_step` after each step of the head; return a function that ends it. See IncrementSource.watch."""
-        self._doubt = options.get("doubt", self._doubt)
         ends = []
         if self.bias is not None:  # first, so that its step is known when `on_step` runs for the weight
             ends.append(self.bias.watch(lambda step: None, **options))
@@ -201,43 +188,14 @@ class WatchedHead:
     def agree(self, *mine: float) -> list[float]:
         """Return the least of what the ranks say, for each of some numbers; afterwards all believe the same of steps.
 
-        Called on every rank. What one rank finds out of how the weights move, all must know. Where the ranks turn out
-        to have different heads, nothing is agreed on: all numbers are zero.
+        Called on every rank. What one rank finds out of how the weights move, all must know.
         """
         sources = self._sources()
-        sample, minus_sample, failure = math.inf, math.inf, None  # which leave it to the other ranks
-        try:
-            sample = self._sample()
-            minus_sample = -sample
-        except Exception as error:  # raised after the others have heard of it
-            failure, mine = error, (0.0,) * len(mine)
         belief = [number for source in sources for number in source.belief.numbers]
-        *numbers, least, minus_most = self.ranks.least([*mine, *belief, sample, minus_sample])
+        numbers = self.ranks.least([*mine, *belief])
         for place, source in enumerate(sources):
             source.belief.numbers = numbers[len(mine) + 3 * place :][:3]
-        if failure is not None:
-            raise failure
-        if -minus_most - least > OTHERS * -minus_most:
-            self._part()
-            return [0.0] * len(mine)
         return numbers[: len(mine)]
-
-    def _sample(self) -> float:
-        """A number that ranks with the same head have in common: of its gradient, or else of its weights."""
-        if self.rows.part is None or not self.source.checks:
-            return 0.0
-        G = self._dense_gradient()
-        common = self.weight.detach() if G is None else G
-        total = float(common[:: max(1, len(common) // 64)].abs().double().sum())
-        return total if math.isfinite(total) else 0.0
-
-    def _part(self) -> None:
-        """Let rank zero measure its own head alone: those of the ranks are not the same."""
-        self.alone = True
-        self._doubt("the ranks have heads of their own, and rank zero measures its own alone")
-        for source in self._sources():
-            source.take_rows(HeadRows(source.param, Ranks.of(source.param.device, 1), dim=source.rows.dim))
-        self.rows, self._buffer = self.source.rows, None
 
     def _sources(self) -> list[IncrementSource]:
         return [self.source] if self.bias is None else [self.source, self.bias]
@@ -258,8 +216,7 @@ class WatchedHead:
     @property
     def is_believed(self) -> bool:
         """Whether this rank can form the whole increment by itself, from the optimizer's state."""
-        whole = self.rows.part is None and not self.rows.sharded
-        return whole and all(source.basis == "state" for source in self._sources())
+        return not self.rows.sharded and all(source.basis == "state" for source in self._sources())
 
     def believed_increment(self) -> LogitIncrement:
         """Form the whole increment of the last step, (V, d), as the optimizer's state says, without a check."""
@@ -273,7 +230,7 @@ class WatchedHead:
 
     def moved_share(self, mine: tuple[float, float]) -> float:
         """Share of the stored weights that are not what they were before the step, from what each rank counted."""
-        moved, number = mine if self.alone else self.ranks.total([*mine])
+        moved, number = self.measuring.total([*mine])
         return moved / number
 
     def stored_increment(self) -> Matrix:
@@ -292,10 +249,7 @@ class WatchedHead:
         return self.rows.matrix(U, self.vocab_size)
 
     def weight_rows(self) -> Matrix:
-        """The rows of the weight as it is now, (V, d), in its own dtype and without the logits' scale.
-
-        No copy, but where this rank measures a part of what every rank has.
-        """
+        """The rows of the weight as it is now, (V, d), in its own dtype and without the logits' scale. No copy."""
         weight = self.weight.detach() if self.effective is None else self.effective.whole()
         return self.rows.matrix(self._by_tokens(weight), self.vocab_size)
 
@@ -303,11 +257,6 @@ class WatchedHead:
         """The gradient of the head's weight, (V, d) with padding."""
         G = self._dense_gradient()
         return None if G is None else self.rows.matrix(self._by_tokens(G))
-
-    def whole_gradient(self) -> Tensor | None:
-        """The gradient of a weight that this rank has whole, (V, d) with padding."""
-        G = self._dense_gradient()
-        return G.t() if G is not None and self.transposed else G
 
     def _dense_gradient(self) -> Tensor | None:
         G = self.weight.grad if self.effective is None else None
@@ -349,8 +298,3 @@ class WatchedHead:
         S, rounding = S.contiguous(), 2 * squares**0.5 * abs(self.logit_scale)
         matrix = self.rows.matrix(S if self.logit_scale == 1 else S * self.logit_scale, self.vocab_size)
         return LogitIncrement(matrix, rounding)
-
-
-def _is_measured_alone(weight: Tensor) -> bool:
-    """Whether a rank has the whole weight, on an accelerator that is read later."""
-    return not hasattr(weight, "device_mesh") and reads_later(weight.device)

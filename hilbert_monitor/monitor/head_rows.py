@@ -1,64 +1,45 @@
-"""The rows of the LM head that this rank measures: all, its part of a head that every rank has, or its shard."""
+"""The rows of the LM head that this rank has: all, or its shard."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hilbert_monitor.geometry import RowRuns, RowShards
+from hilbert_monitor.geometry import RowShards
 
-from .ranks import Ranks, compute_device
+from .ranks import compute_device
 
 Matrix = Tensor | RowShards
 """A (V, d) matrix, whole or with its rows on several ranks."""
 
 
 class HeadRows:
-    """Which entries of the head's weight this rank measures. A row stands for a token.
-
-    Under DDP every rank has the whole weight, and the ranks measure runs of its rows in turn. A DTensor stays where it
-    is: each rank measures its own shard.
+    """Which entries of the head's weight this rank has: all, or its shard of a DTensor. A row stands for a token.
 
     Args:
         weight: the parameter, with as many rows as tokens, or as many columns.
-        ranks: those that train together.
         dim: the dimension of the tokens.
     """
 
-    def __init__(self, weight: Tensor, ranks: Ranks, *, dim: int = 0) -> None:
-        self.dim, self.number = dim, weight.shape[dim]
+    def __init__(self, weight: Tensor, *, dim: int = 0) -> None:
+        self.number = weight.shape[dim]
         self.device = compute_device(weight)
         self.sharded = hasattr(weight, "device_mesh")
-        self.part: RowRuns | None = None
-        """Of a weight that every rank has: the tokens of this rank."""
         self._shards: RowShards | None = None
         self._counts: dict[int, int] = {}  # of this rank's tokens among so many, so that a device is waited for once
         if self.sharded:
             tokens_first: Any = weight.detach() if dim == 0 else weight.detach().t()
             check_layout(tokens_first)
             self._shards = RowShards.of(tokens_first)
-        elif ranks.world > 1:
-            self.part = RowRuns(self.number, ranks.world, ranks.rank)  # as `split` does
-            self._shards = RowShards.split(torch.empty(self.number, 0, device=weight.device), ranks.group)
 
     def of(self, x: Tensor) -> Tensor:
-        """Return this rank's entries of a tensor that is laid out as the weight is: a copy if they are a part of it."""
-        if self.sharded:
-            local: Any = x.detach()
-            return local.to_local()  # type: ignore[no-any-return]
-        if self.part is None:
+        """Return this rank's entries of a tensor that is laid out as the weight is. Nothing is copied."""
+        if not self.sharded:
             return x
-        return self.part.of(x) if self.dim == 0 else self.part.of(x.t()).t()
-
-    def some(self, x: Tensor, at: slice) -> Tensor:
-        """Return `of(x)[at]`; where that is a few rows of a part, nothing else is copied."""
-        if self.part is None or self.dim == 1:
-            return self.of(x)[at]
-        assert self._shards is not None
-        return x.index_select(0, self._shards.ids[at])
+        local: Any = x.detach()
+        return local.to_local()  # type: ignore[no-any-return]
 
     def matrix(self, rows: Tensor, number: int | None = None) -> Matrix:
         """Return rows (n, d) of this rank as a part of the whole matrix, as the geometry takes it.

@@ -39,11 +39,6 @@ class RegionStep:
     tokens: tuple[int, ...] = ()
     """Of the rows that were held back most, the farthest first."""
 
-    @property
-    def acted(self) -> bool:
-        """Whether the step that was stored is another than the one that the optimizer made."""
-        return self.held > 0 or self.left_out
-
 
 @dataclass(frozen=True, slots=True)
 class HeldStep:

@@ -7,7 +7,7 @@ What is believed (`belief`) is compared with what the weights did, on a few hund
 later ones. Where the two part, the difference of the weights is taken from then on: that of a step, or, where something
 else moves the weights as well (Lookahead, a patched step, weights that are swapped), that of a whole update.
 
-Where the rows of the head are measured by several ranks, each rank forms and keeps its own rows alone; see `HeadRows`.
+Of a sharded head each rank forms and keeps its own rows alone; see `HeadRows`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from .head_rows import HeadRows
 from .head_step import HeadStep, learning_rate
 from .kept_rows import KeptRows
 from .owners import group_of, stepping_optimizer
-from .ranks import Ranks
 from .seen_steps import SeenSteps
 from .state_increment import StateIncrement
 from .weight_increment import Increment, WeightIncrement, largest
@@ -47,7 +46,7 @@ class IncrementSource:
             watched.
         param: a parameter of it.
         decay: how an unknown optimizer uses weight_decay. Without it "decoupled" is assumed, with a warning.
-        rows: the entries of the parameter that this rank measures; by default all that this process has.
+        rows: the entries of the parameter that this rank has, where its rows may be columns.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class IncrementSource:
     ) -> None:
         self.optimizer = stepping_optimizer(optimizer, param)
         self.param = param
-        self.rows = rows or HeadRows(param, Ranks.of(param.device, 1))
+        self.rows = rows or HeadRows(param)
         self._by_state = StateIncrement(self.optimizer, param, self.rows)
         self._by_weights = WeightIncrement(self._weights)
         self.decay = WeightDecay(self.optimizer, decay)
@@ -208,12 +207,6 @@ class IncrementSource:
             return False
         return True
 
-    def take_rows(self, rows: HeadRows) -> None:
-        """Measure other entries of the parameter from now on."""
-        self.forget()
-        self.rows = self._by_state.rows = rows
-        self._kept = self._watched()
-
     def forget(self) -> None:
         """Forget the last step."""
         self.last = self._next = None
@@ -345,7 +338,7 @@ class IncrementSource:
 
     def _some_weights(self, at: slice) -> Tensor:
         """Some of this rank's rows of the parameter, as they are now."""
-        return self.rows.some(self.param.detach(), at)
+        return self._weights()[at]
 
     def _weights(self) -> Tensor:
         """This rank's entries of the parameter, as they are now."""

@@ -17,7 +17,6 @@ from .batches import next_tokens
 from .head import WatchedHead
 from .head_rows import HeadRows, Matrix
 from .panel import Panel
-from .ranks import Ranks
 
 POSITIONS = 1024
 """Positions of the panel at which logits are looked at, evenly over it: an average needs no more."""
@@ -106,8 +105,7 @@ def logit_rows(head: WatchedHead) -> Matrix:
     bias = head.place.bias if head.bias is None else head.bias.param  # a frozen one may be anywhere
     if bias is None:
         return U
-    sharing = Ranks.of(bias.device, 1) if head.alone else head.ranks
-    rows = HeadRows(bias, sharing) if head.bias is None else head.bias.rows
+    rows = HeadRows(bias) if head.bias is None else head.bias.rows
     column = rows.matrix(rows.of(bias.detach()).float()[:, None] * head.logit_scale, head.vocab_size)
     if isinstance(U, RowShards) and isinstance(column, RowShards):
         return RowShards(torch.cat([U.rows, column.rows], 1), U.ids, U.number, U.ranks)

@@ -46,9 +46,8 @@ class Probe:
     last one. Observation changes nothing: weights, state, gradients, random numbers and training flags stay as they
     were.
 
-    With several ranks there is a probe on each, and all of them measure together: each its part of the rows of a head
-    that all have, or its shard of a DTensor. On an accelerator rank zero measures a head that all have alone.
-    Rank zero has the records with their alerts.
+    With several ranks there is a probe on each. They measure a DTensor together, each its shard; a head that all have
+    is measured by rank zero alone. Rank zero has the records with their alerts.
 
     Args:
         model: a language model; a head that is tied to an embedding is measured too, with a remark.
@@ -179,7 +178,7 @@ class Probe:
         self.detach()
         self._end = self.head.watch(
             self._on_step,
-            measure=lambda: self.agenda.measures(self.step + 1),
+            measure=self._measures_next,
             check=lambda: self.agenda.begin(self.step + 1, self.head),
             guard=self.guard,
             doubt=self._note_doubt,
@@ -268,9 +267,13 @@ class Probe:
     def _finish_update(self) -> None:
         with self.guard("increment"):
             self.agenda.decide(self.head)
-            self.head.finish_update(measure=self.agenda.measures(self.step + 1))
+            self.head.finish_update(measure=self._measures_next())
         with self.guard("learning_rate"):
             self._schedule.end_update()
+
+    def _measures_next(self) -> bool:
+        """Whether this rank measures the increment of the next step."""
+        return self.head.measures and self.agenda.measures(self.step + 1)
 
     def _next_measurement(self, skipped: str = "") -> Measurement:
         """Count a step, and begin to measure it."""
@@ -309,7 +312,7 @@ class Probe:
     def increment(self) -> Matrix | None:
         """S of the last step as it acts on the logits: scaled, padding dropped, extended by the bias. (V, d).
 
-        With several ranks it is the rows of this one. None if the weights did something else than the optimizer's state
+        Of a sharded head it is the rows of this rank. None if the weights did something else than the optimizer's state
         says.
         """
         increment = self.head.increment()

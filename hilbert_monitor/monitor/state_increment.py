@@ -6,12 +6,10 @@ Our own optimizers say what their last step was. For torch's Adam, AdamW and SGD
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from hilbert_monitor.geometry import RowRuns, compute_dtype
 from hilbert_monitor.optim import Group, LastStep, MatrixOptimizer, Muon, RowNorm
 
 from .decay import WeightDecay
@@ -28,7 +26,7 @@ class StateIncrement:
     Args:
         optimizer: the one that steps it.
         param: the parameter.
-        rows: the entries of it that this rank measures.
+        rows: the entries of it that this rank has.
     """
 
     def __init__(self, optimizer: Optimizer, param: Tensor, rows: HeadRows) -> None:
@@ -73,22 +71,13 @@ class StateIncrement:
             last: that step.
             out: memory for it, used where it can be.
         """
-        part = self.rows.part if self.rows.dim == 0 else None
         if isinstance(self.optimizer, MatrixOptimizer):
-            S = self.optimizer.increment(self.param, out=out if part or not self.rows.part else None, rows=part)
-            return S if part else self.rows.of(S)
+            return self.rows.of(self.optimizer.increment(self.param, out=out))
         if self.is_plain_sgd(last) and not self.has_gradient:
             raise RuntimeError("the gradient of the last step is gone or changed, and SGD's increment needs it")
         formula = formula_of(self.optimizer, last.options)
         assert formula is not None
-        weights = self.param.detach()
-        if part is None:
-            return formula(self.rows.of(weights), self._state(self.rows.of), last.options, out)
-        S = part.memory(weights, compute_dtype(weights)) if out is None else out
-        for which, place in enumerate(part.places(S)):
-            view = partial(_view, part, which)
-            formula(view(weights), self._state(view), last.options, place)
-        return S
+        return formula(self.rows.of(self.param.detach()), self._state(self.rows.of), last.options, out)
 
     def likelier(self, candidates: Sequence[Group], kept: KeptRows, decay: WeightDecay) -> Group:
         """Return the hyperparameters with which some rows moved: a schedule may set them before a step or after it.
@@ -106,7 +95,7 @@ class StateIncrement:
             formula = formula_of(self.optimizer, options)
             if formula is None:
                 return 0.0
-            S = formula(before, self._state(lambda x: self.rows.some(x, kept.at)), options, None)
+            S = formula(before, self._state(lambda x: self.rows.of(x)[kept.at]), options, None)
             stayed = before.to(S.dtype) * (1 - decay.share(HeadStep("", options)))
             return float((kept.now().to(S.dtype) - stayed - S).abs().amax())
 
@@ -120,7 +109,3 @@ class StateIncrement:
         return {
             name: of(x) if isinstance(x, Tensor) and x.shape == self.param.shape else x for name, x in state.items()
         }
-
-
-def _view(part: RowRuns, which: int, x: Tensor) -> Tensor:
-    return part.views(x)[which]

@@ -1,7 +1,8 @@
 """Measures the parts of one step: what there is to form, to bound, to search and to run on the panel.
 
-Ranks that share the rows of a head measure together, and each of these methods is called on all of them. Before a part
-that sends anything they agree that each can take part. What then fails on one rank fails on all (see `geometry`).
+Ranks that have the shards of a head measure together. Of a head that all ranks have, rank zero measures alone. Each of
+these methods is called on all ranks. Before a part that sends anything they agree that each can take part. What then
+fails on one rank that measures fails on all (see `geometry`).
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ class StepMeter:
         return self._increment is not None
 
     def take_increment(self, head: WatchedHead, step: Measurement) -> None:
-        """Form this rank's rows of the increment, and keep them: of some optimizers they are lost later."""
+        """Form this rank's rows of the increment, if it measures, and keep them: of some they are lost later."""
+        if not head.measures:
+            return
         with self.timed("increment"):
             increment = head.increment()
             if increment is not None:
@@ -102,12 +105,12 @@ class StepMeter:
         if not step.skipped:
             self.take_increment(head, step)
         S = self._increment
-        if not self._agree(head, step):
+        if not self._agree(head, step) or not head.measures:
             return
         assert S is not None
         if not exact:
             self._bound(head, step, S)
-            exact = self.ranks.from_rank_zero(self.is_suspicious(step, suspects))
+            exact = head.measuring.from_rank_zero(self.is_suspicious(step, suspects))
             self._increment = S if exact else None
         if exact:
             self._search(head, step, S)
@@ -115,10 +118,10 @@ class StepMeter:
             self._measure_head_rows(head, step)
 
     def _agree(self, head: WatchedHead, step: Measurement, *, ready: bool = True) -> bool:
-        """Whether every rank has formed its rows, and is ready for what comes next."""
+        """Whether every rank that measures has formed its rows, and all are ready for what comes next."""
         agreed = False
         with self.timed("increment"):
-            mine = self._increment is not None and ready
+            mine = ready and (self._increment is not None or not head.measures)
             everybody, minus_rounding = head.agree(float(mine), -self._rounding if mine else 0.0)
             agreed, step.rounding = bool(everybody), -minus_rounding or None
         if not agreed:
@@ -126,17 +129,15 @@ class StepMeter:
         return agreed
 
     def _bound(self, head: WatchedHead, step: Measurement, S: Matrix) -> None:
-        if head.measures:
-            with self.timed("bracket"):
-                step.bounds, step.ceiling = DiameterBounds.of(S), head.ceiling()
-            self._measure_stored(head, step, DiameterBounds)
+        with self.timed("bracket"):
+            step.bounds, step.ceiling = DiameterBounds.of(S), head.ceiling()
+        self._measure_stored(head, step, DiameterBounds)
 
     def _search(self, head: WatchedHead, step: Measurement, S: Matrix) -> None:
-        if head.measures:
-            with self.timed("diameter"):
-                step.bounds, step.ceiling = ExactDiameter.of(S), head.ceiling()
-            self._measure_stored(head, step, ExactDiameter)
-        if not self.ranks.unanimous(step.exact is not None or not head.measures):
+        with self.timed("diameter"):
+            step.bounds, step.ceiling = ExactDiameter.of(S), head.ceiling()
+        self._measure_stored(head, step, ExactDiameter)
+        if not head.measuring.unanimous(step.exact is not None):
             self._bound(head, step, S)
 
     def search_alone(self, head: WatchedHead, step: Measurement, S: Matrix | None) -> None:
@@ -173,7 +174,7 @@ class StepMeter:
             if head.has_stored and bounds is not None:
                 count, number = head.source.moved()
                 moved, S = (float(count), float(number)), head.stored_increment()
-        if not head.unanimous(S is not None):
+        if not head.measuring.unanimous(S is not None):
             return
         assert S is not None
         assert bounds is not None
@@ -188,7 +189,7 @@ class StepMeter:
         S: Matrix | None = None
         with self.timed("quality"):
             S = head.seen_increment()
-        if self.ranks.unanimous(S is not None) and head.measures:
+        if head.measuring.unanimous(S is not None):
             assert S is not None
             with self.timed("quality"):
                 step.seen = SeenStep.of(S)
@@ -199,13 +200,11 @@ class StepMeter:
         if finite and self._increment is None and not step.skipped:
             self.take_increment(head, step)
         S = self._increment
-        if not self._agree(head, step, ready=finite):
-            return
-        self._measure_seen(head, step)
-        if not head.measures:
+        if not self._agree(head, step, ready=finite) or not head.measures:
             return
         assert S is not None
-        bounded = self.efficiency and head.unanimous(step.bounds is not None)
+        self._measure_seen(head, step)
+        bounded = self.efficiency and head.measuring.unanimous(step.bounds is not None)
         with self.timed("quality"):
             step.quality = head_quality(head, S, step.bounds if bounded else None)
         if head.bias is None:
@@ -215,7 +214,7 @@ class StepMeter:
         heads: list[Matrix] = []
         with self.timed("quality"):
             heads = heads_around(head, S)
-        if head.unanimous(bool(heads)):
+        if head.measuring.unanimous(bool(heads)):
             with self.timed("quality"):
                 self._head_diameter = min(row_diameter_bracket(U).upper for U in heads)
 
@@ -223,7 +222,7 @@ class StepMeter:
         G: Matrix | None = None
         with self.timed("gradient"):
             G = head.gradient()
-        if not self.ranks.unanimous(G is not None) or not head.measures:
+        if not head.measuring.unanimous(G is not None):
             return
         assert G is not None
         with self.timed("gradient"):
@@ -266,7 +265,7 @@ class StepMeter:
         U: Matrix | None = None
         with self.timed("logits"):
             U = logit_rows(head)
-        if not head.unanimous(U is not None):
+        if not head.measuring.unanimous(U is not None):
             return
         assert U is not None
         with self.timed("logits"):
@@ -279,7 +278,7 @@ class StepMeter:
         U: Matrix | None = None
         with self.timed("logits"):
             U = head.weight_rows()
-        if head.measures and head.unanimous(U is not None):
+        if head.measuring.unanimous(U is not None):
             assert U is not None
             with self.timed("logits"):
                 step.head_shape = HeadShape.of(U, head.logit_scale)

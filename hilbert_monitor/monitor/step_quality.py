@@ -1,6 +1,6 @@
 """How good a step is: what part of it reaches the predictions, and how much descent it makes of its diameter.
 
-Measured as rarely as the panel is. Rank zero brackets the efficiency, of whole matrices: a sharded head has none.
+Measured as rarely as the panel is. The efficiency is that of a whole matrix: a sharded head has none.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def head_quality(head: WatchedHead, S: Matrix, bounds: DiameterBounds | None) ->
     quality = increment_quality(S)
     if bounds is None or head.bias is not None or head.rows.sharded:
         return quality
-    whole = S.gathered() if isinstance(S, RowShards) else S
-    if head.ranks.rank != 0:
-        return quality
+    assert isinstance(S, Tensor)
     state = {} if head.transposed or head.effective is not None else state_of(head.source.optimizer, head.weight)
     diameter = Interval(bounds.diameter_lower, bounds.diameter_upper)
-    return step_quality(whole, head.whole_gradient(), state, diameter, quality=quality)
+    G = head.gradient()
+    assert not isinstance(G, RowShards)
+    return step_quality(S, G, state, diameter, quality=quality)
 
 
 def increment_quality(S: Matrix) -> StepQuality:

@@ -49,16 +49,20 @@ class Survey:
         if not formable:
             return False
         due = False
-        if final and agenda.diameter_every and not self._ranks.unanimous(step.exact is not None):
+        if final and agenda.diameter_every and not self._everybody_has(head, step.exact):
             due = True
             self._measure_diameter(head, step, exact=True)
         if not agenda.perturbation_every:
             return due
         panel_due = blew_up or final or agenda.panel_is_due(step.step)
-        if panel_due and not (final and self._ranks.unanimous(step.panel is not None)):
+        if panel_due and not (final and self._everybody_has(head, step.panel)):
             due = True
             self._meter.measure_panel(head, step, panel)
         return due
+
+    def _everybody_has(self, head: WatchedHead, part: object) -> bool:
+        """Whether every rank that measures has a part of the step. Called on all ranks."""
+        return self._ranks.unanimous(part is not None or not head.measures)
 
     def _measure(self, head: WatchedHead, step: Measurement) -> None:
         """Measure a new step."""
@@ -87,11 +91,12 @@ class Survey:
         self._agenda.waits &= waited or not stands  # what was measured in the hook is not measured again
 
     def _ask(self, head: WatchedHead, step: Measurement, *, final: bool) -> tuple[bool, bool]:
-        """Whether every rank can form the increment, and whether it is a blow-up, as the one with the rules says."""
+        """Whether all that measure can form the increment, and whether it is a blow-up, as rank zero's rules say."""
         source = head.source
-        formable, blew_up = False, self._ranks.rank != 0
+        formable, blew_up = not head.measures, self._ranks.rank != 0
         with self._guard("increment"):
-            formable = not step.skipped and (source.formable if final else source.last is not None)
+            if head.measures:
+                formable = not step.skipped and (source.formable if final else source.last is not None)
         with self._meter.timed("rules"):
             blew_up = blew_up or self._verdict.is_blow_up(step)
         everybody, rank_zero = self._ranks.least([float(formable), float(blew_up)])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from hilbert_monitor.geometry import RowRuns, compute_dtype
+from hilbert_monitor.geometry import compute_dtype
 from hilbert_monitor.geometry.shards import is_dtensor, like
 
 from ._hyperparameters import Group, check_choice, check_number, options_of, parameter_label
@@ -146,7 +146,7 @@ class MatrixOptimizer(Optimizer, ABC):
         return loss
 
     @torch.no_grad()
-    def increment(self, param: Tensor, *, out: Tensor | None = None, rows: RowRuns | None = None) -> Tensor:
+    def increment(self, param: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return the increment S of the last step on `param`, without the decoupled weight decay.
 
         U' = (1 - lr decay) U + S: signed, and scaled by the learning rate of that step. Zero if the parameter had no
@@ -160,11 +160,9 @@ class MatrixOptimizer(Optimizer, ABC):
             param: one of this optimizer's parameters.
             out: memory for the result: for a sharded parameter a DTensor laid out alike, or memory for this rank's
                 part. A subclass may ignore it.
-            rows: form these rows alone, of a parameter that is whole; `out` then is memory for these rows. RowNorm
-                without centering computes no others.
 
         Returns:
-            (m, n) or (rows, n), in the dtype of the optimizer's state; a DTensor laid out as `param` if it is sharded.
+            (m, n), in the dtype of the optimizer's state; a DTensor laid out as `param` if it is sharded.
         """
         if not any(param is p for group in self.param_groups for p in group["params"]):
             raise ValueError(f"the parameter of shape {tuple(param.shape)} is not one of this {type(self).__name__}'s")
@@ -172,13 +170,11 @@ class MatrixOptimizer(Optimizer, ABC):
             raise RuntimeError(
                 "no step has moved this parameter since the optimizer was made, loaded or given it: call this after one"
             )
-        _check_rows(rows, param)
         last = self._last[param]
         if last is None:
-            whole = torch.zeros_like(param, dtype=compute_dtype(param))
-            return whole if rows is None else rows.of(whole)
+            return torch.zeros_like(param, dtype=compute_dtype(param))
         with outside_autocast([param]):
-            S = self._form_increment(param, last, None if out is None else local(out), rows)
+            S = self._form_increment(param, last, None if out is None else local(out))
         return like(param, S) if is_dtensor(param) else S
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -202,20 +198,11 @@ class MatrixOptimizer(Optimizer, ABC):
         """Step the parameters of one group that have a gradient."""
 
     @abstractmethod
-    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None, rows: RowRuns | None) -> Tensor:
-        """Form these rows of the increment of the last step, or all, in `out` if the subclass can use it.
+    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
+        """Form the increment of the last step, in `out` if the subclass can use it.
 
         All tensors are plain ones: for a sharded parameter, what this rank has.
         """
-
-
-def _check_rows(rows: RowRuns | None, param: Tensor) -> None:
-    if rows is None:
-        return
-    if is_dtensor(param):
-        raise ValueError("rows= is for a whole parameter, and this one is sharded: each rank forms its own rows")
-    if not isinstance(rows, RowRuns) or rows.number != len(param):
-        raise ValueError(f"rows must be RowRuns of {len(param)} rows, got {rows!r}")
 
 
 @contextmanager

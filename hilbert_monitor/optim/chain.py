@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Adam, Optimizer
 
-from hilbert_monitor.geometry import RowRuns
-
 from ._hyperparameters import Group, parameter_label
 from ._matrix_optimizer import MatrixOptimizer, call_closure, keep_state_precision, outside_autocast
 
@@ -140,7 +138,7 @@ class ChainedOptimizer(Optimizer):
                 return o
         raise ValueError(f"the parameter of shape {tuple(param.shape)} is in none of the chained optimizers")
 
-    def increment(self, param: Tensor, *, out: Tensor | None = None, rows: RowRuns | None = None) -> Tensor:
+    def increment(self, param: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return the increment of the last step on `param`, without weight decay, from the optimizer that owns it.
 
         The arguments are those of `MatrixOptimizer.increment`.
@@ -148,7 +146,7 @@ class ChainedOptimizer(Optimizer):
         owner = self.owner(param)
         if not isinstance(owner, MatrixOptimizer):
             raise TypeError(f"{type(owner).__name__} cannot say what its last step was: RowNorm and Muon can")
-        return owner.increment(param, out=out, rows=rows)
+        return owner.increment(param, out=out)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a chain of the same optimizers over the same parameters; refuse any other state."""

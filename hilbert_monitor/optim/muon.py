@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from hilbert_monitor.geometry import RowRuns, compute_dtype
+from hilbert_monitor.geometry import compute_dtype
 from hilbert_monitor.geometry.shards import is_dtensor
 
 from ._hyperparameters import Group, check_choice, check_number
@@ -239,15 +239,14 @@ class Muon(MatrixOptimizer):
     def _buffers(self, params: list[Tensor]) -> list[Tensor]:
         return [local(self.state[p]["momentum_buffer"]) for p in params]
 
-    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None, rows: RowRuns | None) -> Tensor:
+    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
         if last.options["nesterov"] and not last.had(param.grad):
             raise RuntimeError(
                 "the gradient of the last step is gone or changed, and Muon's increment needs it: ask before zero_grad,"
                 " for instance in a step post-hook"
             )
         if not is_dtensor(param):
-            S = _scaled(_oriented(self._orthogonal([param], last.options)[0], param), param, last.options)
-            return S if rows is None else rows.of(S)
+            return _scaled(_oriented(self._orthogonal([param], last.options)[0], param), param, last.options)
         for owners, params in self._by_mesh([param]):
             for bucket in owners.buckets(params, _ns_dtype(last.options)):
                 return _scaled(self._orthogonal_shards(bucket, last.options)[0].X, param, last.options)

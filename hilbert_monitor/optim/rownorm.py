@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import repeat
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from hilbert_monitor.geometry import RowRuns, compute_dtype
+from hilbert_monitor.geometry import compute_dtype
 
 from ._chunks import ChunkTrials, cache_chunks
 from ._hyperparameters import Group, check_choice, check_number
@@ -119,15 +119,13 @@ class RowNorm(MatrixOptimizer):
                     _move(rounding.chunks(U, B, size=size), steps, shrink)
             else:
                 deque(_averages(B, G, weight), maxlen=0)
-                _move(rounding.chunks(U, B), _steps(B, len(p), layout, state["step"], options, [B]), shrink)
+                _move(rounding.chunks(U, B), _steps(B, len(p), layout, state["step"], options), shrink)
 
-    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None, rows: RowRuns | None) -> Tensor:
+    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
         B, step = local(self.state[param]["momentum_buffer"]), self.state[param]["step"]
-        if out is None:
-            out = torch.empty_like(B) if rows is None else rows.memory(B, B.dtype)
-        views, places = ([B], [out]) if rows is None else (rows.views(B), rows.places(out))
-        steps = _steps(B, len(param), Layout.of(param), step, last.options, views)
-        for (chunk, scale), s in zip(steps, (s for place in places for s in cache_chunks(place)), strict=True):
+        out = torch.empty_like(B) if out is None else out
+        steps = _steps(B, len(param), Layout.of(param), step, last.options)
+        for (chunk, scale), s in zip(steps, cache_chunks(out), strict=True):
             if scale is None:
                 s.copy_(chunk)
             else:
@@ -152,9 +150,7 @@ def _move(targets: Iterable[tuple[Tensor, Rounding]], steps: Iterable[_Factors],
         shrink_and_add(u, rows, scale=scale, shrink=shrink, rounding=rounding)
 
 
-def _steps(
-    B: Tensor, number: int, layout: Layout, step: int, options: Group, wanted: Sequence[Tensor]
-) -> Iterator[_Factors]:
+def _steps(B: Tensor, number: int, layout: Layout, step: int, options: Group) -> Iterator[_Factors]:
     """Yield chunks of -lr RN(C), or of -lr P RN(P C).
 
     Args:
@@ -163,26 +159,25 @@ def _steps(
         layout: of the buffer.
         step: number of the step.
         options: the hyperparameters.
-        wanted: the rows whose steps are yielded: views of `B`, or `B` itself.
     """
     centred = options["center"] == "both"
     mean = _mean(cache_chunks(B), number, layout) if centred else None
 
-    def chunks(views: Sequence[Tensor]) -> Iterator[Tensor]:
-        yield from (b if mean is None else b - mean for view in views for b in cache_chunks(view))
+    def chunks() -> Iterator[Tensor]:
+        yield from (b if mean is None else b - mean for b in cache_chunks(B))
 
     norms: Iterable[Tensor | None] = repeat(None)
     if layout.columns:
-        norms = torch.split(norms_over_ranks(chunks([B]), layout.columns), [len(b) for b in cache_chunks(B)])
+        norms = torch.split(norms_over_ranks(chunks(), layout.columns), [len(b) for b in cache_chunks(B)])
 
-    def directions(views: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        for b, norm in zip(chunks(views), norms, strict=False):
+    def directions() -> Iterator[tuple[Tensor, Tensor]]:
+        for b, norm in zip(chunks(), norms, strict=False):
             yield _direction(b, norm, step, options)
 
     if not centred:
-        return directions(wanted)
-    shift = _mean((chunk.mul_(scale) for chunk, scale in directions([B])), number, layout)
-    return ((chunk.mul_(scale).sub_(shift), None) for chunk, scale in directions(wanted))
+        return directions()
+    shift = _mean((chunk.mul_(scale) for chunk, scale in directions()), number, layout)
+    return ((chunk.mul_(scale).sub_(shift), None) for chunk, scale in directions())
 
 
 def _direction(b: Tensor, norm: Tensor | None, step: int, options: Group) -> tuple[Tensor, Tensor]:

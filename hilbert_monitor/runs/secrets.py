@@ -1,8 +1,8 @@
 """Masks values that look like secrets, before a run's configuration is written.
 
 A name says that its value is a secret: `api_key`, `hfToken`, `db.password`. A URL says so by `user:password@`, and some
-tokens by how they begin. Numbers and short words are no secrets unless their name says password: `num_key_value_heads`
-and `sort_key="length"` stay. Every text is read once, however long it is.
+tokens by how they begin. Numbers are no secrets unless their name says password: `num_key_value_heads` stays, and so
+does `sort_key="length"`. Every text is read once, however long it is.
 """
 
 from __future__ import annotations
@@ -12,27 +12,43 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 MASK = "***"
-ANY_VALUE = ("password", "passwords", "passwd", "passphrase", "secret", "secrets", "credential", "credentials")
+ANY_VALUE = (
+    "password",
+    "passwords",
+    "passwd",
+    "passphrase",
+    "passcode",
+    "secret",
+    "secrets",
+    "credential",
+    "credentials",
+)
 """Words of a name, or ends of them, whose value is a secret, whatever it is."""
-SHORT = {"pwd", "pw", "pass", "passcode"}
-"""Words of a name whose value is a secret, whatever it is."""
 TEXT = ("apikey", "secretkey", "privatekey", "accesskey", "token", "authorization")
-"""Words of a name, or ends of them, whose value is a secret if it is a text."""
-SHORT_TEXT = {"key", "keys", "auth", "bearer", "jwt", "cookie", "sig", "signature"}
-"""Words of a name whose value is a secret if it is a text."""
-SPECIAL_TOKENS = {"bos", "eos", "pad", "unk", "mask", "sep", "cls", "special", "image", "audio", "video"}
+"""Words of a name, or ends of them, whose value is a secret unless it is a small number."""
+SHORT_TEXT = {"auth", "bearer", "jwt", "cookie", "sig", "signature", "pwd"}
+"""Words of a name whose value is a secret unless it is a small number."""
+SECRET_KEYS = {"api", "access", "secret", "private", "auth", "ssh", "encryption", "signing"}
+"""Words before `key` or `keys` that say that it is a secret. Without one, `text_key="caption"` names a column."""
+SPECIAL_TOKENS = {
+    *("bos", "eos", "pad", "unk", "mask", "sep", "cls", "special", "start", "end", "stop"),
+    *("image", "audio", "video", "im", "begin", "new", "next", "first", "last"),
+}
 """Words before the tokens of a tokenizer, such as `eos_token`."""
-ABOUT = {"path", "dir", "file", "folder", "type", "norm", "mixer", "length", "size", "column", "field", "count"}
+ABOUT = {
+    *("path", "dir", "file", "folder", "type", "norm", "mixer", "length", "size", "column", "field", "count", "seen"),
+    *("dropout", "dim", "rate", "prob", "weight", "id", "ids", "index", "embedding", "embeddings", "limit", "budget"),
+}
 """Last words of names of something else: `token_type` and `key_file` are no secrets."""
 
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-HARMLESS = re.compile(r"[-+.\deE_]{1,12}[kKMmBbTt]?|[-+]?inf|nan|[A-Za-z_]{1,16}")
-"""A number or a short word: `text_key="caption"` names a column."""
+NUMBER = re.compile(r"[-+.\deE_]{1,12}[kKMmBbTt]?|[-+]?inf|nan")
+WORD = re.compile(r"[A-Za-z_]{1,16}")
 URL = re.compile(
     r"""(?<=://)(?:[^\s/:@'"]{0,256}:(?!\d{1,5}(?:[/?#,]|$))(?:(?!://)[^\s'"]){0,256}|[^\s/:@'"]{20,256})(?=@)"""
 )
 KNOWN = re.compile(
-    r"\bsk-[\w-]{20,}|\bhf_[A-Za-z]{30,}|\bgh[pousr]_\w{30,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{20,}|\bAKIA[0-9A-Z]{16}\b"
+    r"\bsk-[\w-]{20,}|\bAIza[\w-]{30,}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+|\bhf_[A-Za-z]{30,}|\bgh[pousr]_\w{30,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{20,}|\bA[KS]IA[0-9A-Z]{16}\b"
     r"|\bxox[abprs]-[\w-]{10,}|(?<=hooks\.slack\.com/services/)[\w/-]+|(?<=discord\.com/api/webhooks/)[\w/-]+"
     r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]{0,30}-----|\Z)"
 )
@@ -58,8 +74,8 @@ def mask_secrets(value: Any, names: Collection[str] = ()) -> Any:
     if isinstance(value, dict):
         masked = {mask_urls(name): _masked(name, item, names) for name, item in value.items()}
         said = next((value[name] for name in ("name", "key") if isinstance(value.get(name), str)), "")
-        if "value" in value:  # {"name": "HF_TOKEN", "value": ...}, as containers have their environment
-            masked["value"] = _masked(said, value["value"], names)
+        if "value" in value and said:  # {"name": "HF_TOKEN", "value": ...}, as containers have their environment
+            masked["value"] = _masked(said, masked["value"], names)
         return masked
     if isinstance(value, list):
         if value and all(isinstance(item, list) and len(item) == 2 and isinstance(item[0], str) for item in value):
@@ -79,23 +95,35 @@ def mask_urls(text: str) -> str:
 
 def mask_message(text: str) -> str:
     """Return the message of an exception without secrets: `api_key=...` is one, `token_embedding.weight: ...` none."""
-    return _mask_assignments(mask_urls(text), lambda match: match["sign"] == "=" or bool(match["quote"]), ())
+
+    def counts(match: re.Match[str]) -> bool:
+        name = match["flag"] or match["name"]
+        certain = _kind(name, ()) == "any" or name.lower() == "authorization"
+        return certain or match["sign"] == "=" or bool(match["quote"])
+
+    return _mask_assignments(mask_urls(text), counts, ())
 
 
 def _masked(name: str, value: Any, names: Collection[str]) -> Any:
     kind = _kind(name, names)
     if kind == "any" and not (value is None or value == "" or isinstance(value, bool)):  # says only that there is none
         return MASK
-    return _without_texts(value) if kind == "text" else mask_secrets(value, names)
+    return _without_texts(value, kind) if kind else mask_secrets(value, names)
 
 
-def _without_texts(value: Any) -> Any:
-    """Return the value with every text in it masked, but numbers and short words."""
+def _without_texts(value: Any, kind: str) -> Any:
+    """Return the value with every text in it masked that is a secret under a name of this kind."""
     if isinstance(value, dict):
-        return {name: _without_texts(item) for name, item in value.items()}
+        return {name: _without_texts(item, kind) for name, item in value.items()}
     if isinstance(value, list):
-        return [_without_texts(item) for item in value]
-    return MASK if isinstance(value, str) and value and not HARMLESS.fullmatch(value) else value
+        return [_without_texts(item, kind) for item in value]
+    is_text = isinstance(value, str) or (isinstance(value, int) and abs(value) >= 10**12)
+    return MASK if is_text and value != "" and not _is_harmless(str(value), kind) else value
+
+
+def _is_harmless(text: str, kind: str) -> bool:
+    """Return True if a text under a name of this kind is no secret: a number, or under a mere `key` a short word."""
+    return NUMBER.fullmatch(text) is not None or (kind == "key" and WORD.fullmatch(text) is not None)
 
 
 def _mask_assignments(text: str, counts: Callable[[re.Match[str]], bool], names: Collection[str]) -> str:
@@ -108,7 +136,7 @@ def _mask_assignments(text: str, counts: Callable[[re.Match[str]], bool], names:
             continue  # right behind the sign: the value may have names of its own
         first, last = _value(text, place)
         bare = text[first:last].strip("'\"")
-        if bare in ("", "None", "True", "False", MASK) or (kind == "text" and _is_harmless(bare, names)):
+        if bare in ("", "None", "True", "False", MASK) or (kind != "any" and _is_harmless_group(bare, kind, names)):
             place = last
             continue
         quote = text[first] if text[first] in "'\"" else ""
@@ -142,28 +170,35 @@ def _end_of_group(text: str, place: int) -> int:
     return place
 
 
-def _is_harmless(text: str, names: Collection[str]) -> bool:
-    """Return True if a value is a number, a short word, or a group without texts and names of secrets."""
+def _is_harmless_group(text: str, kind: str, names: Collection[str]) -> bool:
+    """Return True if a value inside a text is no secret: harmless, or a group without texts and names of secrets."""
     if text[-1] not in "])}":
-        return HARMLESS.fullmatch(text) is not None
+        return _is_harmless(text, kind)
     return not (
         "'" in text or '"' in text or any(_kind(m["flag"] or m["name"], names) for m in ASSIGNMENT.finditer(text))
     )
 
 
 def _kind(name: str, names: Collection[str]) -> str:
-    """Return which values of a name are secrets: "any", "text" or "" for none."""
+    """Return which values of a name are secrets: "any", "text", "key" for all texts but short words, or "" for none."""
     if name in names or name.lstrip("-") in names:
         return "any"
     words = [word.lower() for word in WORDS.findall(name[-200:])]
+    if any(word.endswith(ANY_VALUE) for word in words):
+        return "any"
     if not words or words[-1] in ABOUT:
         return ""
-    if any(word in SHORT or word.endswith(ANY_VALUE) for word in words):
-        return "any"
+    if words[-1] == "pass" and (len(words) == 1 or words[-2] in ("db", "user", "admin", "smtp", "mail")):
+        return "text"
+    kind = ""
     for before, word in zip(["", *words], words, strict=False):
-        if word in SHORT_TEXT:
-            return "text"
         special = before in SPECIAL_TOKENS or word.removesuffix("token") in SPECIAL_TOKENS
-        if word.endswith(TEXT) and not special:
+        if word in SHORT_TEXT or (word.endswith(TEXT) and not special):
             return "text"
-    return ""
+        if word == "tokens" and before in SECRET_KEYS | {"refresh", "bearer", "hf", "hub"}:
+            return "text"
+        if word in ("key", "keys"):
+            if before in SECRET_KEYS:
+                return "text"
+            kind = "key"
+    return kind

@@ -28,15 +28,15 @@ def counted(head, measure, rows=ROWS, width=WIDTH):
 def test_bounds_move_what_two_passes_move_and_wait_for_nothing(head):
     count, size = counted(head, lambda S, H: pending_bracket(S))
     assert count.waits == 0
-    assert count.kernels <= 36
+    assert count.kernels <= 50
     assert 2 * size < count.bytes < 4.5 * size
 
 
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])
 def test_an_exact_search_launches_few_kernels_and_waits_a_few_times(head):
     count, _ = counted(head, lambda S, H: row_diameter(S))
-    assert count.waits <= 6
-    assert count.kernels <= 200
+    assert count.waits <= 10
+    assert count.kernels <= 330
     assert count.flops < 0.05 * 2 * ROWS**2 * WIDTH  # of all pairs
 
 
@@ -45,7 +45,7 @@ def test_a_panel_is_one_product_and_a_few_waits(head):
     count, _ = counted(head, lambda S, H: hilbert_perturbation(S, H))
     product = 2 * ROWS * WIDTH * PANEL
     assert count.waits <= 11
-    assert count.kernels <= 80
+    assert count.kernels <= 95
     assert product <= count.flops < 1.1 * product
 
 

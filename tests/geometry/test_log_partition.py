@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hilbert_monitor.geometry import RowShards, log_partition, mean_row
+from hilbert_monitor.geometry import log_partition, mean_row
 from hilbert_monitor.geometry.log_partition import NO_TARGET
 from tests.support.draws import draws
 from tests.support.ranks import in_ranks
 from tests.support.references import bf16_losses, logit_numbers, normal
+from tests.support.shards import sharded
 
 examples = settings(max_examples=draws(30), deadline=None)
 sizes = st.tuples(st.integers(1, 1200), st.integers(1, 12), st.integers(1, 9))
@@ -143,12 +144,12 @@ def _measured_by_parts(rank, world):
     for V, d in CASES:
         U, H = normal(V, V, d).float(), normal(d, 20, d).float()
         targets = torch.arange(20) % (V + 1) - 1
-        for matrix in (RowShards.split(U), U):
+        for matrix in (sharded(U), U):
             for through in (None, torch.bfloat16):
                 found = log_partition(matrix, H, targets, through=through)
                 results.append((found.mean, found.log_z, found.largest, found.target, tuple(mean_row(matrix))))
         U[V // 2, 0] = math.nan
-        results.append(bool(log_partition(RowShards.split(U), H).log_z.isnan().all()))
+        results.append(bool(log_partition(sharded(U), H).log_z.isnan().all()))
     return results
 
 

@@ -12,24 +12,23 @@ import torch
 import torch.distributed as dist
 
 from hilbert_monitor.geometry import (
-    RowShards,
-    _sharded_directions,
-    _sharded_search,
-    _sharded_survey,
+    bracket,
     covering_radius,
-    efficiency,
+    diameter,
     gauge_waste,
     hilbert_perturbation,
     perturbation,
     radius,
     row_diameter,
     row_diameter_bracket,
+    rows,
     spectral,
     spectral_norm,
 )
 from hilbert_monitor.geometry._cloud import PointCloud
 from tests.support import warm
 from tests.support.ranks import in_ranks
+from tests.support.shards import sharded
 
 
 def matrix(V=3000, d=32, seed=0):
@@ -42,22 +41,20 @@ def panel(S):
 
 
 FAULTS = [
+    (row_diameter, diameter, "pad"),
     (row_diameter, PointCloud, "survey"),
-    (row_diameter, _sharded_directions, "sample_of"),
-    (row_diameter, _sharded_directions.SampleScatter, "checksum"),
-    (row_diameter, _sharded_search, "padded"),
-    (row_diameter, _sharded_search, "screen_tables"),
-    (row_diameter, _sharded_search, "largest_bounds"),
-    (row_diameter, _sharded_search.ShardedSearch, "_meet"),
+    (row_diameter, diameter, "screen_tables"),
+    (row_diameter, diameter, "largest_bounds"),
+    (row_diameter, diameter.DiameterSearch, "_compute_in_full"),
     (row_diameter_bracket, PointCloud, "norms"),
-    (row_diameter_bracket, _sharded_survey, "sample_of"),
-    (row_diameter_bracket, _sharded_survey, "padded"),
+    (row_diameter_bracket, bracket, "padded"),
+    (row_diameter_bracket, bracket, "points"),
     (covering_radius, PointCloud, "norms"),
     (covering_radius, radius, "_best_weights"),
     (panel, perturbation._Panel, "run"),
     (panel, perturbation._Panel, "logits"),
     (spectral_norm, spectral, "_gram"),
-    (gauge_waste, efficiency, "compute_dtype"),
+    (gauge_waste, rows, "compute_dtype"),
 ]
 """A measurement, and a function inside it that fails on one rank."""
 
@@ -74,12 +71,12 @@ def _each_fault(rank, world):
 
             setattr(place, name, broken)
         try:
-            measure(RowShards.split(S))
+            measure(sharded(S))
             failures.append("none")
         except RuntimeError as error:
             failures.append(f"{type(error).__name__}: {error}")
         setattr(place, name, real)
-        again, whole = measure(RowShards.split(S)), measure(S)
+        again, whole = measure(sharded(S)), measure(S)
         number = getattr(whole, "lower", whole)
         assert getattr(again, "lower", again) == pytest.approx(number, rel=0.02), name
     return failures
@@ -99,10 +96,10 @@ def _killed(rank, world, folder, patience):
     timeout = timedelta(seconds=patience)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timeout)
     if rank == 1:
-        _sharded_search.largest_bounds = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        diameter.largest_bounds = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     try:
-        row_diameter(RowShards.split(matrix()))
+        row_diameter(sharded(matrix()))
     except Exception as error:
         (folder / f"{rank}.txt").write_text(f"{time.monotonic() - start:.1f}\n{type(error).__name__}: {error}")
     os._exit(0)
@@ -138,14 +135,14 @@ def _sentence(measure, *args, **options):
 
 def _different_inputs(rank, world):
     S, H = matrix(), matrix(20, 32, seed=1)
-    shards, odd = RowShards.split(S), rank == 1
+    shards, odd = sharded(S), rank == 1
     bracket = row_diameter_bracket(S)
     other = replace(bracket, pair=(0, 1))
     return [
-        _sentence(row_diameter, RowShards.split(S[:, :16] if odd else S)),
-        _sentence(row_diameter, RowShards.split(S.double() if odd else S)),
-        _sentence(row_diameter_bracket, RowShards.split(S[:100] if odd else S)),
-        _sentence(spectral_norm, RowShards.split(S.long() if odd else S)),
+        _sentence(row_diameter, sharded(S[:, :16] if odd else S)),
+        _sentence(row_diameter, sharded(S.double() if odd else S)),
+        _sentence(row_diameter_bracket, sharded(S[:100] if odd else S)),
+        _sentence(spectral_norm, sharded(S.long() if odd else S)),
         _sentence(row_diameter, replace(shards, rows=S, ids=torch.arange(len(S))) if odd else shards),
         _sentence(hilbert_perturbation, shards, H[:7] if odd else H),
         _sentence(hilbert_perturbation, shards, H[:, :7] if odd else H),

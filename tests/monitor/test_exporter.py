@@ -207,8 +207,10 @@ def test_a_killed_process_frees_its_port_though_its_forked_workers_live():
         "from hilbert_monitor.runs.exposition import RunSamples\n"
         "from hilbert_monitor.runs.record import RunInfo\n"
         "e = Exporter(RunSamples(lambda: RunInfo(id='run')), Prometheus(port=0))\n"
+        "here, there = os.pipe()\n"
         "child = os.fork()\n"
-        "if not child: time.sleep(600); os._exit(0)\n"
+        "if not child: os.write(there, b'.'); time.sleep(600); os._exit(0)\n"
+        "os.read(here, 1)\n"  # os.fork has returned in the child, and its copy of the socket is closed
         "print(e.port, child, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:

@@ -66,25 +66,33 @@ def whole(x):
 
 
 BF16 = {"dtype": torch.bfloat16}
+DDP = {"layout": "DDP"}
 PLACES = {
     "end of a step": (IncrementSource, "_end", {}),
     "rows kept before a step": (KeptRows, "compare", {}),
     "weights kept before a step": (KeptRows, "compare", {"kind": NAdam}),
     "rows kept after a step": (KeptRows, "see", {}),
     "rows compared at the record": (WatchedHead, "stands", {}),
-    "sample of the gradient": (WatchedHead, "_sample", {"layout": "DDP"}),
     "head after the step": (WatchedHead, "logit_matrix", {}),
     "stored step": (WatchedHead, "stored_increment", BF16),
     "entries that moved": (IncrementSource, "moved", BF16),
     "ceiling of a stored step": (WatchedHead, "ceiling", BF16),
-    "efficiency": (WatchedHead, "ceiling", {"layout": "DDP", "efficiency": True}),
+    "end of a step that rank zero measures": (IncrementSource, "_end", DDP),
+    "rows kept where rank zero measures": (KeptRows, "see", DDP),
 }
+ON_RANK_ZERO = {
+    "increment": (WatchedHead, "increment", DDP),
+    "end of its step": (IncrementSource, "_end", DDP),
+    "rows compared at its record": (WatchedHead, "stands", DDP),
+    "efficiency": (WatchedHead, "ceiling", DDP | {"efficiency": True}),
+}
+"""What rank zero alone does, where every rank has the whole head."""
 
 
-def failing_rank(rank, world):
-    """Fail on rank one in one update, in each of the places; return the runs with that and without."""
+def failing_rank(rank, world, failing, places):
+    """Fail on one rank in one update, in each of the places; return the runs with that and without."""
     runs, undisturbed = {}, {}
-    for name, (owner, method, options) in PLACES.items():
+    for name, (owner, method, options) in places.items():
         real, fails = getattr(owner, method), [False]
 
         def faulty(*args, real=real, fails=fails, **kwargs):
@@ -93,7 +101,7 @@ def failing_rank(rank, world):
             return real(*args, **kwargs)
 
         def before(update, fails=fails):
-            fails[0] = rank == 1 and update == FAULT
+            fails[0] = rank == failing and update == FAULT
 
         key = str(options)
         undisturbed[key] = undisturbed.get(key) or train(world, **options)
@@ -104,7 +112,8 @@ def failing_rank(rank, world):
 
 
 def all_of_a_rank(rank, world):
-    return failing_rank(rank, world), other_panels(rank, world)
+    faults = [failing_rank(rank, world, failing, places) for failing, places in enumerate((ON_RANK_ZERO, PLACES))]
+    return faults, other_panels(rank, world)
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +123,11 @@ def two(tmp_path_factory):
 
 
 @pytest.mark.sweep
-def test_whatever_fails_on_one_rank_costs_a_measurement_alone(two):
-    (first, _), (second, _) = two
-    for name, ((records, failures, remarks, _, weights), undisturbed) in first.items():
+@pytest.mark.parametrize("failing", [0, 1])
+def test_whatever_fails_on_one_rank_costs_a_measurement_alone(two, failing):
+    for name, ((records, _, remarks, _, weights), undisturbed) in two[0][0][failing].items():
         others, _, usual, _, unfailed = undisturbed
-        assert not failures, name
-        assert second[name][0][1], name  # the fault was met
+        assert [bool(faults[failing][name][0][1]) for faults, _ in two] == [failing == 0, failing == 1], name
         assert remarks == usual, name  # nobody believes that the weights did something else
         assert all(torch.equal(a, b) for a, b in zip(weights, unfailed, strict=True)), name
         for update, (record, other) in enumerate(zip(records, others, strict=True)):
@@ -149,8 +157,9 @@ def other_panels(rank, world):
 
 @pytest.mark.sweep
 def test_ranks_with_different_panels_measure_none_and_say_so(two):
-    for _, runs in two:
-        for records, failures, _, expected in runs.values():
+    for rank, (_, runs) in enumerate(two):
+        for (_, layout), (records, failures, _, expected) in runs.items():
             assert failures == {"panel": 1}
             assert all(record.perturbation_rms is None for record in records)
-            assert [record.diameter for record in records] == pytest.approx(expected, rel=1e-5)
+            if layout != "DDP" or rank == 0:
+                assert [record.diameter for record in records] == pytest.approx(expected, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Heads that several ranks share: under FSDP2, tensor parallelism, both, and DDP, all as one process measures it."""
+"""Heads on several ranks: under FSDP2, tensor parallelism, both, and DDP, all as one process measures it."""
 
 import multiprocessing
 import os
@@ -21,8 +21,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from hilbert_monitor import ChainedOptimizer, Muon, RowNorm
-from hilbert_monitor.geometry import shards
 from hilbert_monitor.geometry._cloud import PointCloud
+from hilbert_monitor.monitor.head import WatchedHead
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from tests.support import warm
@@ -143,7 +143,7 @@ LAYOUTS = {
 def all_of_a_rank(rank, world):
     """All that so many ranks do, one after the other: processes take longer to start than any of it."""
     found = {}
-    with warnings.catch_warnings(), mock.patch.object(shards, "LEAST_RUNS", 8):  # runs of several rows under DDP
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for (layout, ranks), names in LAYOUTS.items():
             if ranks == world:
@@ -152,7 +152,7 @@ def all_of_a_rank(rank, world):
                 }
         if world == 2:
             found |= {case: team(rank, world, case) for case in TEAMS}
-            found |= {act.__name__: act(rank, world) for act in (columns_sharded, heads_that_part)}
+            found |= {act.__name__: act(rank, world) for act in (columns_sharded, heads_that_part, work)}
             found |= {where: failing_rank(rank, world, where) for where in PLACES}
         if world == 4:
             found["pipeline"] = pipeline(rank, world)
@@ -171,12 +171,15 @@ def test_ranks_measure_what_one_process_measures_and_change_nothing(layout, worl
     names, ranks = LAYOUTS[layout, world], [rank[layout] for rank in ranks_of(world)]
     for name in names:
         expected = whole(name)
-        for (numbers, weights, remarks, origin), unwatched in (rank[name] for rank in ranks):
+        for rank, ((numbers, weights, remarks, origin), unwatched) in enumerate(found[name] for found in ranks):
+            assert all(torch.equal(a, b) for a, b in zip(weights, unwatched, strict=True))
+            if layout == "DDP" and rank:  # the first measures alone
+                assert {number for record in numbers for number in record.values()} == {None}
+                continue
             assert numbers == ranks[0][name][0][0]  # the same on every rank
             local = layout == "DDP" or name not in ("centred RowNorm", "Muon")
             every = slice(None) if local else slice(1, None, 2)  # differences of weights are not formed for bounds
             check(numbers[every], expected[0][every])
-            assert all(torch.equal(a, b) for a, b in zip(weights, unwatched, strict=True))
             assert remarks == expected[2]
             assert origin == (expected[3] if local else ["", "step"] * (UPDATES // 2))
         kinds = {"momentum": "SGD with momentum", "centred RowNorm": "RowNorm (centred)"}
@@ -306,7 +309,7 @@ def test_a_head_sharded_by_columns_is_refused_with_what_to_do(ranks_of):
 
 
 def heads_that_part(rank, world):
-    """Ranks that begin alike and take steps of their own, as in local SGD: rank zero measures its own head."""
+    """Ranks that take steps of their own, as in local SGD: rank zero measures its own head."""
     torch.manual_seed(0)
     model, other = Plain(**SIZE), Plain(**SIZE)
     other.load_state_dict(model.state_dict())
@@ -327,8 +330,36 @@ def heads_that_part(rank, world):
 
 def test_ranks_with_heads_of_their_own_leave_measuring_to_rank_zero(ranks_of):
     (together, alone), (others, _) = (rank["heads_that_part"] for rank in ranks_of(2))
-    assert together == [None, *alone[1:]]  # the first step shows that they part
+    assert together == alone
     assert others == [None] * 3
+
+
+def work(rank, world):
+    """Train under DDP where weights are copied; return how many increments were formed, the copies, the last record."""
+    torch.manual_seed(0)
+    model = Plain(**SIZE)
+    wrapped = arranged("DDP" if world > 1 else "one", world, model)
+    optimizer, copies = OPTIMIZERS["RMSprop"](model.parameters()), []
+    panel = Panel.of_tokens(TEXT[:8], 50)
+    probe = Probe(model, optimizer, panel=panel, diameter_every=1, perturbation_every=1, strict=True)
+    with mock.patch.object(WatchedHead, "increment", autospec=True, side_effect=WatchedHead.increment) as formed, probe:
+        for update in range(UPDATES):
+            ids = TEXT[8 * update : 8 * update + 8]
+            optimizer.zero_grad()
+            cross_entropy(wrapped(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+            optimizer.step()
+            copies.append(probe.source.has_stored)
+            probe.record()
+        return formed.call_count, copies, probe.record(final=True)
+
+
+def test_under_ddp_the_other_ranks_form_and_copy_nothing_and_the_end_measures_nothing_again(ranks_of):
+    first, second = (rank["work"] for rank in ranks_of(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert first == work(0, 1)
+    assert first[1:] == ([True] * UPDATES, None)
+    assert second == (0, [False] * UPDATES, None)
 
 
 def pipeline(rank, world):
@@ -422,15 +453,14 @@ def dying_rank(rank, folder):
     optimizer = AdamW(model.parameters(), lr=1e-2)
     warnings.simplefilter("ignore")
     probe = Probe(model, optimizer, diameter_every=1, perturbation_every=0).attach()
-    form = probe.head.increment
+    agree = probe.head.agree
 
-    def killed():
-        increment = form()
+    def killed(*mine):
         if rank == 1 and probe.step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return increment
+        return agree(*mine)
 
-    probe.head.increment = killed
+    probe.head.agree = killed
     step, error, start = 0, None, time.monotonic()
     try:
         for step in range(1, 7):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from hilbert_monitor.geometry import RowRuns
 from hilbert_monitor.optim import Muon, RowNorm
 from tests.support.optim_references import LRS, close, gradients, muon_steps, rownorm_steps, walk
 from tests.support.references import normal
@@ -359,25 +358,14 @@ def test_increment_is_what_the_step_added_beside_the_decay(make, reference, opti
         before = after.double()
 
 
-@pytest.mark.few(4)
 @each
-@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1), (7, 6)])
-def test_some_rows_of_the_increment_are_those_of_the_whole(make, ranks, rank):
-    params = [*matrices(), Parameter(normal(5, 700, 6))]
+def test_increment_is_the_same_in_memory_that_is_given(make):
+    params = matrices()
     optimizer = make(params, lr=0.1)
     take_steps(optimizer, params, 2)
     for p in params:
-        rows = RowRuns(len(p), ranks, rank)
-        S = optimizer.increment(p)[rows.ids(p.device)]
-        assert torch.equal(optimizer.increment(p, rows=rows), S)
-        assert torch.equal(optimizer.increment(p, rows=rows, out=torch.empty_like(S)), S)
-    params[0].grad = None
-    optimizer.step()
-    rows = RowRuns(len(params[0]), ranks, rank)
-    assert torch.equal(optimizer.increment(params[0], rows=rows), torch.zeros_like(rows.of(params[0])))
-    for wrong in ([0, 2], RowRuns(99, ranks, rank)):
-        with pytest.raises(ValueError, match=r"rows must be RowRuns of \d+ rows, got"):
-            optimizer.increment(params[1], rows=wrong)
+        S = optimizer.increment(p)
+        assert torch.equal(optimizer.increment(p, out=torch.empty_like(S)), S)
 
 
 @each

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 
-from hilbert_monitor.geometry import RowRuns, projected_row_norm, row_diameter
-from hilbert_monitor.optim import RowNorm, _chunks, rownorm
+from hilbert_monitor.geometry import projected_row_norm, row_diameter
+from hilbert_monitor.optim import RowNorm, _chunks
 from tests.support.draws import draws
 from tests.support.optim_references import LRS, assert_walks_agree, gradients, rotation, rownorm_steps, walk
 from tests.support.references import normal
@@ -287,14 +287,3 @@ def test_projected_step_does_not_see_a_common_row_in_the_gradients(seed, V, d, s
     shifted = [G + normal(seed + 50 + t, d, scale=size) for t, G in enumerate(grads)]
     plain = walk(RowNorm, W, grads, LRS, eps=1e-3, center="both")
     assert_walks_agree(walk(RowNorm, W, shifted, LRS, eps=1e-3, center="both"), plain, atol=2e-12 * (1 + size))
-
-
-def test_some_rows_of_the_increment_are_formed_without_the_others(monkeypatch):
-    p = Parameter(torch.ones(8, 3))
-    optimizer = RowNorm([p], lr=0.1)
-    p.grad = torch.ones(8, 3)
-    optimizer.step()
-    rows, real = [], rownorm.stable_norms
-    monkeypatch.setattr(rownorm, "stable_norms", lambda b, *args: (rows.append(b.numel() // 3), real(b, *args))[1])
-    optimizer.increment(p, rows=RowRuns(8, 3, 1))
-    assert sum(rows) == 3  # rows 1, 4 and 7

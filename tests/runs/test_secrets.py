@@ -33,6 +33,7 @@ SECRET = "sk-4711-XyZ"
         {"cfg": f"Namespace(lr=0.1, api_key='{SECRET}...cut"},
         {"headers": {"Authorization": f"Bearer {SECRET}"}},
         {"headers": f"Authorization: Bearer {SECRET}"},
+        {"access_tokens": [SECRET], "ssh_keys": [SECRET]},
         {"cfg": f"Config(logger=Logger(lr=0.1, api_key='{SECRET}'))"},
         {"cfg": f"api_key=SecretStr('{SECRET}'), lr=0.1"},
         {"cfg": f"{{'api_key': b'{SECRET}', 'token': ['{SECRET}']}}"},
@@ -81,6 +82,11 @@ def test_settings_of_a_model_stay():
         "note": "max_tokens=100, lr=0.1, remote git@example.com:me/repo",
         "time": "12:30",
         "train_tokens": "10B",
+        "num_pass": 5,
+        "forward_pass": "fused-kernel.v2",
+        "start_token": "<s>",
+        "token_dropout": "a-b-c",
+        "pass": None,
         "include_num_input_tokens_seen": "no",
         "text_key": "caption",
         "keys": ["image", "label"],
@@ -150,3 +156,22 @@ def test_a_long_text_takes_little_time(piece):
     mask_secrets(text)
     mask_secrets(text + ")" * 10_000)
     assert time.process_time() - start < 20.0  # a tenth of a second, or minutes if it is quadratic
+
+
+@pytest.mark.parametrize(
+    "config", [{"wandb_api_key": "deadbeefdeadbeef"}, {"token": "abcdefgh"}, {"auth": "horse"}, {"api_key": 10**16 + 7}]
+)
+def test_a_token_of_letters_or_digits_alone_is_masked(config):
+    assert set(mask_secrets(config).values()) == {"***"}
+
+
+def test_names_that_are_given_win():
+    assert mask_secrets({"name": "lr", "value": 3}, ["value"]) == {"name": "lr", "value": "***"}
+
+
+def test_a_message_keeps_names_of_parameters_and_loses_passwords():
+    assert mask_message("size mismatch for token_embedding.weight: copying a param") == (
+        "size mismatch for token_embedding.weight: copying a param"
+    )
+    assert mask_message("password: hunter2") == "password: ***"
+    assert mask_message("Authorization: Bearer abcdefgh1234567890") == "Authorization: Bearer ***"

@@ -79,17 +79,6 @@ class Series:
             return (self.times - self.start_time) / 3600
         return self.tokens if axis == "tokens" else self.steps.astype(np.float64)
 
-    def last_x(self, axis: Axis) -> float:
-        """The x coordinate of the last point."""
-        last = Series(self.steps[-1:], self.tokens[-1:], self.times[-1:], start_time=self.start_time)
-        return float(last.x(axis)[0])
-
-    def index_after(self, axis: Axis, x: float) -> int:
-        """The index of the first point to the right of an x coordinate."""
-        if axis == "time":
-            return int(np.searchsorted(self.times, self.start_time + 3600 * x, "right"))
-        return int(np.searchsorted(self.tokens if axis == "tokens" else self.steps, x, "right"))
-
     def has_x(self, axis: Axis) -> bool:
         """Whether every point has an x coordinate on an axis."""
         if axis == "updates":
