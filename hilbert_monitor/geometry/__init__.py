@@ -4,16 +4,16 @@ Every function takes fp64, fp32, bf16 or fp16 on any device, computes in fp32 or
 set for its matrix products, builds no graph, and leaves its input as it was.
 """
 
-from .arithmetic import compute_dtype, full_precision
 from .backward import BackwardBound, backward_bound, fixed_cotangent_bound, uniform_backward_bound
 from .bracket import DiameterBracket, PendingBracket, pending_bracket, row_diameter_bracket
 from .diameter import RowDiameter, row_diameter
 from .log_partition import LogPartition, MeanRow, log_partition, mean_row
+from .numerics import compute_dtype, full_precision
 from .perturbation import HilbertPerturbation, hilbert_perturbation
 from .power_iteration import LeadingDirection, leading_direction
 from .radius import RadiusBracket, covering_radius
 from .rows import RowSummary, center_rows, gauge_waste, projected_row_norm, row_norm, summarize_rows
-from .shards import RowShards
+from .sharding import RowShards
 from .simplex import cross_entropy_change_bound, hilbert_distance, tv_bound, variation_seminorm
 from .spectral import spectral_norm
 from .tension import (

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from .arithmetic import chunk_length, compute_dtype, nonfinite, power_of_two_scale
-from .shards import RowShards
+from .numerics import chunk_length, compute_dtype, nonfinite, power_of_two_scale
+from .sharding import RowShards
 
 CENTRE_SAMPLE = 512
 """Rows of whose mean the centre is. Any centre gives valid bounds, and more rows give no better ones."""
@@ -325,7 +325,7 @@ def centred(shards: RowShards, dtype: torch.dtype, pre: float, post: float, max_
         sample = sample if pre == 1.0 else sample.double() * pre  # a copy costs more than the sum
         return sample.sum(0, dtype=torch.float64)
 
-    if shards.ranks.alone:
+    if shards.ranks.is_single:
         centre = total() / -(-shards.number // step)
     else:
         number = shards.ids[::step].new_tensor(len(shards.ids[::step]), dtype=torch.float64)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ._cloud import leading_directions
-from .arithmetic import MAX_BYTES, check_rows, compute_dtype, power_of_two_scale, row_chunks
+from .numerics import MAX_BYTES, check_rows, compute_dtype, power_of_two_scale, row_chunks
 
 Tick = Callable[[], None]
 """Called again and again in long loops; raises where there is no time left."""

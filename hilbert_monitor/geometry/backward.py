@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .arithmetic import check_nonnegative, check_real, check_vectors, compute_dtype, full_precision
+from .numerics import check_nonnegative, check_real, check_vectors, compute_dtype, full_precision
 from .simplex import tv_bound
 
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ._cloud import PointCloud, centred, in_range, in_safe_range, on_host, ordered, padded, points, rounding
-from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision
-from .shards import RowShards, row_shards
+from .numerics import MAX_BYTES, check_rows, compute_dtype, full_precision
+from .sharding import RowShards, row_shards
 
 OUTLIERS = 16
 """Outlying rows that all ranks together show each other at a time."""
@@ -141,7 +141,7 @@ def _pending(shards: RowShards, cloud: PointCloud, scales: tuple[float, float] |
     norms, from_centre, rows, ids = _outliers(shards, cloud)
     more, more_ids = _partners(shards, cloud, norms, rows)
     rows, ids = torch.cat([rows, more]), torch.cat([ids, more_ids])
-    some_missing = not shards.ranks.alone or shards.number < OUTLIERS
+    some_missing = not shards.ranks.is_single or shards.number < OUTLIERS
     _, ends = longest_pair(rows, ids, cloud, some_missing=some_missing)
     midpoint = (rows.index_select(0, ends).to(cloud.dtype) * cloud.pre_scale).mean(0)
     _, from_midpoint, more, more_ids = _outliers(shards, replace(cloud, centre=midpoint))

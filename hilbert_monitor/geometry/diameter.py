@@ -31,10 +31,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ._cloud import PointCloud, in_range, in_safe_range, leading_directions, on_host, ordered, slant
-from ._ranks import Form
-from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision
 from .bracket import DiameterBracket, fp64_rounding, longest_pair, rounded_up
-from .shards import RowShards, row_shards
+from .numerics import MAX_BYTES, check_rows, compute_dtype, full_precision
+from .sharding import Form, RowShards, row_shards
 
 SAMPLE_ROWS = 512
 """Rows from which centre and directions are estimated."""
@@ -187,7 +186,7 @@ class DiameterSearch:
         rows, present = (x.flatten(0, 1) for x in self.ranks.gather(sample, ((n, d), dtype), ((n,), torch.bool)))
 
         def basis() -> Tensor:
-            if self.ranks.place:
+            if self.ranks.rank:
                 return rows.new_zeros(d, k + 1)
             weight = present.to(dtype)[:, None]
             first = rows.index_select(0, present.byte().argmax(0, keepdim=True))
@@ -363,7 +362,7 @@ class DiameterSearch:
             numbers = [self.length, *self.pair, *self.local]
             return [torch.tensor(numbers, dtype=torch.float64, device=self.ranks.device)]
 
-        if self.ranks.alone:  # nothing to read back
+        if self.ranks.is_single:  # nothing to read back
             self._compute_in_full(batch, rows, ids)
             self.work = self.local
             return
@@ -445,9 +444,9 @@ class DiameterSearch:
         self, long_rows: LongRows, make: Callable[[Tensor], Sequence[Tensor]], *forms: Form
     ) -> list[Tensor]:
         """Return what the owners of long rows make of these rows."""
-        if self.ranks.alone:
+        if self.ranks.is_single:
             return list(make(self.order[long_rows.place]))
-        return self.ranks.shown(long_rows.owner, lambda mine: make(self.order[long_rows.place[mine]]), *forms)
+        return self.ranks.from_owners(long_rows.owner, lambda mine: make(self.order[long_rows.place[mine]]), *forms)
 
     def _centred(self, rows: Tensor, *, double: bool = False) -> Tensor:
         """Return rows of any rank as points about the common centre."""

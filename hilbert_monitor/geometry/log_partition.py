@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arithmetic import MAX_BYTES, check_rows, chunk_length, compute_dtype, full_precision, row_chunks
-from .shards import RowShards, row_shards
+from .numerics import MAX_BYTES, check_rows, chunk_length, compute_dtype, full_precision, row_chunks
+from .sharding import RowShards, row_shards
 
 _ROWS, _BLOCK = 512, 2048  # rows and positions of a product that stays in cache
 NO_TARGET = -1

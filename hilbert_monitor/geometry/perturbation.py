@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from ._cloud import SAMPLE, PointCloud, in_range, leading_directions, on_host, slant
-from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision, times_power_of_two
-from .shards import RowShards, row_shards
+from .numerics import MAX_BYTES, check_rows, compute_dtype, full_precision, times_power_of_two
+from .sharding import RowShards, row_shards
 
 _RANK = 32
 _TILE = 64  # positions
@@ -93,7 +93,7 @@ def hilbert_perturbation(S: Tensor | RowShards, H: Tensor, *, max_bytes: int = M
     pair, products = (row, row), 0
     if panel is not None:
         pair, products = _extreme_tokens(shards, panel, position), panel.products
-        if not shards.ranks.alone:
+        if not shards.ranks.is_single:
             products = int(shards.ranks.sum(lambda: torch.tensor([float(products)]), 1))
     return HilbertPerturbation(
         delta=delta,

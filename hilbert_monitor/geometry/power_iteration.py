@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arithmetic import check_real, compute_dtype, full_precision
+from .numerics import check_real, compute_dtype, full_precision
 
 
 class LeadingDirection(NamedTuple):

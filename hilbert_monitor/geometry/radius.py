@@ -39,9 +39,9 @@ import torch
 from torch import Tensor
 
 from ._cloud import PointCloud, centred, in_range, padded, points, sample_step
-from .arithmetic import MAX_BYTES, check_rows, compute_dtype, full_precision
 from .bracket import DiameterBracket
-from .shards import RowShards, row_shards
+from .numerics import MAX_BYTES, check_rows, compute_dtype, full_precision
+from .sharding import RowShards, row_shards
 from .tension import jung_ratio
 
 _FAR_ROWS = 512  # that join the core set after a pass

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arithmetic import MAX_BYTES, check_real, check_rows, compute_dtype, full_precision, row_chunks, row_mean, row_sum
-from .shards import RowShards, like, row_shards
+from .numerics import MAX_BYTES, check_real, check_rows, compute_dtype, full_precision, row_chunks, row_mean, row_sum
+from .sharding import RowShards, like, row_shards
 
 
 @full_precision

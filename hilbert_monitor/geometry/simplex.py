@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arithmetic import check_nonnegative, check_real, check_vectors, compute_dtype, full_precision
+from .numerics import check_nonnegative, check_real, check_vectors, compute_dtype, full_precision
 
 
 def _same_length(p_name: str, p: Tensor, q_name: str, q: Tensor) -> None:

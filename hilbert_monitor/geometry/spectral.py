@@ -23,8 +23,8 @@ import math
 import torch
 from torch import Tensor
 
-from .arithmetic import MAX_BYTES, check_rows, full_precision, power_of_two_scale, row_chunks
-from .shards import RowShards, row_shards
+from .numerics import MAX_BYTES, check_rows, full_precision, power_of_two_scale, row_chunks
+from .sharding import RowShards, row_shards
 from .tension import Interval
 
 _UNIT = 2.0**-53

@@ -45,9 +45,9 @@ from ._tension_solver import (
     placed_points,
     row_groups,
 )
-from .arithmetic import MAX_BYTES, check_nonnegative, check_rows, compute_dtype, full_precision
 from .bracket import row_diameter_bracket
 from .diameter import row_diameter
+from .numerics import MAX_BYTES, check_nonnegative, check_rows, compute_dtype, full_precision
 
 _MOST_ROWS = 2048  # of the oracle: (V, V) tables in fp64
 _MOST_ROUNDS = 128  # of 48 steps or more, for an exact solution

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hilbert_monitor.geometry import Interval, compute_dtype, row_diameter, spectral_norm
-from hilbert_monitor.geometry.arithmetic import MAX_BYTES, row_chunks, row_mean
+from hilbert_monitor.geometry.numerics import MAX_BYTES, row_chunks, row_mean
 from hilbert_monitor.monitor.logits import config_transform
 from hilbert_monitor.monitor.step_quality import step_quality
 

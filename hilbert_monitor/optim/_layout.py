@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hilbert_monitor.geometry.shards import is_dtensor
+from hilbert_monitor.geometry.sharding import is_dtensor
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from hilbert_monitor.geometry import compute_dtype
-from hilbert_monitor.geometry.shards import is_dtensor, like
+from hilbert_monitor.geometry.sharding import is_dtensor, like
 
 from ._hyperparameters import Group, check_choice, check_number, options_of, parameter_label
 from ._layout import changes, is_partial, laid_out_like, local, refusal

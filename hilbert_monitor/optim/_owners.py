@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hilbert_monitor.geometry._ranks import Ranks
+from hilbert_monitor.geometry.sharding import Ranks
 
 BUCKET_BYTES = 256 * 2**20
 """Of whole matrices that each rank owns at a time: it bounds the memory that their gathering takes on a rank."""

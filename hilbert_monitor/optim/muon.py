@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hilbert_monitor.geometry import compute_dtype
-from hilbert_monitor.geometry.shards import is_dtensor
+from hilbert_monitor.geometry.sharding import is_dtensor
 
 from ._hyperparameters import Group, check_choice, check_number
 from ._layout import local, local_gradient
