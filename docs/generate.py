@@ -29,14 +29,13 @@ PART = re.compile(r"(<!-- (table|file): (\S+) -->\n).*?(<!-- end -->)", re.S)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml"}
 
 ORDER = (
-    *("bracket", "diameter", "radius", "perturbation", "log_partition", "simplex", "rows"),
-    *("spectral", "power_iteration", "tension", "backward"),
+    *("bracket", "diameter", "radius", "logits", "norms", "tension", "simplex"),
 )
 """Modules whose functions are in the geometry's table, in its order."""
 COSTS = {
     "row_diameter": "on optimizers' increments about 20 reads of S; at worst all pairs",
-    "row_diameter_bracket": "two passes over S",
-    "pending_bracket": "two passes over S, and no wait",
+    "row_diameter_bracket": "one pass over S",
+    "deferred_bracket": "one pass over S, and no synchronization",
     "hilbert_perturbation": "on a CPU less than the product S H'; at worst a little more",
     "hilbert_distance": "one pass",
     "variation_seminorm": "one pass",
@@ -46,7 +45,7 @@ COSTS = {
     "row_norm": "O(Vd)",
     "projected_row_norm": "O(Vd)",
     "step_efficiency": "none",
-    "gauge_waste": "one pass",
+    "row_statistics": "one pass",
     "first_order_decrease": "one pass",
     "centred_decrease": "three passes",
     "jung_ratio": "none",

@@ -4,20 +4,33 @@ Every function takes fp64, fp32, bf16 or fp16 on any device, computes in fp32 or
 set for its matrix products, builds no graph, and leaves its input as it was.
 """
 
-from .backward import BackwardBound, backward_bound, fixed_cotangent_bound, uniform_backward_bound
-from .bracket import DiameterBracket, PendingBracket, pending_bracket, row_diameter_bracket
+from .bracket import DeferredBracket, DiameterBracket, deferred_bracket, row_diameter_bracket
 from .diameter import RowDiameter, row_diameter
-from .log_partition import LogPartition, MeanRow, log_partition, mean_row
-from .numerics import compute_dtype, full_precision
-from .perturbation import HilbertPerturbation, hilbert_perturbation
-from .power_iteration import LeadingDirection, leading_direction
+from .logits import HilbertPerturbation, LogPartition, hilbert_perturbation, log_partition
+from .norms import (
+    LeadingDirection,
+    RowStatistics,
+    center_rows,
+    leading_direction,
+    projected_row_norm,
+    row_norm,
+    row_statistics,
+    spectral_norm,
+)
+from .numerics import Interval, compute_dtype, full_precision
 from .radius import RadiusBracket, covering_radius
-from .rows import RowSummary, center_rows, gauge_waste, projected_row_norm, row_norm, summarize_rows
-from .sharding import RowShards
-from .simplex import cross_entropy_change_bound, hilbert_distance, tv_bound, variation_seminorm
-from .spectral import spectral_norm
+from .sharding import RowShards, RowSource
+from .simplex import (
+    BackwardBound,
+    backward_bound,
+    cross_entropy_change_bound,
+    fixed_cotangent_bound,
+    hilbert_distance,
+    tv_bound,
+    uniform_backward_bound,
+    variation_seminorm,
+)
 from .tension import (
-    Interval,
     OracleSolution,
     TensionBracket,
     centred_decrease,
@@ -30,18 +43,18 @@ from .tension import (
 
 __all__ = [
     "BackwardBound",
+    "DeferredBracket",
     "DiameterBracket",
     "HilbertPerturbation",
     "Interval",
     "LeadingDirection",
     "LogPartition",
-    "MeanRow",
     "OracleSolution",
-    "PendingBracket",
     "RadiusBracket",
     "RowDiameter",
     "RowShards",
-    "RowSummary",
+    "RowSource",
+    "RowStatistics",
     "TensionBracket",
     "backward_bound",
     "center_rows",
@@ -49,25 +62,23 @@ __all__ = [
     "compute_dtype",
     "covering_radius",
     "cross_entropy_change_bound",
+    "deferred_bracket",
     "diameter_oracle",
     "first_order_decrease",
     "fixed_cotangent_bound",
     "full_precision",
-    "gauge_waste",
     "hilbert_distance",
     "hilbert_perturbation",
     "jung_ratio",
     "leading_direction",
     "log_partition",
-    "mean_row",
-    "pending_bracket",
     "projected_row_norm",
     "row_diameter",
     "row_diameter_bracket",
     "row_norm",
+    "row_statistics",
     "spectral_norm",
     "step_efficiency",
-    "summarize_rows",
     "tension_bracket",
     "tv_bound",
     "uniform_backward_bound",

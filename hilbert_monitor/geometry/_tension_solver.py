@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ._cloud import leading_directions
-from .numerics import MAX_BYTES, check_rows, compute_dtype, power_of_two_scale, row_chunks
+from .numerics import MAX_BYTES, check_rows, compute_dtype, power_of_two_scale
+from .points import leading_directions
+from .sharding import RowSource
 
 Tick = Callable[[], None]
 """Called again and again in long loops; raises where there is no time left."""
@@ -77,7 +78,7 @@ class CentredGradient:
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices and their rows (n, d) in fp64."""
-        for at, chunk in row_chunks(self.G, torch.float64, self.max_bytes, copies=4):
+        for at, chunk in RowSource(self.G).chunks(self.max_bytes, dtype=torch.float64, copies=4):
             yield at, (chunk * self.scale).sub_(self.origin).sub_(self.mean)
 
     def directions(self) -> Tensor:

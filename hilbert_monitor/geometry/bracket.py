@@ -1,35 +1,50 @@
-"""Certified bounds of the row diameter D(S) in two passes over S, and a form of them that never waits for the device.
+"""Certified bounds of the row diameter D(S) in one pass over S, and a form of them that never waits for the device.
 
-1. The first pass finds the rows farthest from the centre. The longest pair among those, and rows of an even sample that
-   are far from them, has a midpoint.
-2. The second pass finds the rows farthest from that midpoint.
+By the triangle inequality the two largest distances from any point add up to an upper bound. A good point is close to
+the centre of the smallest ball around the rows. It is estimated from an even sample: start at the mean, and average it
+with the row that is farthest from the average so far, twelve times (Badoiu and Clarkson). Then one pass measures the
+distance of every row from it.
 
-The lower bound is the longest pair of all these rows. The upper bound is the sum of the two largest distances from the
-centre, or from the midpoint, whichever is smaller: by the triangle inequality any point serves.
+The lower bound is the longest pair among the farthest rows and the sampled rows that are farthest from those. As the
+centre is an average of sampled rows, one of them is at least as far from the farthest row as the centre is. So upper is
+at most twice lower.
 
-Every rank runs this on its own rows; a plain tensor is a shard on one rank. There all of it is queued on the device
-of S without a look at a result, and ends in a few numbers. Whoever has them on the host resolves them, now or a step
-later. The same numbers tell whether the rows were finite, and in a range whose squares are safe. Rows that were not are
-measured again, which is rare.
+Every rank runs this on its own rows; a plain tensor is a shard on one rank. There all work is queued on the device of S
+and ends in a few numbers, which the caller reads now or a step later. The same numbers show whether the rows were
+finite, and in a range whose squares are safe. Other rows are rare, and are measured again.
+
+Tried and dropped: the sample's mean as the only centre (upper 1.9 times D on RowNorm increments), and a second pass
+about the midpoint of the longest known pair, which bounds no better than the ball's centre and reads S twice.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ._cloud import PointCloud, centred, in_range, in_safe_range, on_host, ordered, padded, points, rounding
-from .numerics import MAX_BYTES, check_rows, compute_dtype, full_precision
-from .sharding import RowShards, row_shards
+from .numerics import MAX_BYTES, compute_dtype, full_precision, on_host
+from .points import (
+    CentredRows,
+    Scales,
+    Trivial,
+    from_sample,
+    in_safe_range,
+    mean_row,
+    ordered,
+    rounding,
+    sample_step,
+    scales_of,
+)
+from .sharding import RowShards, RowSource, as_shards
 
 OUTLIERS = 16
-"""Outlying rows that all ranks together show each other at a time."""
-SAMPLE = 2048
-"""Rows among which partners of the outlying ones are looked for."""
+"""Rows far from the centre, of all ranks together, that are compared with each other."""
+AVERAGED = 12
+"""Rows that the estimate of the ball's centre averages with the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,169 +60,161 @@ class DiameterBracket:
     pair: tuple[int, int]
     """Token ids i < j with |s_i - s_j| = lower; (0, 0) for a single row."""
     nonfinite_rows: int
-    """How many rows hold an infinity or a nan."""
+    """Number of rows that hold an infinity or a nan."""
 
 
 @dataclass(frozen=True, slots=True)
-class PendingBracket:
-    """Bounds of D(S) that are still numbers on a device. It holds nothing of S.
+class DeferredBracket:
+    """Bounds of D(S) that are still numbers on a device. It holds no row of S.
 
     Example:
-        >>> pending = pending_bracket(S)  # queues kernels, and waits for none
-        >>> bracket = pending.resolve(pending.numbers.tolist()) or row_diameter_bracket(S)
+        >>> deferred = deferred_bracket(S)  # queues kernels and does not synchronize
+        >>> bracket = deferred.resolve(deferred.numbers.tolist()) or row_diameter_bracket(S)
     """
 
     numbers: Tensor
-    """Up to 8 numbers in fp64, on the device of S: all that the host needs to know."""
+    """Up to 6 numbers in fp64, on the device of S."""
     shape: tuple[int, int]
     """V and d."""
-    dtype: torch.dtype
-    """Of the arithmetic: fp32 or fp64."""
-    scales: tuple[float, float] | None = None
-    """Powers of two that bring the rows into a safe range; None if the numbers tell whether they are in it."""
+    scales: Scales
+    """Of the points."""
+    checked: bool = False
+    """Whether the rows are known to be in a safe range; if not, the numbers show it."""
 
     def resolve(self, numbers: list[float]) -> DiameterBracket | None:
-        """Return the bounds; None if S has to be measured again, by `row_diameter_bracket`.
+        """Return the bounds; None if `row_diameter_bracket` has to measure S again.
 
         That is so where its rows are equal, very small, very large or not finite.
 
         Args:
-            numbers: those of this bracket, as `tolist` gives them.
+            numbers: those of this bracket, as `tolist` returns them.
         """
         d, (length, i, j, centre, *largest) = self.shape[1], numbers
-        from_centre, from_midpoint = largest[: len(largest) // 2], largest[len(largest) // 2 :]
-        if self.scales is None and not in_safe_range(from_centre[0], centre, d, self.dtype):
+        if not self.checked and not in_safe_range(largest[0], centre, d, self.scales.dtype):
             return None
-        pre, post = self.scales or (1.0, 1.0)
-        reach = min(sum(from_centre), sum(from_midpoint))
-        upper = max(length * fp64_rounding(d), reach * (1 + rounding(d, self.dtype)))
-        return DiameterBracket(length / post / pre, rounded_up(upper / post / pre), ordered(int(i), int(j)), 0)
+        upper = max(length * fp64_rounding(d), sum(largest) * (1 + rounding(d, self.scales.dtype)))
+        lower, upper = (x / self.scales.post / self.scales.pre for x in (length, upper))
+        return DiameterBracket(lower, rounded_up(upper), ordered(int(i), int(j)), 0)
 
 
 @full_precision
-def pending_bracket(S: Tensor, *, max_bytes: int = MAX_BYTES) -> PendingBracket:
-    """Queue the work of `row_diameter_bracket` on the device of S, and wait for none of it.
+def deferred_bracket(S: Tensor | RowSource, *, max_bytes: int = MAX_BYTES) -> DeferredBracket:
+    """Queue the work of `row_diameter_bracket` on the device of S, without reading a result.
 
     Args:
-        S: (V, d) update rows, whole, any real floating-point dtype.
+        S: (V, d) update rows, whole: a tensor of any real floating-point dtype, or a source.
         max_bytes: bound on scratch memory.
 
     Returns:
         numbers on the device, and how to make bounds of them once they are on the host.
     """
-    check_rows("S", S)
-    return _unscaled(RowShards.whole(S), max_bytes)
+    shards = as_shards(S)
+    return _deferred(shards, Scales(compute_dtype(shards.rows)), max_bytes)
 
 
 @full_precision
-def row_diameter_bracket(S: Tensor | RowShards, *, max_bytes: int = MAX_BYTES) -> DiameterBracket:
-    """Bracket D(S) in O(Vd): two passes over S, and little else.
+def row_diameter_bracket(S: Tensor | RowSource | RowShards, *, max_bytes: int = MAX_BYTES) -> DiameterBracket:
+    """Bracket D(S) in O(Vd): one pass over S, and little else.
 
     The upper bound is at most twice the lower bound (but for rounding), and within a few percent of it where the rows
     fill a ball, as RowNorm's do. The docstring of `bracket.py` explains the method.
 
     Args:
-        S: (V, d) update rows, any real floating-point dtype.
+        S: (V, d) update rows, any real floating-point dtype: a tensor, a DTensor, a source, or shards.
         max_bytes: bound on scratch memory.
 
     Returns:
         lower and upper bound, and the pair that attains the lower one.
     """
-    shards = row_shards(S)
-    if shards is None:
-        assert not isinstance(S, RowShards)
-        check_rows("S", S)
-        shards = RowShards.whole(S)
-    pending = _unscaled(shards, max_bytes)
-    if bracket := pending.resolve(pending.numbers.tolist()):
+    shards = as_shards(S)
+    deferred = _deferred(shards, Scales(compute_dtype(shards.rows)), max_bytes)
+    if bracket := deferred.resolve(deferred.numbers.tolist()):
         return bracket
-    cloud = in_range(shards, max_bytes)
-    if not isinstance(cloud, PointCloud):  # equal rows, or rows that are not finite
-        return DiameterBracket(*cloud[:4])
-    pending = _pending(shards, cloud, (cloud.pre_scale, cloud.post_scale))
-    bracket = pending.resolve(pending.numbers.tolist())
+    scales = scales_of(shards, max_bytes)
+    if isinstance(scales, Trivial):  # equal rows, or rows that are not finite
+        return DiameterBracket(*scales[:4])
+    deferred = _deferred(shards, scales, max_bytes, checked=True)
+    bracket = deferred.resolve(deferred.numbers.tolist())
     assert bracket is not None
     return bracket
 
 
-def _unscaled(shards: RowShards, max_bytes: int) -> PendingBracket:
-    """Queue the two passes on rows as they are. Rows that are not finite, or out of range, spoil the numbers alone."""
-    cloud = centred(shards, compute_dtype(shards.rows), 1.0, 1.0, max_bytes)
-    return _pending(shards, replace(cloud, centre=cloud.centre.nan_to_num(0.0, 0.0, 0.0)), None)
-
-
-def _pending(shards: RowShards, cloud: PointCloud, scales: tuple[float, float] | None) -> PendingBracket:
-    """Queue the two passes."""
-    norms, from_centre, rows, ids = _outliers(shards, cloud)
-    more, more_ids = _partners(shards, cloud, norms, rows)
-    rows, ids = torch.cat([rows, more]), torch.cat([ids, more_ids])
+def _deferred(shards: RowShards, scales: Scales, max_bytes: int, *, checked: bool = False) -> DeferredBracket:
+    """Queue the pass. Rows that are not finite, or out of range, spoil nothing but the numbers."""
+    centre = from_sample(shards, scales, max_bytes, lambda rows: ball_centre(rows)[:, None], 1)[:, 0]
+    points = CentredRows(shards.rows, centre.contiguous(), scales, max_bytes)
+    largest, rows, ids = _outliers(shards, points)
+    partners, partner_ids = _partners(shards, points, rows)
+    rows, ids = torch.cat([rows, partners]), torch.cat([ids, partner_ids])
     some_missing = not shards.ranks.is_single or shards.number < OUTLIERS
-    _, ends = longest_pair(rows, ids, cloud, some_missing=some_missing)
-    midpoint = (rows.index_select(0, ends).to(cloud.dtype) * cloud.pre_scale).mean(0)
-    _, from_midpoint, more, more_ids = _outliers(shards, replace(cloud, centre=midpoint))
-    rows, ids = torch.cat([rows, more]), torch.cat([ids, more_ids])
-    length, ends = longest_pair(rows, ids, cloud, some_missing=some_missing)
-    size = torch.linalg.vector_norm(cloud.centre, ord=math.inf)[None]
-    sizes = torch.cat([size, from_centre, from_midpoint]).double()
-    numbers = torch.cat([length, ids.index_select(0, ends).double(), sizes])
-    return PendingBracket(numbers, shards.shape, cloud.dtype, scales)
+    length, ends = longest_pair(rows, ids, scales, some_missing=some_missing)
+    size = torch.linalg.vector_norm(centre, ord=math.inf)[None]
+    numbers = torch.cat([length, ids.index_select(0, ends).double(), size.double(), largest.double()])
+    return DeferredBracket(numbers, shards.shape, scales, checked)
 
 
-def _outliers(shards: RowShards, cloud: PointCloud) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Measure all rows from the centre: one pass.
+def ball_centre(rows: Tensor) -> Tensor:
+    """Estimate the centre (d,) of the smallest ball around rows (n, d): an average of some of them and their mean."""
+    mean = mean_row(rows)
+    x = rows - mean
+    square = x.square().sum(1)
+    far = square.clone()  # squared distances from the average so far, less a constant
+    chosen = []
+    for k in range(AVERAGED):
+        chosen.append(far.argmax(0, keepdim=True))
+        far.lerp_(torch.addmv(square, x, x.index_select(0, chosen[-1])[0], alpha=-2), 1 / (k + 2))
+    return mean + x.index_select(0, torch.cat(chosen)).sum(0) / (AVERAGED + 1)
+
+
+def _outliers(shards: RowShards, points: CentredRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Measure all rows from the centre.
 
     Returns:
-        norms (n,) of this rank's points, the two largest of all ranks, and rows (m, d) and ids (m,) of the largest.
+        the two largest distances of all ranks, and rows (m, d) and ids (m,) of the largest ones.
     """
     k = max(2, -(-OUTLIERS // shards.ranks.number))
-    local = []
 
     def make() -> Sequence[Tensor]:
-        norms = cloud.norms()
-        local.append(norms)
-        values, places = norms.topk(min(k, len(norms)))
-        return padded(shards, places, k, values)
+        values, places = points.norms().topk(min(k, len(points)))
+        return [*shards.take(places, k), torch.cat([values, values.new_zeros(k - len(values))])]
 
     rows, ids, values = shards.ranks.gather(
-        make, ((k, shards.shape[1]), shards.rows.dtype), ((k,), torch.int64), ((k,), cloud.dtype)
+        make, ((k, shards.shape[1]), shards.rows.dtype), ((k,), torch.int64), ((k,), points.dtype)
     )
     largest = values.flatten().topk(min(2, shards.number)).values  # of a missing row it is zero
-    return local[0], largest, rows.flatten(0, 1), ids.flatten()
+    return largest, rows.flatten(0, 1), ids.flatten()
 
 
-def _partners(shards: RowShards, cloud: PointCloud, norms: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor]:
+def _partners(shards: RowShards, points: CentredRows, outliers: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows of an even sample, and their ids, that are the farthest from one of the outliers (m, d)."""
     k = max(1, -(-OUTLIERS // shards.ranks.number))
-    step = -(-shards.number // SAMPLE)
+    step = sample_step(shards, points.dtype, points.max_bytes)
 
-    def make() -> Sequence[Tensor]:
-        x = points(cloud, outliers)
-        far = torch.addmm(norms[::step].square(), x, cloud.points(slice(None, None, step)).T, alpha=-2)
+    def choose() -> Tensor:
+        x, sample = points.points(outliers), points.points(shards.rows.chunk(0, len(points), step))
+        far = torch.addmm(sample.square().sum(1), x, sample.T, alpha=-2)
         if not far.shape[1]:
-            return padded(shards, shards.ids[:0], k)
-        if len(far) > k:  # the farthest of all, by their whole distance
-            far, places = far.add_(x.square().sum(1)[:, None]).max(1)
-            places = places[far.topk(k).indices]
-        else:
-            places = far.argmax(1)
-        return padded(shards, places * step, k)
+            return shards.ids[:0]
+        if len(far) <= k:
+            return far.argmax(1) * step
+        values, places = far.add_(x.square().sum(1)[:, None]).max(1)  # the farthest of all
+        return places[values.topk(k).indices] * step
 
-    rows, ids = shards.ranks.gather(make, ((k, shards.shape[1]), shards.rows.dtype), ((k,), torch.int64))
-    return rows.flatten(0, 1), ids.flatten()
+    return shards.gather(choose, k)
 
 
-def longest_pair(rows: Tensor, ids: Tensor, cloud: PointCloud, *, some_missing: bool = True) -> tuple[Tensor, Tensor]:
-    """Return the fp64 length (1,), in the units of the cloud, of the longest pair of rows (n, d), and its places (2,).
+def longest_pair(rows: Tensor, ids: Tensor, scales: Scales, *, some_missing: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the fp64 length (1,) of the longest pair of rows (n, d), in units of the points, and its places (2,).
 
     Args:
         rows: as they were given.
-        ids: (n,) which rows of the matrix they are; -1 where a row is missing.
-        cloud: has the scales.
+        ids: (n,) their numbers in the matrix; -1 where a row is missing.
+        scales: of the points.
         some_missing: False where no id can be -1, which saves a few kernels.
     """
     x = rows.double()
-    if cloud.pre_scale != 1.0:
-        x = x * cloud.pre_scale * cloud.post_scale
+    if scales.pre != 1.0 or scales.post != 1.0:
+        x = x * scales.pre * scales.post
     if on_host(x):  # a product finds the longest pair sooner, and its length is measured by itself
         y = x - x[0]
         norm2 = y.square().sum(1)
@@ -226,7 +233,7 @@ def longest_pair(rows: Tensor, ids: Tensor, cloud: PointCloud, *, some_missing: 
 
 
 def fp64_rounding(d: int) -> float:
-    """Return by what factor a length of d entries may exceed its fp64 value, from differences or a Gram product."""
+    """Return the factor by which a length of d entries may exceed its fp64 value."""
     return 1 + (d + 8) * 2.0**-51
 
 

@@ -10,8 +10,8 @@ almost every pair can be proved shorter than one that is known:
               |x_i - x_j|^2 <= r_i^2 + r_j^2 - 2 z_i.z_j + 2 rho_i rho_j. Drop rows whose every bound is below L^2.
 5. Prove.     Compute the remaining pairs in full; measure in fp64 those that rounding leaves open.
 
-Every rank runs these steps on its own rows; a plain tensor is a shard on one rank. Decisions depend only on tables
-that all ranks share. Every comparison has a slack for rounding, so that a dropped pair is shorter than L in exact
+Every rank runs these steps on its own rows; a plain matrix is a shard on one rank. Decisions depend only on tables that
+all ranks share. Every comparison has a slack for rounding, so that a dropped pair is shorter than L in exact
 arithmetic. Where nothing can be dropped (points on a sphere), step 5 is a tiled all-pairs search.
 
 Tried and dropped: no distinction between long rows and partners, which drops almost no row where one outlier is far
@@ -30,19 +30,28 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._cloud import PointCloud, in_range, in_safe_range, leading_directions, on_host, ordered, slant
 from .bracket import DiameterBracket, fp64_rounding, longest_pair, rounded_up
-from .numerics import MAX_BYTES, check_rows, compute_dtype, full_precision
-from .sharding import Form, RowShards, row_shards
+from .numerics import MAX_BYTES, compute_dtype, full_precision, on_host
+from .points import (
+    CentredRows,
+    Scales,
+    Trivial,
+    from_sample,
+    in_safe_range,
+    leading_directions,
+    mean_row,
+    ordered,
+    scales_of,
+    slant,
+)
+from .sharding import Form, RowShards, RowSource, as_shards
 
-SAMPLE_ROWS = 512
-"""Rows from which centre and directions are estimated."""
 PROJECTED, SCREENS = 16, (8, 16, 64)
 """Directions along which all rows are projected, and along which long rows are screened."""
 SMALL = 512
 """Rows up to which all pairs cost less than a projection."""
 OUTLIERS, PARTNERS = 8, 96
-"""Rows of the guess: the longest ones and the ends of so many directions; rows that are far from those."""
+"""Rows of the guess: the longest ones, the ends of as many directions, and rows that are far from those."""
 MANY = 2048
 """Long rows from which a screen is tried on a sample first."""
 FIRST_BATCH, LARGEST_BATCH, TILE_COLUMNS = 128, 1024, 1024
@@ -72,42 +81,36 @@ class RowDiameter(DiameterBracket):
 
 
 @full_precision
-def row_diameter(S: Tensor | RowShards, *, max_bytes: int = MAX_BYTES) -> RowDiameter:
+def row_diameter(S: Tensor | RowSource | RowShards, *, max_bytes: int = MAX_BYTES) -> RowDiameter:
     """Compute D(S) = max_{i<j} |s_i - s_j| exactly, with a pair that attains it.
 
     Where several pairs tie, any one of them is returned. The cost grows about as V d on optimizers' increments, and is
     that of an all-pairs search at worst; the docstring of `diameter.py` explains the method.
 
     Args:
-        S: (V, d) update rows, any real floating-point dtype.
+        S: (V, d) update rows, any real floating-point dtype: a tensor, a DTensor, a source, or shards.
         max_bytes: bound on scratch memory.
 
     Returns:
         the value (fp64, from the rows as given), the pair, and how many pairs were screened and computed.
     """
-    shards = row_shards(S, lambda: _check_memory(S.shape[0], max_bytes))
-    if shards is None:
-        assert not isinstance(S, RowShards)
-        check_rows("S", S)
-        _check_memory(len(S), max_bytes)
-        shards = RowShards.whole(S)
-    search = DiameterSearch(shards, (compute_dtype(shards.rows), 1.0, 1.0), max_bytes)
+
+    def check_memory() -> tuple[int]:
+        if max_bytes < (least := 2 * ROW_BYTES * S.shape[0]):
+            raise ValueError(f"max_bytes={max_bytes} is too little for {S.shape[0]} rows: give at least {least}")
+        return (max_bytes,)
+
+    shards = as_shards(S, agree_on=check_memory)
+    search = DiameterSearch(shards, Scales(compute_dtype(shards.rows)), max_bytes)
     if not search.in_safe_range:
-        cloud = in_range(shards, max_bytes)
-        if not isinstance(cloud, PointCloud):  # equal rows, or rows that are not finite
-            return RowDiameter(*cloud[:4], 0, 0)
-        search = DiameterSearch(shards, (cloud.dtype, cloud.pre_scale, cloud.post_scale), max_bytes)
+        scales = scales_of(shards, max_bytes)
+        if isinstance(scales, Trivial):  # equal rows, or rows that are not finite
+            return RowDiameter(*scales[:4], 0, 0)
+        search = DiameterSearch(shards, scales, max_bytes)
     search.run()
-    value = search.points.row_length(search.length)
+    value = search.points.length_of_rows(search.length)
     upper = rounded_up(value * fp64_rounding(shards.shape[1]))
     return RowDiameter(value, upper, search.pair, 0, *search.work)
-
-
-def _check_memory(V: int, max_bytes: int) -> tuple[int]:
-    """Raise ValueError if the memory bound is too small for V rows; return what must be the same on all ranks."""
-    if max_bytes < 2 * ROW_BYTES * V:
-        raise ValueError(f"max_bytes={max_bytes} is too little for {V} rows: give at least {2 * ROW_BYTES * V}")
-    return (max_bytes,)
 
 
 @dataclass
@@ -126,12 +129,12 @@ class LongRows:
     """(n,) largest squared distance that is still possible."""
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of rows."""
         return len(self.owner)
 
-    def at(self, which: Tensor | slice) -> LongRows:
-        """Return some of them."""
-        return LongRows(*(x[which] for x in (self.owner, self.place, self.radius, self.z, self.bound)))
+    def at(self, index: Tensor | slice) -> LongRows:
+        """Return some of the rows."""
+        return LongRows(*(x[index] for x in (self.owner, self.place, self.radius, self.z, self.bound)))
 
 
 class DiameterSearch:
@@ -139,65 +142,47 @@ class DiameterSearch:
 
     Args:
         shards: the rows of this rank.
-        scales: dtype, pre_scale and post_scale of the points, see `PointCloud`.
+        scales: of the points, see `CentredRows`.
         max_bytes: bound on scratch memory.
     """
 
-    def __init__(self, shards: RowShards, scales: tuple[torch.dtype, float, float], max_bytes: int) -> None:
-        self.shards, self.ranks, self.scales = shards, shards.ranks, scales
-        self.local, self.work = [0, 0], [0, 0]  # pairs screened and computed: by this rank, by all
+    def __init__(self, shards: RowShards, scales: Scales, max_bytes: int) -> None:
+        self.shards, self.ranks, self.scales, self.max_bytes = shards, shards.ranks, scales, max_bytes
+        self.own_work, self.work = [0, 0], [0, 0]  # pairs screened and computed: by this rank, by all
         self.mostly_ties = False
         V, d = shards.shape
-        self.on_host = on_host(shards.rows)
-        affordable = (max_bytes // (2 * V) - ROW_BYTES) // (8 * scales[0].itemsize)  # coordinates of every row
+        self.on_host = on_host(shards)
+        affordable = (max_bytes // (2 * V) - ROW_BYTES) // (8 * scales.dtype.itemsize)  # coordinates of every row
         dims = [k for k in SCREENS if k <= min(d // 2, affordable)] if V > SMALL else []
         self.dims = dims if self.on_host else dims[1:]  # elsewhere a screen costs more than it saves
-        k = max([k for k in self.dims if k <= PROJECTED], default=0)
-        centre, self.directions, self.slant = self._basis(k, max_bytes)
-        self.points = PointCloud(shards.rows, centre, *scales[1:], max_bytes)
+        self.few = [k for k in self.dims if k <= PROJECTED]
+        centre, self.directions, self.slant = self._basis(max(self.few, default=0))
+        self.points = CentredRows(shards.rows, centre, scales, max_bytes)
         self._guess()
 
     def run(self) -> None:
         """Find the longest pair, and prove that there is no longer one."""
         long_rows = self._long_rows()
-        few = [k for k in self.dims if k <= PROJECTED]
-        if few:
-            long_rows = self._screen(long_rows, few, self.slant)
-        for k in self.dims[len(few) :]:
+        if self.few:
+            long_rows = self._screen(long_rows, self.few)
+        for k in self.dims[len(self.few) :]:
             if len(long_rows) > FIRST_BATCH:  # fewer are computed in full for less
-                long_rows = self._screen(*self._projected(long_rows, k))
+                long_rows = self._screen(self._project_along(long_rows, k), [k])
         self._prove(long_rows)
 
     # 1. Project
 
-    def _basis(self, k: int, max_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the centre (d,) and k leading directions (d, k) of an even sample of all rows.
+    def _basis(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the centre (d,) and k leading directions (d, k) of an even sample, and the directions' slant."""
 
-        Rank zero computes them for all. The third result is the slant of the directions.
-        """
-        (V, d), (dtype, pre, post) = self.shards.shape, self.scales
-        size = min(SAMPLE_ROWS, V, max(1, max_bytes // (16 * d * dtype.itemsize)))
-        n = -(-size // self.ranks.number)
+        def columns(rows: Tensor) -> Tensor:
+            centre = mean_row(rows)
+            if not k:
+                return centre[:, None]
+            directions = leading_directions((rows - centre) * self.scales.post, k)
+            return torch.cat([centre[:, None], pad(directions, (0, k - directions.shape[1]))], 1)
 
-        def sample() -> Sequence[Tensor]:
-            rows = self.shards.rows[:: max(1, -(-len(self.shards.rows) // n))].to(dtype) * pre
-            return [pad(rows, (0, 0, 0, n - len(rows))), torch.arange(n, device=rows.device) < len(rows)]
-
-        rows, present = (x.flatten(0, 1) for x in self.ranks.gather(sample, ((n, d), dtype), ((n,), torch.bool)))
-
-        def basis() -> Tensor:
-            if self.ranks.rank:
-                return rows.new_zeros(d, k + 1)
-            weight = present.to(dtype)[:, None]
-            first = rows.index_select(0, present.byte().argmax(0, keepdim=True))
-            centre = first[0] + ((rows - first) * weight).sum(0) / weight.sum()  # exact where all rows are equal
-            columns = [centre[:, None]]
-            if k:
-                found = leading_directions((rows - centre) * post * weight, k)
-                columns.append(pad(found, (0, k - found.shape[1])))
-            return torch.cat(columns, 1).nan_to_num(0.0, 0.0, 0.0)
-
-        table = self.ranks.sum(basis, d, k + 1, dtype=dtype)  # zeros of the others change no bit
+        table = from_sample(self.shards, self.scales, self.max_bytes, columns, k + 1)
         centre, directions = table[:, 0].contiguous(), table[:, 1:].contiguous()
         return centre, directions, slant(directions)
 
@@ -209,25 +194,25 @@ class DiameterSearch:
         along = min(number, self.directions.shape[1])
 
         def outlying() -> Tensor:
-            self.norms, self.z = self.points.survey(self.directions)
+            self.norms, self.z = self.points.project(self.directions)
             places, z = self.norms.topk(min(number, len(self.norms))).indices, self.z[:, :along]
             return torch.cat([places, z.argmax(0), z.argmin(0)]) if len(z) else places
 
-        rows, ids = self._rows_of_all(outlying, number + 2 * along)
+        rows, ids = self.shards.gather(outlying, number + 2 * along)
         far = max(4, PARTNERS // self.ranks.number)
 
         def partners() -> Tensor:
-            x = self._centred(rows)
+            x = self.points.points(rows)
             estimate = torch.addmm(self.norms.square(), x @ self.directions, self.z.T, alpha=-2)  # (outliers, n)
             size = x.square().sum(1, keepdim=True).masked_fill(ids[:, None] < 0, -torch.inf)
             values, places = estimate.add_(size).topk(min(4, estimate.shape[1]), dim=1)
             best = values.flatten().topk(min(far, values.numel())).indices
             return places.flatten()[best]
 
-        more, more_ids = self._rows_of_all(partners, far)
+        more, more_ids = self.shards.gather(partners, far)
         rows, ids = torch.cat([rows, more]), torch.cat([ids, more_ids])
-        length, ends = longest_pair(rows, ids, self.points)
-        ends, self.local[1] = ids[ends].double(), len(rows) * (len(rows) - 1) // 2
+        length, ends = longest_pair(rows, ids, self.scales)
+        self.own_work[1] = len(rows) * (len(rows) - 1) // 2
         up = 1 + self.points.rounding
 
         def sizes() -> Sequence[Tensor]:
@@ -238,16 +223,16 @@ class DiameterSearch:
         largest = table[:, 0].amax()[None]  # a nan stays one
         able = (self.norms * up >= length - largest * up**2).sum().double()[None]
         centre = self.points.centre.abs().amax().double()[None]
-        numbers = torch.cat([length, ends, largest, centre, able, table[:, 1]]).tolist()
-        self.length, i, j, norm, size, count, *long = numbers
+        numbers = torch.cat([length, ids[ends].double(), largest, centre, able, table[:, 1]])
+        self.length, i, j, norm, size, count, *long = numbers.tolist()  # the device is read once
         self.pair, self.able = ordered(int(i), int(j)), int(count)
         self.most_long = int(max(long)) if math.isfinite(self.length) else 0
-        self.in_safe_range = in_safe_range(norm, size, self.points.width, self.points.dtype)
+        self.in_safe_range = in_safe_range(norm, size, self.shards.shape[1], self.points.dtype)
 
     # 3. Long rows
 
     def _long_rows(self) -> LongRows:
-        """Sort the rows of this rank that can be an end of a longer pair, and show all ranks which of them are long."""
+        """Sort the rows of this rank that can be an end of a longer pair, and tell all ranks which of them are long."""
         self.radius, self.order = (self.norms * (1 + self.points.rounding)).topk(self.able)
         if self.most_long > MANY_EQUAL:
             self._drop_equal_rows()
@@ -265,38 +250,36 @@ class DiameterSearch:
         return LongRows(order // max(n, 1), order % max(n, 1), radius, z[order], torch.full_like(radius, torch.inf))
 
     def _drop_equal_rows(self) -> None:
-        """Of rows that occur many times keep one. Equal rows are neighbours in a sort by norm."""
+        """Keep one of the rows that occur many times. Equal rows are neighbours in a sort by norm."""
         at = torch.arange(0, max(0, len(self.order) - 1), -(-len(self.order) // 1024), device=self.order.device)
-        one, other = (self.shards.rows.index_select(0, self.order[at + k]) for k in (0, 1))
+        one, other = (self.shards.rows.take(self.order[at + k]) for k in (0, 1))
         if 64 * int((one == other).all(1).sum()) > len(at):
             distinct = self.points.distinct(self.order)
             self.radius, self.order = self.radius[distinct], self.order[distinct]
 
     # 4. Screen
 
-    def _projected(self, long_rows: LongRows, k: int) -> tuple[LongRows, list[int], Tensor]:
+    def _project_along(self, long_rows: LongRows, k: int) -> LongRows:
         """Project the long rows, and the partners of this rank, along k directions."""
-        _, self.directions, off = self._basis(k, self.points.max_bytes)
+        _, self.directions, self.slant = self._basis(k)
         self.z = self.z.new_empty(0, k)  # free the former coordinates first
         partners, self.z = self.order[self.partners], self.norms.new_zeros(len(self.norms), k)
-        self.z[partners] = self.points.survey(self.directions, partners)[1]
-        (z,) = self._from_owners(
-            long_rows, lambda rows: [self.points.survey(self.directions, rows)[1]], ((k,), self.points.dtype)
-        )
-        return replace(long_rows, z=z), [k], off
+        self.z[partners] = self.points.project(self.directions, partners)[1]
+        coordinates = lambda rows: [self.points.project(self.directions, rows)[1]]  # noqa: E731
+        (z,) = self._from_owners(long_rows, coordinates, ((k,), self.points.dtype))
+        return replace(long_rows, z=z)
 
-    def _screen(self, long_rows: LongRows, dims: Sequence[int], off: Tensor) -> LongRows:
+    def _screen(self, long_rows: LongRows, dims: Sequence[int]) -> LongRows:
         """Drop long rows, and partners of this rank, whose every bound is too short along some directions."""
         if len(long_rows) > MANY:
             some = torch.arange(0, len(long_rows), len(long_rows) // 64, device=long_rows.owner.device)
-            bound, _ = self._bounds(long_rows.at(some), dims, off)
+            bound, _ = self._bounds(long_rows.at(some), dims)
             if float((bound >= self.length**2).double().mean()) > 0.5:
                 return long_rows
-        bound, self.partners = self._bounds(long_rows, dims, off)
-        kept = ~(bound < self.length**2)
-        return replace(long_rows, bound=bound).at(_places(kept, int(kept.sum())))
+        bound, self.partners = self._bounds(long_rows, dims)
+        return _still_open(replace(long_rows, bound=bound), self.length)
 
-    def _bounds(self, long_rows: LongRows, dims: Sequence[int], off: Tensor) -> tuple[Tensor, Tensor]:
+    def _bounds(self, long_rows: LongRows, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the largest bound of each long row over all ranks, and the partners of this rank that are left."""
         left = [self.partners]
 
@@ -306,10 +289,10 @@ class DiameterSearch:
             for k in dims:
                 radius, own = long_rows.radius[rows], self.radius[partners]
                 z = self.z[self.order[partners], :k]
-                tables = screen_tables(radius, long_rows.z[rows, :k], own, z, self.points.rounding, off)
+                tables = screen_tables(radius, long_rows.z[rows, :k], own, z, self.points.rounding, self.slant)
                 starts, ends = self._ranges(radius, own)
                 by_row, by_partner, number = largest_bounds(*tables, starts, ends, self.points.budget)
-                self.local[0] += number
+                self.own_work[0] += number
                 bound[rows] = by_row
                 open_rows, open_partners = ~(by_row < self.length**2), ~(by_partner < self.length**2)
                 counts = torch.stack([open_rows.sum(), open_partners.sum()]).tolist()
@@ -331,25 +314,22 @@ class DiameterSearch:
 
     def _prove(self, long_rows: LongRows) -> None:
         """Compare the long rows that are left with the partners of all ranks, the most promising first."""
-        d, dtype = self.shards.shape[1], self.shards.rows.dtype
+        d = self.shards.shape[1]
         if 4 * len(long_rows) < self.shards.number:  # otherwise the order by norm computes each pair once
             long_rows = long_rows.at(long_rows.bound.argsort(descending=True, stable=True))
         affordable = self.points.budget // (8 * (d + 2) * self.points.dtype.itemsize)
         most = max(1, min(LARGEST_BATCH if self.on_host else len(long_rows), affordable))
         size = min(FIRST_BATCH, most) if self.on_host else most
-        while True:
+        while True:  # once at least: the ranks add up their work there
             batch, long_rows = long_rows.at(slice(None, size)), long_rows.at(slice(size, None))
             rows, ids = self._from_owners(
                 batch,
-                lambda rows: [self.shards.rows.index_select(0, rows), self.shards.ids[rows]],
-                ((d,), dtype),
+                lambda rows: [self.shards.rows.take(rows), self.shards.ids[rows]],
+                ((d,), self.shards.rows.dtype),
                 ((), torch.int64),
             )
             self._compute_on_all_ranks(batch, rows, ids)
-            if not len(long_rows):
-                return
-            kept = ~(long_rows.bound < self.length**2)
-            long_rows = long_rows.at(_places(kept, int(kept.sum())))
+            long_rows = _still_open(long_rows, self.length) if len(long_rows) else long_rows
             if not len(long_rows):
                 return
             size = min(2 * size, most)
@@ -359,12 +339,12 @@ class DiameterSearch:
 
         def make() -> Sequence[Tensor]:
             self._compute_in_full(batch, rows, ids)
-            numbers = [self.length, *self.pair, *self.local]
+            numbers = [self.length, *self.pair, *self.own_work]
             return [torch.tensor(numbers, dtype=torch.float64, device=self.ranks.device)]
 
         if self.ranks.is_single:  # nothing to read back
             self._compute_in_full(batch, rows, ids)
-            self.work = self.local
+            self.work = self.own_work
             return
         (table,) = self.ranks.gather(make, ((5,), torch.float64))
         best = max(table.tolist(), key=lambda row: row[0])  # of equal ones that of the first rank
@@ -379,11 +359,11 @@ class DiameterSearch:
         own, radius = self.order[self.partners[reached]], radius[reached]
         if self.mostly_ties:
             return self._measure_ties(rows, ids, own)
-        x = distance_table(self._centred(rows), batch.radius, points.rounding, left=True)
-        extra = (2 * len(x) + points.width + 2) * points.dtype.itemsize
-        for at, y in points.chunks(own, extra=extra, longest=TILE_COLUMNS if self.on_host else None):
+        x = distance_table(points.points(rows), batch.radius, points.rounding, left=True)
+        extra = (2 * len(x) + rows.shape[1] + 2) * points.dtype.itemsize
+        for at, y in points.chunks(own, extra=extra, longest=TILE_COLUMNS if self.on_host else 0):
             tile = x @ distance_table(y, radius[at], points.rounding, left=False).T
-            self.local[1] += tile.numel()
+            self.own_work[1] += tile.numel()
             if self.on_host and float(tile.max()) < self.length**2:
                 continue
             near = tile >= self.length**2
@@ -393,7 +373,7 @@ class DiameterSearch:
                 self._measure_ties(rows[near.any(1)], ids[near.any(1)], own[at][near.any(0)])
             elif number:
                 i, j = torch.nonzero_static(near, size=number).unbind(1)
-                self._measure(rows[i], ids[i], own[at][j])
+                self._measure(rows, ids, i, own[at][j])
 
     def _measure_ties(self, rows: Tensor, ids: Tensor, own: Tensor) -> None:
         """Compute the distances of many pairs in fp64, and measure the longest if it is longer than what is known.
@@ -402,43 +382,28 @@ class DiameterSearch:
         """
         points = self.points.double()
         for some in torch.split(torch.arange(len(rows), device=rows.device), LARGEST_BATCH):
-            x = self._centred(rows[some], double=True)
+            x = points.points(rows[some])
             x2 = x.square().sum(1)[:, None]
             for at, y in points.chunks(own, extra=24 * len(x), longest=TILE_COLUMNS):
                 tile = torch.addmm(y.square().sum(1), x, y.T, alpha=-2).add_(x2)
-                self.local[1] += tile.numel()
-                if float(tile.max()) > self.length**2 * fp64_rounding(points.width):
+                self.own_work[1] += tile.numel()
+                if float(tile.max()) > self.length**2 * fp64_rounding(x.shape[1]):
                     top = tile.argmax()[None]
-                    i = some[top // len(y)]
-                    self._measure(rows[i], ids[i], own[at][top % len(y)])
+                    self._measure(rows, ids, some[top // len(y)], own[at][top % len(y)])
 
-    def _measure(self, rows: Tensor, ids: Tensor, own: Tensor) -> None:
-        """Measure pairs of rows (n, d) and rows of this rank in fp64, as they were given, and keep the longest."""
-        points = self.points
-        self.local[1] += len(rows)
-        for part in torch.split(torch.arange(len(rows), device=rows.device), FEW_TIES):
-            a, b = rows[part].double(), self.shards.rows.index_select(0, own[part]).double()
-            apart = a.mul_(points.pre_scale).sub_(b.mul_(points.pre_scale)).mul_(points.post_scale)
+    def _measure(self, rows: Tensor, ids: Tensor, i: Tensor, own: Tensor) -> None:
+        """Measure pairs of `rows[i]` and rows of this rank in fp64, as they were given, and keep the longest."""
+        _, pre, post = self.scales
+        self.own_work[1] += len(i)
+        affordable = max(1, self.points.budget // (32 * rows.shape[1]))
+        for part in torch.split(torch.arange(len(i), device=i.device), affordable):
+            a, b = rows[i[part]].double(), self.shards.rows.take(own[part]).double()
+            apart = a.mul_(pre).sub_(b.mul_(pre)).mul_(post)
             length, k = torch.linalg.vector_norm(apart, dim=1).max(0, keepdim=True)
-            numbers = torch.cat([length, ids[part[k]].double(), self.shards.ids[own[part[k]]].double()])
-            length_, i, j = numbers.tolist()
-            if length_ > self.length:
-                self.length, self.pair = length_, ordered(int(i), int(j))
-
-    # What ranks show each other
-
-    def _rows_of_all(self, choose: Callable[[], Tensor], n: int) -> tuple[Tensor, Tensor]:
-        """Return the rows (ranks * n, d) that every rank chooses, as given, and their ids; -1 where there is none."""
-
-        def make() -> Sequence[Tensor]:
-            places = choose()
-            missing = n - len(places)
-            rows = self.shards.rows.index_select(0, places)
-            return [pad(rows, (0, 0, 0, missing)), pad(self.shards.ids[places], (0, missing), value=-1)]
-
-        forms = ((n, self.shards.shape[1]), self.shards.rows.dtype), ((n,), torch.int64)
-        rows, ids = self.ranks.gather(make, *forms)
-        return rows.flatten(0, 1), ids.flatten()
+            ends = torch.cat([ids[i[part[k]]], self.shards.ids[own[part[k]]]])
+            longest, first, second = torch.cat([length, ends.double()]).tolist()
+            if longest > self.length:
+                self.length, self.pair = longest, ordered(int(first), int(second))
 
     def _from_owners(
         self, long_rows: LongRows, make: Callable[[Tensor], Sequence[Tensor]], *forms: Form
@@ -447,11 +412,6 @@ class DiameterSearch:
         if self.ranks.is_single:
             return list(make(self.order[long_rows.place]))
         return self.ranks.from_owners(long_rows.owner, lambda mine: make(self.order[long_rows.place[mine]]), *forms)
-
-    def _centred(self, rows: Tensor, *, double: bool = False) -> Tensor:
-        """Return rows of any rank as points about the common centre."""
-        points = self.points.double() if double else self.points
-        return (rows.to(points.dtype) * points.pre_scale - points.centre) * points.post_scale
 
 
 # Tables whose products are bounds and distances
@@ -500,7 +460,7 @@ def distance_table(x: Tensor, radius: Tensor, rounding: float, *, left: bool) ->
     magnitudes, which is below 2 (r_i^2 + r_j^2).
 
     Args:
-        x: (n, d).
+        x: (n, d), which is overwritten.
         radius: (n,) norms, rounded up.
         rounding: relative error of a dot product.
         left: whether the table is for the left side.
@@ -547,7 +507,13 @@ def _tile_shape(left: Tensor, right: Tensor, budget: int) -> tuple[int, int]:
     return max(1, min(len(left), budget // left.element_size() // columns)), columns
 
 
+def _still_open(long_rows: LongRows, length: float) -> LongRows:
+    """Return the long rows that can still be an end of a pair longer than `length`."""
+    open_rows = ~(long_rows.bound < length**2)  # a nan keeps its row
+    return long_rows.at(_places(open_rows, int(open_rows.sum())))
+
+
 def _places(mask: Tensor, number: int) -> Tensor:
-    """Return where a mask (n,) holds, given in how many places: with the number known, the device does not wait."""
+    """Return the indices where a mask (n,) holds, given their number: with it known, the device is not read."""
     places: Tensor = torch.nonzero_static(mask, size=number).squeeze(1)
     return places

@@ -37,13 +37,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ._cloud import PointCloud, centred, in_range, padded, points, sample_step
 from .bracket import DiameterBracket
-from .numerics import MAX_BYTES, check_rows, compute_dtype, full_precision
-from .sharding import RowShards, row_shards
+from .numerics import MAX_BYTES, compute_dtype, full_precision
+from .points import CentredRows, Scales, Trivial, about_mean, in_safe_range, sample_step, scales_of
+from .sharding import RowShards, RowSource, as_shards
 from .tension import jung_ratio
 
+_SAMPLE = 2048  # rows that give the first centre
 _FAR_ROWS = 512  # that join the core set after a pass
 _NEW_ROWS = 32  # that join the active set in a round of the solver
 _ROUNDS = 200  # of the solver, at most
@@ -75,7 +77,7 @@ class RadiusBracket:
 
 @full_precision
 def covering_radius(
-    S: Tensor | RowShards, *, diameter: DiameterBracket | None = None, max_bytes: int = MAX_BYTES
+    S: Tensor | RowSource | RowShards, *, diameter: DiameterBracket | None = None, max_bytes: int = MAX_BYTES
 ) -> RadiusBracket:
     """Bracket rad(S) = min_z max_i |s_i - z|, the radius of the smallest ball that holds all rows.
 
@@ -84,11 +86,11 @@ def covering_radius(
 
     Cost: two passes over S, and small problems solved on the CPU.
 
-    The host waits about a dozen times. Rows whose squares leave the range of their dtype, and rows that are not finite,
-    cost two or three passes more.
+    The host reads the device about a dozen times. Rows whose squares leave the range of their dtype, and rows that are
+    not finite, cost two or three passes more.
 
     Args:
-        S: (V, d) update rows, any real floating-point dtype; they may be on several ranks.
+        S: (V, d) update rows, any real floating-point dtype: a tensor, a DTensor, a source, or shards.
         diameter: of these rows, from `row_diameter` or `row_diameter_bracket`, if it is known. Its pair starts the
             search, so that lower >= diameter.lower / 2, and upper is at most Jung's J_k diameter.upper.
         max_bytes: bound on scratch memory.
@@ -96,19 +98,21 @@ def covering_radius(
     Returns:
         both bounds, the centre of a ball, and the weights that prove the lower bound.
     """
-    shards = row_shards(S, lambda: _pair(S, diameter))
-    if shards is None:
-        assert not isinstance(S, RowShards)
-        check_rows("S", S)
-        shards = RowShards.whole(S)
-    pair = _pair(S, diameter)
-    search = _Search(shards, centred(shards, compute_dtype(shards.rows), 1.0, 1.0, max_bytes), pair)
+    pair = () if diameter is None else diameter.pair
+
+    def check_pair() -> tuple[int, ...]:
+        if pair and not 0 <= pair[0] <= pair[1] < S.shape[0]:
+            raise ValueError(f"diameter must be that of S, got one with rows {pair} where S has {S.shape[0]}")
+        return pair
+
+    shards = as_shards(S, agree_on=check_pair)
+    search = _Search(shards, about_mean(shards, Scales(compute_dtype(shards.rows)), max_bytes), pair)
     search.measure()
-    if not search.cloud.needs_no_scale(search.largest):
-        cloud = in_range(shards, max_bytes)
-        if not isinstance(cloud, PointCloud):
-            return _trivial(shards, cloud[0], cloud[3])
-        search = _Search(shards, cloud, pair)
+    if not search.in_safe_range:
+        scales = scales_of(shards, max_bytes)
+        if isinstance(scales, Trivial):
+            return _trivial(shards, scales.lower, scales.nonfinite_rows)
+        search = _Search(shards, about_mean(shards, scales, max_bytes), pair)
         search.measure()
     search.widen(_TOLERANCE)
     search.measure()
@@ -116,19 +120,11 @@ def covering_radius(
     return search.bracket(diameter)
 
 
-def _pair(S: Tensor | RowShards, diameter: DiameterBracket | None) -> tuple[int, ...]:
-    """Return the pair of a diameter, if it is known and can be that of S."""
-    if diameter is None:
-        return ()
-    if not 0 <= diameter.pair[0] <= diameter.pair[1] < S.shape[0]:
-        raise ValueError(f"diameter must be that of S, got one with rows {diameter.pair} where S has {S.shape[0]}")
-    return diameter.pair
-
-
 def _trivial(shards: RowShards, value: float, nonfinite_rows: int) -> RadiusBracket:
     """Return the bracket of equal rows (zero), or of rows that are not finite (inf or nan)."""
     one = 1 if value == 0 else 0
-    center = _rows_of(shards, [0])[0] if one else shards.rows.new_full(shards.shape[1:], value, dtype=torch.float64)
+    d, device = shards.shape[1], shards.device
+    center = _rows_of(shards, [0])[0] if one else torch.full((d,), value, dtype=torch.float64, device=device)
     support, weights = torch.zeros(one, dtype=torch.long), torch.ones(one, dtype=torch.float64)
     return RadiusBracket(value, value, center, value, support, weights, nonfinite_rows)
 
@@ -137,9 +133,9 @@ def _rows_of(shards: RowShards, ids: Sequence[int]) -> Tensor:
     """Return a few rows (n, d) in fp64, whichever rank has them."""
 
     def make() -> Tensor:
-        rows = torch.zeros(len(ids), shards.shape[1], dtype=torch.float64, device=shards.rows.device)
+        rows = torch.zeros(len(ids), shards.shape[1], dtype=torch.float64, device=shards.device)
         which, places = (torch.tensor(ids, device=rows.device)[:, None] == shards.ids).nonzero(as_tuple=True)
-        rows[which] = shards.rows.index_select(0, places).double()
+        rows[which] = shards.rows.take(places).double()
         return rows
 
     return shards.ranks.sum(make, len(ids), shards.shape[1])
@@ -246,82 +242,77 @@ def _best_weights(points: Tensor, weights: Tensor) -> Tensor:
 class _Search:
     """Two passes over the rows, each followed by problems of a few hundred rows."""
 
-    def __init__(self, shards: RowShards, cloud: PointCloud, pair: Sequence[int]) -> None:
-        self.shards, self.cloud = shards, cloud
-        self.reach = math.inf  # largest distance of a row from the best centre so far, rounded up
-        self.best = cloud.centre.double()  # that centre, relative to the cloud's
-        known = points(cloud.double(), _rows_of(shards, pair)).cpu() if pair else torch.empty(0, cloud.width).double()
+    def __init__(self, shards: RowShards, points: CentredRows, pair: Sequence[int]) -> None:
+        self.shards, self.points, self.width = shards, points, shards.shape[1]
+        self.reach, self.best = math.inf, points  # largest distance from the best centre so far, and that centre
+        known = torch.empty(0, self.width).double()
+        if pair:
+            known = points.double().points(_rows_of(shards, pair)).cpu()
         weights = torch.full((len(pair),), 1 / max(1, len(pair)), dtype=torch.float64)
         self.core = _CoreSet(torch.tensor(pair, dtype=torch.long), known, weights)
-        step = sample_step(shards, torch.float64, cloud.max_bytes)
-        self._grow(lambda: torch.arange(0, len(cloud), step, device=cloud.S.device), _SAMPLE_TOLERANCE)
+        step = sample_step(shards, torch.float64, points.max_bytes, _SAMPLE)
+        self._grow(lambda: torch.arange(0, len(points), step, device=points.rows.device), _SAMPLE_TOLERANCE)
 
     def measure(self) -> None:
         """Measure all rows from the centre of the core set: one pass."""
-        z = self.core.center.to(self.cloud.centre)
+        self.moved = self.points.moved_by(self.core.center.to(self.points.centre.device))
 
         def make() -> Sequence[Tensor]:
-            self.distances = self.cloud.norms(z)
-            return [torch.cat([self.distances, z.new_zeros(1)]).amax()]
+            self.distances = self.moved.norms()
+            return [torch.cat([self.distances, self.moved.centre.new_zeros(1)]).amax()]
 
-        (largest,) = self.shards.ranks.gather(make, ((), z.dtype))
-        self.z, self.largest = self.cloud.measured_from(z), largest.amax()
+        (largest,) = self.shards.ranks.gather(make, ((), self.points.dtype))
+        self.largest, size = torch.stack([largest.amax(), self.moved.centre.abs().amax()]).tolist()
+        self.in_safe_range = in_safe_range(self.largest, size, self.width, self.points.dtype)
 
     def widen(self, tolerance: float) -> None:
-        """Note the ball of the last pass if it is the smallest so far, and add the rows farthest from its centre."""
-        # a point's coordinate errs by u |x_i - z| and, before z was subtracted, by u |x_i| <= u (|x_i - z| + |z|)
-        unit = torch.finfo(self.cloud.dtype).eps
-        size, largest = float(torch.linalg.vector_norm(self.core.center)), float(self.largest)
-        reach = largest * (1 + self.cloud.rounding) + unit * (largest + size)
+        """Keep the ball of the last pass if it is the smallest so far, and add the rows farthest from its centre."""
+        reach = self.largest * (1 + self.points.rounding)
         if reach < self.reach:
-            self.reach, self.best = reach, self.z
-        most = min(_FAR_ROWS, max(1, self.cloud.budget // (4 * 8 * self.cloud.width)))
-        self._grow(lambda: self.distances.topk(min(most, len(self.cloud))).indices, tolerance)
+            self.reach, self.best = reach, self.moved
+        most = min(_FAR_ROWS, max(1, self.points.budget // (4 * 8 * self.width)))
+        self._grow(lambda: self.distances.topk(min(most, len(self.points))).indices, tolerance)
 
     def _grow(self, choose: Callable[[], Tensor], tolerance: float) -> None:
         """Let rows join the core set: of those that each rank chooses, by their places, those that get weight there."""
-        ranks, local = self.shards.ranks, []
-        if not ranks.groups:
+        ranks, points, local = self.shards.ranks, self.points.double(), []
+        if ranks.is_single:
             places = choose()
-            x, ids = self.cloud.double().points(places), self.shards.ids[places]
-            table = torch.cat([x, ids[:, None]], 1).cpu()  # a device is read once
+            table = torch.cat([points.take(places), self.shards.ids[places][:, None]], 1).cpu()  # one read
             self.core = self.core.joined(table[:, -1].long(), table[:, :-1]).solved(tolerance).support()
             return
 
         def solve() -> Sequence[Tensor]:
             places = choose()
-            x = self.cloud.double().points(places).cpu()
-            grown = self.core.joined(self.shards.ids[places].cpu(), x).solved(tolerance)
+            grown = self.core.joined(self.shards.ids[places].cpu(), points.take(places).cpu()).solved(tolerance)
             known, own = grown.weights[: len(self.core)], grown.weights[len(self.core) :]
             heavy = (own > 0).nonzero().squeeze(1)
-            shown = places[heavy.to(places.device)]
-            local.append((shown, *(w.to(places.device) for w in (own[heavy], known))))
+            local.append((places[heavy.to(places.device)], *(w.to(places.device) for w in (own[heavy], known))))
             return [torch.tensor(len(heavy), device=places.device)]
 
         (counts,) = ranks.gather(solve, ((), torch.int64))
-        most, (shown, own, known) = int(counts.amax()), local[0]
+        most, (heavy, own, known) = int(counts.amax()), local[0]
         rows, ids, own, known = ranks.gather(
-            lambda: [*padded(self.shards, shown, most, own), known],
-            ((most, self.cloud.width), self.shards.rows.dtype),
+            lambda: [*self.shards.take(heavy, most), pad(own, (0, most - len(own))), known],
+            ((most, self.width), self.shards.rows.dtype),
             ((most,), torch.int64),
             ((most,), torch.float64),
             ((len(self.core),), torch.float64),
         )
         new = ids >= 0
-        core = self.core.joined(ids[new].cpu(), points(self.cloud.double(), rows[new]).cpu())
+        core = self.core.joined(ids[new].cpu(), points.points(rows[new]).cpu())
         weights = torch.cat([known.sum(0), own[new]]).cpu()
         self.core = _CoreSet(core.rows, core.points, weights / weights.sum()).solved(tolerance).support()
 
     def bracket(self, diameter: DiameterBracket | None) -> RadiusBracket:
         """Return the bounds in units of the rows."""
-        cloud = self.cloud
-        lower = max(0.0, math.nextafter(cloud.row_length(self.core.radius), 0.0))
-        upper = radius = math.nextafter(cloud.row_length(self.reach), math.inf)
+        lower = max(0.0, math.nextafter(self.points.length_of_rows(self.core.radius), 0.0))
+        upper = radius = math.nextafter(self.points.length_of_rows(self.reach), math.inf)
         if diameter is not None:
-            jung = diameter.upper / (2 * jung_ratio(min(cloud.width, self.shards.number - 1)))
+            jung = diameter.upper / (2 * jung_ratio(min(self.width, self.shards.number - 1)))
             jung = math.nextafter(jung * (1 + 2.0**-50), math.inf)
             if jung < lower:
                 raise ValueError(f"diameter must be that of S, got at most {diameter.upper:g} for rows farther apart")
             upper = min(upper, jung)
-        center = (self.best / cloud.post_scale + cloud.centre) / cloud.pre_scale
+        center = self.best.centre.double() / self.points.scales.pre
         return RadiusBracket(lower, upper, center, radius, self.core.rows, self.core.weights, 0)

@@ -3,9 +3,19 @@
 For p = softmax(z) and q = softmax(z') the distance is the variation seminorm of z - z': the largest change
 of any pairwise log-odds. It bounds the change of the cross entropy for every target at once, and, through
 tanh(H/4), the total variation.
+
+The gradient that reaches the hidden states changes too. Write p = softmax(U h), q = softmax((U + S) h) and
+delta = H(q, p). The gradient at h under cross entropy with target c moves from b = U'(p - e_c) to
+b+ = (U + S)'(q - e_c), and b+ - b splits in two ways:
+
+    S'(q - e_c) + U'(q - p)   and   S'(p - e_c) + (U + S)'(q - p).
+
+Every vector in brackets sums to zero, and |A'r| <= D(A) |r|_1 / 2 for those.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -87,3 +97,137 @@ def cross_entropy_change_bound(p: Tensor, q: Tensor, *, logits: bool = False) ->
     The losses' changes range over an interval of exactly this length that contains zero.
     """
     return hilbert_distance(p, q, logits=logits)
+
+
+# The gradient at the hidden states
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardBound:
+    """Bound on |b+ - b|, and the two decompositions it is the smaller of."""
+
+    value: Tensor
+    after: Tensor
+    """D(S)(1 - q_c) + D(U) tanh(delta/4)."""
+    before: Tensor
+    """D(S)(1 - p_c) + D(U+S) tanh(delta/4)."""
+
+
+@full_precision
+def fixed_cotangent_bound(diameter: float | Tensor, r: Tensor) -> Tensor:
+    """Bound |S'r| <= D(S) |r|_1 / 2 for a logit gradient r held fixed.
+
+    Args:
+        diameter: D(S).
+        r: (..., V), summing to zero over its last dimension but for rounding. The bound leaves out what rounding adds
+            to S'r, at most |sum of r| times the longest row of S. A sum that rounding does not explain is refused; see
+            `_balance_tolerance`.
+
+    Returns:
+        (...), fp32 or better.
+    """
+    check_vectors("r", r)
+    check_nonnegative("diameter", diameter)
+    wide = r.to(compute_dtype(r))
+    mass, total = wide.abs().sum(-1), wide.sum(-1).abs()
+    unbalanced = total > _balance_tolerance(r, wide, mass)
+    if bool(unbalanced.any()):
+        raise ValueError(
+            "r must sum to zero over its last dimension, as the gradient of a softmax does, got a sum of"
+            f" {float(total[unbalanced][0]):.3g} for absolute values that sum to {float(mass[unbalanced][0]):.3g}"
+        )
+    return diameter * mass / 2
+
+
+def _balance_tolerance(r: Tensor, wide: Tensor, mass: Tensor) -> Tensor:
+    """Return the largest sum (...) of entries that rounding explains in a gradient r (..., V) of cross entropy.
+
+    An unlikely target's gradient balances to the precision of r. That of a likely one, s (p - e_c) with p_c near one,
+    errs by about s |z| eps, for logits z, and its mass 2 s (1 - p_c) may be little more. The factor s, a loss scale or
+    one over the number of tokens, is at least the largest entry of the batch, and otherwise unknown. So a share of the
+    mass is tolerated, an eighth in fp32 and below. Entries below the range of r's dtype are lost.
+
+    Args:
+        r: as it was given.
+        wide: the same in fp32 or better.
+        mass: (...) sums of absolute values.
+    """
+    share = 2.0**-20 if r.dtype == torch.float64 else 2.0**-3
+    likely = 32 * torch.finfo(wide.dtype).eps * wide.abs().amax() if wide.numel() else 0.0
+    return share * mass + likely + r.shape[-1] * torch.finfo(r.dtype).smallest_normal * torch.finfo(r.dtype).eps
+
+
+@full_precision
+def backward_bound(
+    p_target: Tensor,
+    q_target: Tensor,
+    delta: Tensor,
+    *,
+    diameter_step: float | Tensor,
+    diameter_head: float | Tensor,
+    diameter_updated: float | Tensor,
+) -> BackwardBound:
+    """Bound the complete change |b+ - b| of the gradient at h, softmax's own change included.
+
+    Args:
+        p_target: (...) target probability p_c before the update.
+        q_target: (...) target probability q_c after it.
+        delta: (...) Hilbert perturbation at h.
+        diameter_step: D(S).
+        diameter_head: D(U).
+        diameter_updated: D(U + S).
+
+    Returns:
+        the bound and both decompositions, each (...), fp32 or better.
+    """
+    for name, x in (("p_target", p_target), ("q_target", q_target), ("delta", delta)):
+        check_real(name, x)
+        check_nonnegative(name, x)
+        if name != "delta" and bool((x > 1).any()):
+            raise ValueError(f"{name} must be a probability, got {float(x.max()):g}")
+    for name, d in (
+        ("diameter_step", diameter_step),
+        ("diameter_head", diameter_head),
+        ("diameter_updated", diameter_updated),
+    ):
+        check_nonnegative(name, d)
+    dtype = compute_dtype(p_target, q_target, delta)
+    variation = tv_bound(delta.to(dtype))
+    after = diameter_step * (1 - q_target.to(dtype)) + diameter_head * variation
+    before = diameter_step * (1 - p_target.to(dtype)) + diameter_updated * variation
+    return BackwardBound(value=torch.minimum(after, before), after=after, before=before)
+
+
+@full_precision
+def uniform_backward_bound(
+    h_norm: Tensor,
+    *,
+    diameter_step: float | Tensor,
+    diameter_head: float | Tensor,
+    diameter_updated: float | Tensor,
+) -> Tensor:
+    """Bound |b+ - b| <= D(S) + min(D(U), D(U+S)) tanh(D(S)|h|/4) for every target.
+
+    The dependence on the head is unavoidable: no bound in D(S) alone exists.
+
+    Args:
+        h_norm: (...) norms |h| of the hidden states.
+        diameter_step: D(S).
+        diameter_head: D(U).
+        diameter_updated: D(U + S).
+
+    Returns:
+        (...), fp32 or better.
+    """
+    check_real("h_norm", h_norm)
+    for name, x in (
+        ("h_norm", h_norm),
+        ("diameter_step", diameter_step),
+        ("diameter_head", diameter_head),
+        ("diameter_updated", diameter_updated),
+    ):
+        check_nonnegative(name, x)
+    h_norm = h_norm.to(compute_dtype(h_norm))
+    zero = torch.zeros((), dtype=h_norm.dtype, device=h_norm.device)
+    smaller = torch.minimum(zero + diameter_head, zero + diameter_updated)
+    return diameter_step + smaller * tv_bound(diameter_step * h_norm)

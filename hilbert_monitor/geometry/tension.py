@@ -47,7 +47,7 @@ from ._tension_solver import (
 )
 from .bracket import row_diameter_bracket
 from .diameter import row_diameter
-from .numerics import MAX_BYTES, check_nonnegative, check_rows, compute_dtype, full_precision
+from .numerics import MAX_BYTES, Interval, check_nonnegative, check_rows, compute_dtype, full_precision
 
 _MOST_ROWS = 2048  # of the oracle: (V, V) tables in fp64
 _MOST_ROUNDS = 128  # of 48 steps or more, for an exact solution
@@ -58,13 +58,6 @@ _HEAVY = 2.0  # times the mean of the norms: rows that have a group each in the 
 _FREE = 1024  # rows that `placed_points` places one by one, or as many as there are groups
 _CLOSED = 1e-5  # a bracket with upper <= (1 + _CLOSED) lower is not improved
 _ALL_PAIRS = 2**33  # multiplications up to which the diameter of projected RowNorm is found exactly
-
-
-class Interval(NamedTuple):
-    """Lower and upper bound of a number."""
-
-    lower: float
-    upper: float
 
 
 # A step against the best one

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hilbert_monitor.geometry import Interval, compute_dtype, row_diameter, spectral_norm
-from hilbert_monitor.geometry.numerics import MAX_BYTES, row_chunks, row_mean
+from hilbert_monitor.geometry import Interval, row_diameter, row_statistics, spectral_norm
 from hilbert_monitor.monitor.logits import config_transform
 from hilbert_monitor.monitor.step_quality import step_quality
 
@@ -109,7 +108,7 @@ def look(
             f"the head {found.name} is empty, {tuple(U.shape)}: it is the part of one rank, or was saved without its"
             " numbers; gather the model's weights and save them again"
         )
-    exact, scale = row_diameter(U), abs(transform.scale)
+    exact, statistics, scale = row_diameter(U), row_statistics(U), abs(transform.scale)
     remarks = [] if transform.softcap is None else [f"the logits are soft-capped at {transform.softcap:g}"]
     moments = head_moments(checkpoint, found)
     if moments is None and checkpoint.optimizers:
@@ -132,8 +131,8 @@ def look(
         diameter=exact.value * scale,
         pair=exact.pair,
         pair_text=names(exact.pair),
-        mean_row=float(row_mean(U).norm()) * scale,
-        row_norm=_mean_norm(U) * scale,
+        mean_row=statistics.norm_of_mean * scale,
+        row_norm=statistics.mean_norm * scale,
         spectral_norm=spectral_norm(U).upper * scale,
         nonfinite_rows=exact.nonfinite_rows,
         remarks=remarks,
@@ -178,8 +177,3 @@ def _token_rows(x: Tensor, head: HeadTensor, vocab_size: int | None) -> Tensor:
     """The rows of tokens (V, d), in a dtype that the geometry takes."""
     rows = (x.t() if head.transposed else x)[:vocab_size]
     return rows if rows.dtype.itemsize >= 2 else rows.to(torch.float32)
-
-
-def _mean_norm(U: Tensor) -> float:
-    chunks = row_chunks(U, compute_dtype(U), MAX_BYTES)
-    return sum(float(torch.linalg.vector_norm(rows, dim=1).double().sum()) for _, rows in chunks) / len(U)

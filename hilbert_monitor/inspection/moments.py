@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hilbert_monitor.geometry import summarize_rows
+from hilbert_monitor.geometry import row_statistics
 from hilbert_monitor.monitor.step_quality import MOMENTS
 from hilbert_monitor.optim import Group
 
@@ -96,4 +96,4 @@ def _same_name(one: str, other: str) -> bool:
 
 def _is_balanced(entry: _Entry, head: HeadTensor) -> bool:
     rows = entry.moment.t() if head.transposed else entry.moment
-    return summarize_rows(rows).balance < BALANCED
+    return row_statistics(rows).balance < BALANCED

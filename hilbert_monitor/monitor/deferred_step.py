@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hilbert_monitor.geometry import DiameterBracket, pending_bracket, row_diameter_bracket
+from hilbert_monitor.geometry import DiameterBracket, deferred_bracket, row_diameter_bracket
 
 from .device_numbers import DeviceNumbers, Later
 from .head import WatchedHead
@@ -97,7 +97,7 @@ class DeferredStep:
         return lambda: StoredStep.of(bounds(head.stored_increment), moved_share=read()[0] / number)
 
     def _bracket(self, S: Tensor) -> Callable[[Callable[[], Matrix]], DiameterBounds]:
-        pending = pending_bracket(S)
+        pending = deferred_bracket(S)
         read = self.numbers.add(pending.numbers)
 
         def bounds(again: Callable[[], Matrix]) -> DiameterBounds:

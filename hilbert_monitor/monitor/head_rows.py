@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hilbert_monitor.geometry import RowShards
+from hilbert_monitor.geometry import RowShards, RowSource
 
 from .ranks import compute_device
 
@@ -54,7 +54,8 @@ class HeadRows:
         if number not in self._counts:
             self._counts[number] = int((ids < number).sum())
         mine = self._counts[number]  # the first ones: ids ascend
-        return replace(self._shards, rows=rows[:mine].to(self.device), ids=ids[:mine].to(self.device), number=number)
+        source = RowSource(rows[:mine].to(self.device))
+        return replace(self._shards, rows=source, ids=ids[:mine].to(self.device), number=number)
 
 
 def check_layout(weight: Any) -> None:

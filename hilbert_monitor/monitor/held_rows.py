@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hilbert_monitor.geometry import RowShards, compute_dtype
+from hilbert_monitor.geometry import RowShards, RowSource, compute_dtype
 
 from .head_rows import Matrix
 
@@ -132,7 +132,7 @@ class HeldRows:
         S = torch.empty(self.number, self.width, device=self.device)
         for at in self._chunks():
             S[at] = self._step(at, self._decayed(at)).sub_(mean).float()
-        return S if self._shards is None else replace(self._shards, rows=S.to(self._shards.rows.device))
+        return S if self._shards is None else replace(self._shards, rows=RowSource(S.to(self._shards.rows.device)))
 
     def survey(self, distances: Tensor, radius: Tensor) -> Tensor:
         """How many rows are out of the ball, and the largest distances and their tokens, of all ranks. (1 + 2 TOP,)."""

@@ -6,12 +6,12 @@ eighth of 8,192.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from hilbert_monitor.geometry import RowShards, log_partition, mean_row
+from hilbert_monitor.geometry import RowShards, RowSource, log_partition, row_statistics
 
 from .batches import next_tokens
 from .head import WatchedHead
@@ -46,7 +46,7 @@ class LogitShape:
         H: Tensor,
         targets: Tensor,
         *,
-        through: torch.dtype | None = None,
+        round_to: torch.dtype | None = None,
         softcap: float | None = None,
     ) -> LogitShape:
         """Measure a head (V, d) at hidden states (N, d), the same on all ranks.
@@ -55,7 +55,7 @@ class LogitShape:
             U: makes logits of states.
             H: the states.
             targets: (N,) the tokens that follow, -1 where none does.
-            through: the precision of the run's logits, if it is less than fp32.
+            round_to: the precision of the run's logits, if it is less than fp32.
             softcap: of the logits.
         """
         every = -(-len(H) // POSITIONS)
@@ -64,8 +64,8 @@ class LogitShape:
         exact = log_partition(U, H, targets, softcap=softcap)
         values = {"mean_logit": exact.mean, "centred_log_z": exact.centred, "log_z": exact.log_z}
         numbers = {f"{name}_{end}": number for name, x in values.items() for end, number in _ends(x).items()}
-        if through is not None and bool((targets >= 0).any()):
-            loss = log_partition(U, H, targets, softcap=softcap, through=through).loss - exact.loss
+        if round_to is not None and bool((targets >= 0).any()):
+            loss = log_partition(U, H, targets, softcap=softcap, round_to=round_to).loss - exact.loss
             loss = loss[(targets >= 0).to(loss.device)]
             numbers |= {"precision_loss": float(loss.mean()), "precision_loss_rms": float(loss.square().mean().sqrt())}
         return cls(**numbers, logit_max=float(exact.largest.max()))
@@ -86,8 +86,8 @@ class HeadShape:
     @classmethod
     def of(cls, U: Matrix, scale: float = 1.0) -> HeadShape:
         """Measure a head (V, d) whose logits are scaled by a factor."""
-        found = mean_row(U)
-        return cls(head_mean_row=found.norm * abs(scale), head_row_norm=found.usual * abs(scale))
+        rows = row_statistics(U)
+        return cls(head_mean_row=rows.norm_of_mean * abs(scale), head_row_norm=rows.mean_norm * abs(scale))
 
 
 def panel_targets(panel: Panel) -> Tensor:
@@ -105,10 +105,11 @@ def logit_rows(head: WatchedHead) -> Matrix:
     bias = head.place.bias if head.bias is None else head.bias.param  # a frozen one may be anywhere
     if bias is None:
         return U
-    rows = HeadRows(bias) if head.bias is None else head.bias.rows
-    column = rows.matrix(rows.of(bias.detach()).float()[:, None] * head.logit_scale, head.vocab_size)
+    entries = HeadRows(bias) if head.bias is None else head.bias.rows
+    column = entries.matrix(entries.of(bias.detach()).float()[:, None] * head.logit_scale, head.vocab_size)
     if isinstance(U, RowShards) and isinstance(column, RowShards):
-        return RowShards(torch.cat([U.rows, column.rows], 1), U.ids, U.number, U.ranks)
+        rows = RowSource(U.rows, column.rows, form=lambda *x: torch.cat(x, 1), width=U.shape[1] + 1)
+        return replace(U, rows=rows)
     assert isinstance(U, Tensor)
     assert isinstance(column, Tensor)
     return torch.cat([U, column], 1)

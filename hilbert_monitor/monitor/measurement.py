@@ -19,7 +19,7 @@ from hilbert_monitor.geometry import (
     hilbert_perturbation,
     row_diameter,
     row_diameter_bracket,
-    summarize_rows,
+    row_statistics,
 )
 from hilbert_monitor.runs.record import Pair, StepRecord
 
@@ -69,15 +69,15 @@ class ExactDiameter(DiameterBounds):
         """Search an increment (V, d) for its diameter."""
         exact = row_diameter(S)
         radius = covering_radius(S, diameter=exact)
-        rows = summarize_rows(S)
+        rows = row_statistics(S)
         return cls(
             diameter=exact.lower,
             diameter_lower=exact.lower,
             diameter_upper=exact.upper,
             pair=exact.pair,
             nonfinite_rows=exact.nonfinite_rows,
-            row_norm=rows.norm,
-            row_token=rows.row,
+            row_norm=rows.longest_norm,
+            row_token=rows.longest_row,
             radius=radius.upper,
             radius_lower=radius.lower,
         )
@@ -130,8 +130,12 @@ class GradientRows:
     @classmethod
     def of(cls, gradient: Matrix, tokens: int | None = None) -> GradientRows:
         """Measure a gradient (V, d) whose first `tokens` rows are tokens; padding takes part in the softmax too."""
-        rows = summarize_rows(gradient, number=tokens)
-        return cls(gradient_row_norm=rows.norm, gradient_row_token=rows.row, gradient_balance=rows.balance)
+        rows = row_statistics(gradient, tokens=tokens)
+        return cls(
+            gradient_row_norm=rows.longest_norm,
+            gradient_row_token=rows.longest_row,
+            gradient_balance=rows.balance,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

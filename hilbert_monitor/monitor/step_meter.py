@@ -269,10 +269,10 @@ class StepMeter:
             return
         assert U is not None
         with self.timed("logits"):
-            through, targets = logit_dtype(head, self._output_dtype), panel_targets(panel).to(H.device)
+            round_to, targets = logit_dtype(head, self._output_dtype), panel_targets(panel).to(H.device)
             if U.shape[1] > H.shape[1]:  # a bias that is frozen
                 H = torch.cat([H, H.new_ones(len(H), 1)], dim=1)
-            step.logits = LogitShape.of(U, H, targets, through=through, softcap=head.logits.softcap)
+            step.logits = LogitShape.of(U, H, targets, round_to=round_to, softcap=head.logits.softcap)
 
     def _measure_head_rows(self, head: WatchedHead, step: Measurement) -> None:
         U: Matrix | None = None

@@ -14,8 +14,9 @@ from torch import Tensor
 from hilbert_monitor.geometry import (
     Interval,
     RowShards,
+    RowSource,
     centred_decrease,
-    gauge_waste,
+    row_statistics,
     spectral_norm,
     step_efficiency,
     tension_bracket,
@@ -51,7 +52,7 @@ def head_quality(head: WatchedHead, S: Matrix, bounds: DiameterBounds | None) ->
 
 def increment_quality(S: Matrix) -> StepQuality:
     """Measure what can be said of an increment (V, d) by itself."""
-    return StepQuality(gauge_waste=gauge_waste(S), spectral_norm=spectral_norm(S).upper)
+    return StepQuality(gauge_waste=row_statistics(S).gauge_waste, spectral_norm=spectral_norm(S).upper)
 
 
 def step_quality(
@@ -104,7 +105,7 @@ def heads_around(head: WatchedHead, S: Matrix) -> list[Matrix]:
 
 def _difference(A: Matrix, B: Matrix) -> Matrix:
     if isinstance(A, RowShards) and isinstance(B, RowShards):
-        return replace(A, rows=A.rows - B.rows)
+        return replace(A, rows=RowSource(A.rows, B.rows, form=torch.sub))
     assert isinstance(A, Tensor)
     assert isinstance(B, Tensor)
     return A - B

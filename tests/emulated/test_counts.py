@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hilbert_monitor.doctor.samples import make_increment
-from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_diameter_bracket
-from hilbert_monitor.geometry.bracket import pending_bracket
+from hilbert_monitor.geometry import deferred_bracket, hilbert_perturbation, row_diameter, row_diameter_bracket
 from tests.support.emulation.device import EmulatedDevice
 
 ROWS, WIDTH, PANEL = 8192, 128, 256
@@ -25,11 +24,11 @@ def counted(head, measure, rows=ROWS, width=WIDTH):
 
 
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])
-def test_bounds_move_what_two_passes_move_and_wait_for_nothing(head):
-    count, size = counted(head, lambda S, H: pending_bracket(S))
+def test_bounds_take_one_pass_and_never_synchronize(head):
+    count, size = counted(head, lambda S, H: deferred_bracket(S))
     assert count.waits == 0
-    assert count.kernels <= 50
-    assert 2 * size < count.bytes < 4.5 * size
+    assert count.kernels <= 95
+    assert size < count.bytes < 3 * size
 
 
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])

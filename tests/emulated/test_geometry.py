@@ -13,17 +13,16 @@ V, WIDTH, PANEL = 4000, 32, 256
 
 
 CASES = {
-    "bracket": (lambda S, G, H: g.row_diameter_bracket(S), 50, 1),
-    "pending bracket": (lambda S, G, H: g.pending_bracket(S).numbers, 50, 0),
+    "bracket": (lambda S, G, H: g.row_diameter_bracket(S), 95, 1),
+    "deferred bracket": (lambda S, G, H: g.deferred_bracket(S).numbers, 95, 0),
     "exact": (lambda S, G, H: g.row_diameter(S), 300, 10),
     "perturbation": (lambda S, G, H: g.hilbert_perturbation(S, H), 100, 12),
     "radius": (lambda S, G, H: g.covering_radius(S), 200, 25),
-    "rows": (lambda S, G, H: g.summarize_rows(S), 20, 1),
+    "rows": (lambda S, G, H: g.row_statistics(S), 30, 1),
     "centred rows": (lambda S, G, H: g.center_rows(S), 20, 0),
     "row norm": (lambda S, G, H: g.row_norm(S), 60, 6),
     "projected row norm": (lambda S, G, H: g.projected_row_norm(S), 60, 6),
     "spectral norm": (lambda S, G, H: g.spectral_norm(S), 100, 4),
-    "gauge waste": (lambda S, G, H: g.gauge_waste(S), 60, 4),
     "decrease": (lambda S, G, H: g.first_order_decrease(G, S), 20, 4),
     "centred decrease": (lambda S, G, H: g.centred_decrease(G, S), 120, 12),
     "Hilbert distance": (lambda S, G, H: g.hilbert_distance(H, H.flip(0), logits=True), 30, 4),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from hilbert_monitor.geometry import PendingBracket, pending_bracket, row_diameter_bracket
+from hilbert_monitor.geometry import DeferredBracket, deferred_bracket, row_diameter_bracket
 from tests.support import clouds
 from tests.support.draws import draws
 from tests.support.references import all_pairs_diameter
@@ -18,13 +18,13 @@ shapes = st.tuples(st.integers(1, 60), st.integers(1, 20))
 
 
 def resolved(S):
-    pending = pending_bracket(S)
-    return pending.resolve(pending.numbers.tolist())
+    deferred = deferred_bracket(S)
+    return deferred.resolve(deferred.numbers.tolist())
 
 
 @settings(max_examples=draws(60), deadline=None)
 @given(seed=seeds, shape=shapes, kind=st.sampled_from(clouds.KINDS))
-def test_pending_bounds_hold_and_equal_the_bracket(seed, shape, kind):
+def test_deferred_bounds_hold_and_equal_the_bracket(seed, shape, kind):
     S = kind(*shape, seed)
     bracket = resolved(S)
     if bracket is None:
@@ -36,15 +36,15 @@ def test_pending_bounds_hold_and_equal_the_bracket(seed, shape, kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_pending_bounds_wait_for_nothing_in_any_dtype(dtype):
+def test_deferred_bounds_wait_for_nothing_in_any_dtype(dtype):
     """A fake tensor has no entries: whatever asks for one, or for a size that depends on them, raises."""
     with FakeTensorMode():
         S = torch.empty(5000, 64, dtype=dtype)
-        pending = pending_bracket(S)
+        deferred = deferred_bracket(S)
         with pytest.raises(DataDependentOutputException):
             row_diameter_bracket(S)
-    assert pending.numbers.shape == (8,)
-    assert pending.numbers.dtype == torch.float64
+    assert deferred.numbers.shape == (6,)
+    assert deferred.numbers.dtype == torch.float64
 
 
 @pytest.mark.parametrize("V", [2, 16, 17, 3000])
@@ -88,7 +88,7 @@ def test_large_rows_and_infinite_ones_are_told_apart_by_another_look():
     assert row_diameter_bracket(S).nonfinite_rows == 1
 
 
-def test_a_pending_bracket_holds_nothing_of_the_rows():
-    pending = pending_bracket(clouds.gaussian(900, 8, 0))
-    tensors = [x for x in (getattr(pending, name) for name in PendingBracket.__slots__) if torch.is_tensor(x)]
-    assert [x.untyped_storage().nbytes() for x in tensors] == [8 * 8]
+def test_a_deferred_bracket_holds_nothing_of_the_rows():
+    deferred = deferred_bracket(clouds.gaussian(900, 8, 0))
+    tensors = [x for x in (getattr(deferred, name) for name in DeferredBracket.__slots__) if torch.is_tensor(x)]
+    assert [x.untyped_storage().nbytes() for x in tensors] == [6 * 8]

@@ -125,7 +125,7 @@ def test_padding_is_no_token_that_follows():
 def test_a_large_panel_is_looked_at_evenly():
     U, H = normal(0, 30, 4).float(), normal(1, 5 * POSITIONS + 3, 4).float()
     targets = torch.full((len(H),), -1)
-    shape = LogitShape.of(U, H, targets, through=torch.bfloat16)
+    shape = LogitShape.of(U, H, targets, round_to=torch.bfloat16)
     mean, *_ = logit_numbers(U, H[::6])
     assert shape.mean_logit_rms == pytest.approx(float(mean.square().mean().sqrt()), rel=1e-5)
     assert shape.precision_loss is None  # no position has a target

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from hilbert_monitor import ChainedOptimizer, Muon, RowNorm
-from hilbert_monitor.geometry._cloud import PointCloud
+from hilbert_monitor.geometry.points import CentredRows
 from hilbert_monitor.monitor.head import WatchedHead
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
@@ -412,7 +412,7 @@ def failing_rank(rank, world, where):
         warnings.simplefilter("ignore")
         with Probe(model, optimizer, diameter_every=1, perturbation_every=0) as probe:
             for update in range(UPDATES + 1):
-                target, name = (probe.head, "increment") if where == "increment" else (PointCloud, "norms")
+                target, name = (probe.head, "increment") if where == "increment" else (CentredRows, "norms")
                 saved = getattr(target, name)
                 if rank == 1 and update == 1:
                     setattr(target, name, fails)

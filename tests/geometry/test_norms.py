@@ -1,13 +1,21 @@
-"""Row operations: centering is the projection P, RowNorm is exact at any scale, and PRN descends steepest."""
+"""RowNorm and its projection, statistics of rows, and bounds of the spectral norm."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hilbert_monitor.geometry import center_rows, gauge_waste, projected_row_norm, row_norm
+from hilbert_monitor.geometry import (
+    center_rows,
+    leading_direction,
+    projected_row_norm,
+    row_norm,
+    row_statistics,
+    spectral_norm,
+)
 from tests.support.draws import draws
 from tests.support.references import all_pairs_diameter, normal, regular_simplex
 
@@ -254,34 +262,6 @@ def test_result_keeps_the_dtype_and_is_the_fp64_result_rounded(operation, dtype)
 
 
 @every_operation
-def test_input_is_left_unchanged_and_shares_no_memory_with_the_result(operation):
-    A = normal(4, 20, 6)
-    before = A.clone()
-    operation(A).fill_(7.0)
-    assert torch.equal(A, before)
-
-
-@every_operation
-def test_no_graph_is_built(operation):
-    A = normal(5, 20, 6).requires_grad_()
-    result = operation(A)
-    assert not result.requires_grad
-    assert result.grad_fn is None
-    assert torch.equal(result, operation(A.detach()))
-
-
-@every_operation
-@every_dtype
-def test_autocast_changes_nothing(operation, dtype):
-    A = normal(6, 20, 6).to(dtype)
-    plain = operation(A)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = operation(A)
-    assert inside.dtype == dtype
-    assert torch.equal(inside, plain)
-
-
-@every_operation
 @examples
 @given(seed=seeds, V=heights, d=widths, rows_at_a_time=st.integers(1, 8))
 def test_little_scratch_memory_gives_the_same_result(operation, seed, V, d, rows_at_a_time):
@@ -290,48 +270,7 @@ def test_little_scratch_memory_gives_the_same_result(operation, seed, V, d, rows
     close(operation(A, max_bytes=max_bytes), operation(A), 1e-13)
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda A: A.T,
-        lambda A: A[::3],
-        lambda A: A[:, 1::2],
-        lambda A: A[2:, :3],
-        lambda A: A[:1].expand(5, -1),
-        lambda A: A[:, :1].expand(-1, 5),
-    ],
-    ids=["transposed", "every-third-row", "every-second-column", "corner", "one-row", "one-column"],
-)
-@every_operation
-def test_a_view_gives_what_its_copy_gives(operation, view):
-    A = normal(7, 24, 10)
-    result = operation(view(A))
-    assert result.is_contiguous()
-    close(result, operation(view(A).contiguous()), 1e-15)
-
-
 # What they refuse
-
-
-@every_operation
-@pytest.mark.parametrize(
-    ("error", "phrase", "A"),
-    [
-        (TypeError, "floating-point", torch.ones(3, 2, dtype=torch.long)),
-        (TypeError, "floating-point", torch.ones(3, 2, dtype=torch.bool)),
-        (TypeError, "floating-point", torch.ones(3, 2, dtype=torch.cfloat)),
-        (TypeError, "dense", torch.ones(3, 2).to_sparse()),
-        (TypeError, "torch.Tensor", [[1.0, 2.0]]),
-        (ValueError, "one row a token", torch.ones(3)),
-        (ValueError, "one row a token", torch.ones(3, 2, 1)),
-        (ValueError, "at least one row and one column", torch.ones(0, 2)),
-        (ValueError, "at least one row and one column", torch.ones(3, 0)),
-    ],
-)
-def test_what_is_not_a_matrix_of_rows_is_refused_in_one_sentence(operation, error, phrase, A):
-    with pytest.raises(error, match=rf"\A.*{phrase}.*\Z"):
-        operation(A)
 
 
 @pytest.mark.parametrize("operation", [row_norm, projected_row_norm], ids=lambda f: f.__name__)
@@ -341,32 +280,165 @@ def test_a_negative_stabiliser_is_refused(operation, eps):
         operation(torch.ones(3, 2), eps=eps)
 
 
-@every_operation
-def test_too_little_scratch_memory_for_one_row_is_refused(operation):
-    with pytest.raises(ValueError, match=r"\Amax_bytes=.*raise max_bytes\Z"):
-        operation(torch.ones(3, 100), max_bytes=8)
-
-
-def test_refusal_for_memory_names_the_bound_that_was_given():
-    with pytest.raises(ValueError, match=r"\Amax_bytes=100 is less than the 128 bytes"):
-        row_norm(torch.ones(4, 8), max_bytes=100)
-
-
 @examples
 @given(seeds, heights, widths, st.sampled_from([0.0, 1.0, 100.0]), scales)
 def test_gauge_waste_is_what_centring_takes_away(seed, V, d, offset, scale):
     S = normal(seed, V, d) + offset
     expected = 1 - float(center_rows(S).square().sum() / S.square().sum())
-    assert gauge_waste((S * scale).float()) == pytest.approx(expected, abs=1e-5)
+    assert row_statistics((S * scale).float()).gauge_waste == pytest.approx(expected, abs=1e-5)
 
 
 def test_gauge_waste_of_nothing_is_undefined():
-    assert math.isnan(gauge_waste(torch.zeros(5, 3)))
-    assert gauge_waste(torch.ones(5, 3)) == pytest.approx(1.0)
+    assert math.isnan(row_statistics(torch.zeros(5, 3)).gauge_waste)
+    assert row_statistics(torch.ones(5, 3)).gauge_waste == pytest.approx(1.0)
 
 
-def test_autocast_around_gauge_waste_changes_nothing():
-    S = normal(0, 40, 12).float()
-    alone = gauge_waste(S)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert gauge_waste(S) == alone
+# The spectral norm
+
+shapes = st.tuples(st.integers(1, 60), st.integers(1, 20))
+squares = st.tuples(st.integers(1, 20), st.integers(1, 20))
+small_seeds = st.integers(0, 10**6)
+any_scale = st.sampled_from([1e-44, 1e-30, 1e-3, 1.0, 1e30])
+
+
+def cloud(shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def singular_value(S):
+    """|S|_2 by an fp64 decomposition, of a matrix that a power of two has brought near one."""
+    largest = float(S.abs().max())
+    if largest == 0:
+        return 0.0
+    half = 2.0 ** (math.frexp(largest)[1] // 2)
+    return float(torch.linalg.matrix_norm(S.double() / half / half, 2)) * half * half
+
+
+def check_spectral(S, tightness=1e-7):
+    bounds, value = spectral_norm(S), singular_value(S)
+    assert bounds.lower <= value * (1 + 1e-13)
+    assert bounds.upper >= value * (1 - 1e-13)
+    assert bounds.upper <= bounds.lower * (1 + tightness) + 1e-300
+
+
+@examples
+@given(shapes, small_seeds, any_scale, st.sampled_from([0.0, 1.0, 100.0]))
+def test_the_bounds_hold_the_largest_singular_value_at_any_scale_and_shift(shape, seed, scale, shift):
+    check_spectral(((cloud(shape, seed) + shift) * scale).float(), 1e-3)
+
+
+@examples
+@given(
+    shapes,
+    small_seeds,
+    st.integers(0, 4),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_the_bounds_hold_in_every_dtype_and_at_every_rank(shape, seed, rank, dtype):
+    S = cloud((shape[0], rank), seed) @ cloud((rank, shape[1]), seed + 1)
+    before = S.to(dtype)
+    S = before.clone()
+    check_spectral(S, 1e-3)
+    assert torch.equal(S, before)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0] * 12,
+        [1.0, 1.0 - 1e-12] + [1e-9] * 10,
+        [1.0 - 1e-3 * k for k in range(12)],
+        [2.0**-k for k in range(12)],
+        [1.0] + [0.0] * 11,
+        [1.0, 1e-160] + [0.0] * 10,
+    ],
+    ids=["equal", "tied", "close", "geometric", "rank one", "far apart"],
+)
+def test_the_bounds_hold_for_spectra_that_mislead_an_iteration(values):
+    left = torch.linalg.qr(cloud((40, 12), 1)).Q
+    right = torch.linalg.qr(cloud((12, 12), 2)).Q
+    check_spectral(left * torch.tensor(values, dtype=torch.float64) @ right.T, 1e-4)
+
+
+def test_longest_rows_that_are_orthogonal_to_the_leading_direction_do_not_hide_it():
+    S = torch.zeros(14, 8)
+    S[torch.arange(4), torch.arange(1, 5)] = 1.0
+    S[4:, 0] = 0.9999  # ten rows in one direction, each shorter than those four
+    check_spectral(S)
+    assert spectral_norm(S).lower == pytest.approx(0.9999 * math.sqrt(10), rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-320, 1e-200, 1e200, 1.7e308])
+def test_fp64_rows_at_the_ends_of_the_range_are_bounded(scale):
+    S = torch.eye(3, dtype=torch.float64) * scale
+    bounds = spectral_norm(S)
+    assert bounds.lower <= scale <= bounds.upper
+
+
+def test_a_norm_beyond_the_range_of_fp64_has_a_finite_lower_bound():
+    bounds = spectral_norm(torch.full((4, 4), 1.7e308, dtype=torch.float64))
+    assert 1e308 < bounds.lower < bounds.upper == math.inf
+
+
+def test_the_spectral_norm_of_nothing_is_zero_and_of_what_is_not_finite_nan():
+    assert spectral_norm(torch.zeros(4, 3)) == (0, 0)
+    for bad in (math.nan, math.inf):
+        assert all(math.isnan(bound) for bound in spectral_norm(torch.tensor([[bad, 0.0], [1.0, 2.0]])))
+
+
+# The leading direction
+
+
+def singular(A):
+    return torch.linalg.matrix_norm(A.double(), 2)
+
+
+@examples
+@given(squares, st.integers(0, 10**6), st.sampled_from([1e-20, 1.0, 1e15]), st.integers(0, 4))
+def test_the_bound_is_never_above_the_norm_whatever_it_starts_from(shape, seed, scale, passes):
+    A = (normal(seed, *shape) * scale).float()
+    found = leading_direction(A)
+    for _ in range(passes):
+        found = leading_direction(A, found.right)
+    assert float(found.norm) <= float(singular(A)) * (1 + 1e-5)
+    assert float(torch.linalg.vector_norm(found.right)) == pytest.approx(1.0, rel=1e-5)
+
+
+@examples
+@given(squares, st.integers(0, 10**6))
+def test_the_bound_grows_with_every_call_on_one_matrix(shape, seed):
+    A, found = normal(seed, *shape), None
+    norms = []
+    for _ in range(5):
+        found = leading_direction(A, None if found is None else found.right)
+        norms.append(float(found.norm))
+    assert all(b >= a * (1 - 1e-12) for a, b in pairwise(norms))
+
+
+def test_a_matrix_that_moves_slowly_is_followed_closely():
+    A, drift, right = normal(0, 40, 30), normal(1, 40, 30) * 0.01, None
+    for _ in range(40):
+        A = A + drift
+        norm, right = leading_direction(A, right)
+    assert float(norm) > 0.99 * float(singular(A))
+
+
+def test_stacks_are_measured_one_by_one():
+    A = normal(0, 2, 3, 8, 5)
+    found = leading_direction(A)
+    for i in range(2):
+        for j in range(3):
+            assert float(found.norm[i, j]) == pytest.approx(float(leading_direction(A[i, j]).norm), rel=1e-12)
+
+
+def test_zero_stays_zero_and_keeps_its_direction_and_nan_is_told():
+    found = leading_direction(torch.zeros(4, 3))
+    assert float(found.norm) == 0
+    assert bool(found.right.isfinite().all())
+    assert math.isnan(float(leading_direction(torch.full((2, 2), torch.nan)).norm))
+
+
+@pytest.mark.parametrize("shape", [(3,), (0, 3), (3, 0)])
+def test_what_is_no_matrix_is_refused(shape):
+    with pytest.raises(ValueError, match="matrix or a stack"):
+        leading_direction(torch.ones(shape))

@@ -1,6 +1,12 @@
-"""Rows on several ranks: the answers are those of the whole matrix, the same on every rank, and little is moved."""
+"""Rows on several ranks: the answers of the whole matrix, equal on every rank; and faults that all ranks survive."""
 
 import math
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 from unittest import mock
 
@@ -10,16 +16,24 @@ import torch.distributed as dist
 
 from hilbert_monitor.doctor.samples import make_increment
 from hilbert_monitor.geometry import (
-    _cloud,
+    RowSource,
+    bracket,
     center_rows,
     covering_radius,
     diameter,
-    gauge_waste,
     hilbert_perturbation,
+    logits,
+    norms,
+    points,
+    projected_row_norm,
+    radius,
     row_diameter,
     row_diameter_bracket,
+    row_statistics,
     spectral_norm,
 )
+from hilbert_monitor.geometry.points import CentredRows
+from tests.support import warm
 from tests.support.ranks import in_ranks
 from tests.support.shards import sharded
 
@@ -34,7 +48,7 @@ SHAPES = {
 """Rows and columns, and the kinds of rows that are measured: all where rows are many, few, and fewer than ranks."""
 
 
-def rows(V, d, kind):
+def rows_of(V, d, kind):
     draw = torch.Generator().manual_seed(V + d)
     S = torch.randn(V, d, generator=draw)
     if kind == "heavy":
@@ -72,7 +86,7 @@ def answers(S, H):
         "exact": (exact.value, exact.upper, exact.pair, exact.nonfinite_rows),
         "bracket": (bracket.lower, bracket.upper, bracket.pair, bracket.nonfinite_rows),
         "panel": (panel.rms, panel.max, panel.position, panel.pair, panel.nonfinite_rows, panel.delta.tolist()),
-        "waste": gauge_waste(S),
+        "waste": row_statistics(S).gauge_waste,
         "spectral": (spectral.lower, spectral.upper),
         "radius": (radius.lower, radius.upper, radius.ball_radius, radius.nonfinite_rows),
         "ball": (radius.center.tolist(), radius.support.tolist(), radius.weights.tolist()),
@@ -85,7 +99,7 @@ def _measured_by_parts(rank, world):
     for (V, d), kinds in SHAPES.items():
         H = torch.randn(20, d, generator=torch.Generator().manual_seed(d))
         for kind in kinds:
-            S = rows(V, d, kind)
+            S = rows_of(V, d, kind)
             results[V, d, kind] = answers(sharded(S), H), None if rank else answers(S, H), S
     return results
 
@@ -169,9 +183,9 @@ def test_the_radius_is_bracketed_as_that_of_the_whole_matrix_with_certificates(m
 def _without_padding(rank, world):
     """Rows past the vocabulary are cut by each rank; all of the last rank's are."""
     V, d, padded = 700, 16, 1100
-    S, H = rows(padded, d, "gauss"), torch.randn(20, d, generator=torch.Generator().manual_seed(d))
+    S, H = rows_of(padded, d, "gauss"), torch.randn(20, d, generator=torch.Generator().manual_seed(d))
     S[V:] *= 100
-    return answers(sharded(S).first(V), H), answers(S[:V], H)
+    return answers(sharded(S, first=V), H), answers(S[:V], H)
 
 
 def test_padding_rows_that_each_rank_cuts_are_not_measured(found_by):
@@ -198,19 +212,24 @@ def _layouts(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     results = []
     for V, d in ((1001, 16), (3, 4)):
-        S, H = rows(V, d, "gauss"), torch.randn(7, d, generator=torch.Generator().manual_seed(1))
+        S, H = rows_of(V, d, "gauss"), torch.randn(7, d, generator=torch.Generator().manual_seed(1))
         head = torch.nn.Linear(d, V, bias=False)
         with torch.no_grad():
             head.weight.copy_(S)
         parallelize_module(head, mesh["tp"], ColwiseParallel())
         fully_shard(head, mesh=mesh["dp"])
-        whole, centred = answers(S, H), center_rows(S)
+        whole, results_of_rows = answers(S, H), [center_rows(S), projected_row_norm(S)]
         layouts = [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Replicate())]
         matrices = [distribute_tensor(S, mesh, layout, src_data_rank=None) for layout in layouts]
         for matrix in (*matrices, head.weight.detach()):
-            ours, there = answers(matrix, H), center_rows(matrix)
-            same_rows = torch.allclose(there.full_tensor(), centred, atol=1e-6)
-            results.append((str(matrix.placements), ours, whole, same_rows and there.placements == matrix.placements))
+            there = [center_rows(matrix), projected_row_norm(matrix)]
+            same_rows = all(
+                torch.allclose(x.full_tensor(), y, atol=1e-6) and x.placements == matrix.placements
+                for x, y in zip(there, results_of_rows, strict=True)
+            )
+            formed = RowSource(2 * matrix, matrix, form=torch.sub)
+            for source in (matrix, formed):
+                results.append((str(matrix.placements), answers(source, H), whole, same_rows))
     return results
 
 
@@ -218,7 +237,7 @@ def test_any_layout_of_rows_over_a_mesh_gives_the_answers_of_the_whole_matrix(fo
     """Replicas, nested shards, and the strided ones of FSDP over tensor parallelism; with empty shards."""
     ranks = found_by(_layouts, 4)
     assert all(repr(results) == repr(ranks[0]) for results in ranks)
-    for placements, ours, whole, centred in ranks[0]:
+    for placements, ours, whole, same_rows in ranks[0]:
         assert same(ours["exact"][0], whole["exact"][0]), placements
         assert ours["exact"][2] == whole["exact"][2], placements
         assert ours["bracket"][0] <= whole["exact"][0] <= ours["bracket"][1], placements
@@ -226,11 +245,11 @@ def test_any_layout_of_rows_over_a_mesh_gives_the_answers_of_the_whole_matrix(fo
         assert ours["panel"][3] == whole["panel"][3], placements
         assert ours["radius"][0] <= whole["radius"][1], placements
         assert whole["radius"][0] <= ours["radius"][1], placements
-        assert centred, placements
+        assert same_rows, placements
 
 
 def _moved(rank, world):
-    S = rows(20_000, 64, "heavy")
+    S = rows_of(20_000, 64, "heavy")
     counts = []
     for measure in (row_diameter_bracket, row_diameter, covering_radius):
         shards = sharded(S)
@@ -254,18 +273,18 @@ def test_a_bracket_and_a_radius_move_a_few_rows_and_an_exact_search_its_hubs(fou
 def _work(rank, world):
     """Rows loaded and pairs looked at: by a search of the whole matrix, and by this rank of a search that is shared."""
     loaded, searches = [], []
-    points, run = _cloud.PointCloud.points, diameter.DiameterSearch.run
+    load, run = points.CentredRows.points, diameter.DiameterSearch.run
 
-    def counted(self, at, out=None):
-        loaded.append(len(points(self, at, out)))
-        return points(self, at, out)
+    def counted(self, rows, out=None):
+        loaded.append(len(rows))
+        return load(self, rows, out)
 
     def kept(self):
         searches.append(self)
         run(self)
 
     with (
-        mock.patch.object(_cloud.PointCloud, "points", counted),
+        mock.patch.object(points.CentredRows, "points", counted),
         mock.patch.object(diameter.DiameterSearch, "run", kept),
     ):
         return _shares(world, loaded, searches)
@@ -283,7 +302,7 @@ def _shares(world, loaded, searches):
         loaded.clear()
         shards = sharded(S)
         row_diameter(shards)
-        pairs = sum(searches[-1].local) / (whole.pairs_screened + whole.pairs_computed)
+        pairs = sum(searches[-1].own_work) / (whole.pairs_screened + whole.pairs_computed)
         shares[head] = sum(loaded) / rows_of_all, pairs, shards.ranks.collectives
     return shares
 
@@ -300,7 +319,7 @@ def test_a_rank_with_its_share_of_long_rows_does_its_share_of_the_work_in_ten_co
 
 def _with_other_directions(rank, world):
     """Rank one would compute other directions from the same numbers, as another processor might."""
-    S, real = rows(3000, 160, "gauss"), diameter.leading_directions
+    S, real = rows_of(3000, 160, "gauss"), diameter.leading_directions
     with mock.patch.object(diameter, "leading_directions", lambda *args: real(*args).flip(1) if rank else real(*args)):
         return row_diameter(sharded(S)).value == row_diameter(S).value
 
@@ -310,7 +329,7 @@ def test_all_ranks_take_the_directions_of_the_first(found_by):
 
 
 def _one_rank_fails(rank, world):
-    S = rows(2000, 16, "gauss")
+    S = rows_of(2000, 16, "gauss")
     try:
         row_diameter(sharded(S), max_bytes=2**28 if rank else 64)
     except Exception as error:
@@ -334,7 +353,7 @@ def _refused(rank, world):
 
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match=r"sharded by rows.*redistribute it to Shard\(0\)"):
-        row_diameter(distribute_tensor(rows(10, 4, "gauss"), mesh, [Shard(1)], src_data_rank=None))
+        row_diameter(distribute_tensor(rows_of(10, 4, "gauss"), mesh, [Shard(1)], src_data_rank=None))
     with pytest.raises(ValueError, match=r"\(V, d\) matrix"):
         row_diameter(distribute_tensor(torch.ones(8), mesh, [Shard(0)], src_data_rank=None))
     return True
@@ -350,3 +369,169 @@ CASES = {
     4: (_layouts, _work),
 }
 """What so many ranks are started for."""
+
+
+# Faults
+
+
+def matrix(V=3000, d=32, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(V, d, generator=draw) / torch.rand(V, 1, generator=draw)
+
+
+def waste(S):
+    return row_statistics(S).gauge_waste
+
+
+def panel(S):
+    return hilbert_perturbation(S, matrix(20, 32, seed=1)).max
+
+
+FAULTS = [
+    (row_diameter, diameter, "pad"),
+    (row_diameter, CentredRows, "project"),
+    (row_diameter, diameter, "screen_tables"),
+    (row_diameter, diameter, "largest_bounds"),
+    (row_diameter, diameter.DiameterSearch, "_compute_in_full"),
+    (row_diameter_bracket, CentredRows, "norms"),
+    (row_diameter_bracket, CentredRows, "points"),
+    (row_diameter_bracket, bracket, "ball_centre"),
+    (covering_radius, CentredRows, "norms"),
+    (covering_radius, radius, "_best_weights"),
+    (panel, logits._Panel, "run"),
+    (panel, logits._Panel, "logits"),
+    (spectral_norm, norms, "chunk_rows"),
+    (waste, norms, "compute_dtype"),
+]
+"""A measurement, and a function inside it that fails on one rank."""
+
+
+def _each_fault(rank, world):
+    S = matrix()
+    failures = []
+    for measure, place, name in FAULTS:
+        real = getattr(place, name)
+        if rank == world - 1:
+
+            def broken(*args, **kwargs):
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+            setattr(place, name, broken)
+        try:
+            measure(sharded(S))
+            failures.append("none")
+        except RuntimeError as error:
+            failures.append(f"{type(error).__name__}: {error}")
+        setattr(place, name, real)
+        again, whole = measure(sharded(S)), measure(S)
+        number = getattr(whole, "lower", whole)
+        assert getattr(again, "lower", again) == pytest.approx(number, rel=0.02), name
+    return failures
+
+
+@pytest.mark.sweep
+def test_a_rank_that_fails_inside_a_measurement_fails_on_all_and_the_next_one_works(tmp_path):
+    *others, broken = in_ranks(_each_fault, tmp_path, world=3, patience=120)
+    for (measure, _, name), failure, *theirs in zip(FAULTS, broken, *others, strict=True):
+        assert failure.startswith("RuntimeError: CUDA error"), (measure, name)
+        assert all(other.startswith("RankError: another rank failed") for other in theirs), (measure, name, theirs)
+
+
+def _killed(rank, world, folder, patience):
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting"
+    timeout = timedelta(seconds=patience)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timeout)
+    if rank == 1:
+        diameter.largest_bounds = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        row_diameter(sharded(matrix()))
+    except Exception as error:
+        (folder / f"{rank}.txt").write_text(f"{time.monotonic() - start:.1f}\n{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+def test_a_rank_that_is_killed_ends_the_others_with_the_error_of_their_group(tmp_path):
+    world, patience = 3, 30
+    start = multiprocessing.get_context(warm.METHOD).Process
+    ranks = [start(target=_killed, args=(rank, world, tmp_path, patience)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(4 * patience)
+    hung = [rank for rank in ranks if rank.is_alive()]
+    for rank in hung:
+        rank.kill()
+    assert not hung
+    assert [rank.exitcode for rank in ranks] == [0, -signal.SIGKILL, 0]
+    for rank in (0, 2):
+        seconds, error = (tmp_path / f"{rank}.txt").read_text().split("\n", 1)
+        assert float(seconds) <= 2 * patience
+        assert "RankError" not in error
+        assert "gloo" in error.lower() or "Connection closed" in error or "timed out" in error.lower()
+
+
+def _sentence(measure, *args, **options):
+    try:
+        measure(*args, **options)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def _different_inputs(rank, world):
+    S, H = matrix(), matrix(20, 32, seed=1)
+    shards, odd = sharded(S), rank == 1
+    bracket = row_diameter_bracket(S)
+    other = replace(bracket, pair=(0, 1))
+    return [
+        _sentence(row_diameter, sharded(S[:, :16] if odd else S)),
+        _sentence(row_diameter, sharded(S.double() if odd else S)),
+        _sentence(row_diameter_bracket, sharded(S[:100] if odd else S)),
+        _sentence(spectral_norm, sharded(S.long() if odd else S)),
+        _sentence(row_diameter, replace(shards, rows=RowSource(S), ids=torch.arange(len(S))) if odd else shards),
+        _sentence(hilbert_perturbation, shards, H[:7] if odd else H),
+        _sentence(hilbert_perturbation, shards, H[:, :7] if odd else H),
+        _sentence(covering_radius, shards, diameter=other if odd else bracket),
+        "works" if row_diameter(shards).value == row_diameter(S).value else "broken",
+    ]
+
+
+def test_ranks_with_different_inputs_all_say_so_and_go_on(tmp_path):
+    first, second = in_ranks(_different_inputs, tmp_path, world=2, patience=120)
+    alike = "ValueError: ranks must measure one matrix alike, got "
+    for sentences in (first, second):
+        width, dtype, height, _, overlap, positions, _, pair, works = sentences
+        assert alike in width
+        assert "(3000, 32) torch.float32" in width
+        assert "(3000, 16) torch.float32" in width
+        assert alike in dtype
+        assert "torch.float64" in dtype
+        assert alike in height
+        assert (
+            overlap == "ValueError: ranks must hold each of 3000 rows once, got 1500, 3000 rows: check the ids of each"
+        )
+        assert alike in positions
+        assert alike in pair
+        assert works == "works"
+    assert second[3].startswith("TypeError: S must be a real floating-point tensor")
+    assert second[6].startswith("ValueError: S and H must have one width")
+    assert first[3].startswith("RankError")
+    assert first[6].startswith("RankError")
+
+
+def _outside_the_mesh(rank, world):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    S = matrix()
+    head = distribute_tensor(S, DeviceMesh("cpu", [0, 1]), [Shard(0)], src_data_rank=None)
+    return _sentence(row_diameter, head) if rank == 2 else row_diameter(head).value == row_diameter(S).value
+
+
+def test_a_rank_outside_the_mesh_is_told_so_and_the_others_do_not_wait_for_it(tmp_path):
+    first, second, outside = in_ranks(_outside_the_mesh, tmp_path, world=3, patience=120)
+    assert first
+    assert second
+    assert outside.startswith("ValueError: rank 2 is not in the mesh of S")

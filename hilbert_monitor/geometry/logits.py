@@ -1,8 +1,9 @@
-"""The Hilbert perturbation of a panel of hidden states: delta_l = max_i (S h_l)_i - min_i (S h_l)_i.
+"""Logits of a panel of hidden states: the Hilbert perturbation of an update, and the log-partition of a head.
 
-The plain method computes S H' a chunk of the vocabulary at a time, and updates the extremes. On a CPU most of that
-product can be skipped. Rows and hidden states are split along the panel's leading directions, s_i = Q z_i + ... and
-h_l = Q g_l + ..., with remainders of norm rho_i and sigma_l, so that
+**Perturbation.** delta_l = max_i (S h_l)_i - min_i (S h_l)_i. The plain method computes S H' one chunk of the
+vocabulary at a time, and updates the extremes. On a CPU most of that product can be skipped. Rows and hidden states are
+split along the panel's leading directions, s_i = Q z_i + ... and h_l = Q g_l + ..., with remainders of norm rho_i and
+sigma_l, so that
 
     |s_i.h_l - z_i.g_l| <= rho_i sigma_l.
 
@@ -10,10 +11,16 @@ A few outlying rows give first extremes M_l and m_l for every position. A row th
 skipped at that position. Positions are tiled by median splits, so that one bound (from a tile's centre and radius) can
 skip a row for a whole tile. A second bound, position by position, skips most of the others. The rest is multiplied in
 full. If a few tiles show that little can be skipped, the plain method takes over. Other devices always use it: there
-every tile would cost a synchronisation.
+every tile would cost a synchronization.
 
 Rows are centred throughout: a common shift changes no delta. Outlying rows are chosen along the tiles' centres as well
 as by norm, because RowNorm's rows all have one norm.
+
+**Log-partition.** The mean logit z is the mean row of U times the hidden state. Softmax does not see it. A is the
+log-sum-exp of the logits without their mean, so that log Z = z + A. In exact arithmetic z harms nothing. In bf16 a
+logit of size x is rounded to x / 256, so that both cost precision.
+
+Neither function holds (V, N) numbers. Ranks that share the rows reduce a few numbers per position.
 """
 
 from __future__ import annotations
@@ -25,11 +32,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._cloud import SAMPLE, PointCloud, in_range, leading_directions, on_host, slant
-from .numerics import MAX_BYTES, check_rows, compute_dtype, full_precision, times_power_of_two
-from .sharding import RowShards, row_shards
+from .numerics import MAX_BYTES, check_rows, compute_dtype, full_precision, on_host, times_power_of_two
+from .points import CentredRows, Trivial, about_mean, leading_directions, scales_of, slant
+from .sharding import RowShards, RowSource, as_shards
 
 _RANK = 32
+_SAMPLE = 2048  # positions from which directions are estimated
 _TILE = 64  # positions
 _GUESSES = 64  # tiles whose outermost rows every position meets first
 _MANY_ROWS, _MANY_POSITIONS = 16384, 512  # fewer are not worth the bookkeeping
@@ -60,33 +68,29 @@ class HilbertPerturbation:
 
 
 @full_precision
-def hilbert_perturbation(S: Tensor | RowShards, H: Tensor, *, max_bytes: int = MAX_BYTES) -> HilbertPerturbation:
+def hilbert_perturbation(
+    S: Tensor | RowSource | RowShards, H: Tensor, *, max_bytes: int = MAX_BYTES
+) -> HilbertPerturbation:
     """Measure how far the update S moves the predictions at the hidden states H, in Hilbert distance.
 
     Args:
-        S: (V, d) update rows, any real floating-point dtype; they may be on several ranks.
+        S: (V, d) update rows, any real floating-point dtype: a tensor, a DTensor, a source, or shards.
         H: (N, d) hidden states, on the same device and the same on all ranks.
         max_bytes: bound on scratch memory; V x N is never held.
 
     Returns:
         delta of every position, its RMS and maximum, and the tokens that attain the maximum.
     """
-    shards = row_shards(S, lambda: _check_states(S, H))
-    if shards is None:
-        assert not isinstance(S, RowShards)
-        check_rows("S", S)
-        _check_states(S, H)
-        shards = RowShards.whole(S)
-    dtype = compute_dtype(shards.rows, H)
-    largest_entry = torch.maximum(H.amax(1), -H.amin(1)).to(dtype)  # (N,), a nan where there is one
+    shards = as_shards(S, agree_on=lambda: _check_states("S", S, H))
+    largest_entry = torch.maximum(H.amax(1), -H.amin(1)).to(compute_dtype(shards.rows, H))  # (N,), a nan stays one
     bad_positions = ~largest_entry.isfinite()
-    cloud = in_range(shards, max_bytes, largest_entry.dtype)
-    if isinstance(cloud, PointCloud):
-        panel, row, bad_rows = _Panel(cloud, H, largest_entry), 0, 0
+    scales = scales_of(shards, max_bytes, largest_entry.dtype)
+    if isinstance(scales, Trivial):  # equal rows, or rows that are not finite
+        panel, row, bad_rows = None, scales.first_nonfinite, scales.nonfinite_rows
+        delta = torch.full_like(largest_entry, scales.lower)
+    else:
+        panel, row, bad_rows = _Panel(about_mean(shards, scales, max_bytes), H, largest_entry), 0, 0
         delta = _delta(shards, panel)
-    else:  # equal rows, or rows that are not finite
-        panel, row, bad_rows = None, cloud.first_nonfinite, cloud.nonfinite_rows
-        delta = torch.full_like(largest_entry, cloud.lower)
     delta = delta.masked_fill_(bad_positions, torch.nan)
     position = int(delta.argmax())
     largest = float(delta[position])
@@ -107,15 +111,14 @@ def hilbert_perturbation(S: Tensor | RowShards, H: Tensor, *, max_bytes: int = M
     )
 
 
-def _check_states(S: Tensor | RowShards, H: Tensor) -> tuple[int, int]:
+def _check_states(name: str, S: Tensor | RowSource | RowShards, H: Tensor) -> tuple[int, int]:
     """Raise unless H (N, d) fits S. Return N, and whether H is in fp64."""
     check_rows("H", H)
     if S.shape[1] != H.shape[1]:
-        raise ValueError(f"S and H must have one width, got rows of {S.shape[1]} and states of {H.shape[1]}")
-    device = S.rows.device if isinstance(S, RowShards) else S.device
-    if device != H.device:
+        raise ValueError(f"{name} and H must have one width, got rows of {S.shape[1]} and states of {H.shape[1]}")
+    if S.device != H.device:
         raise ValueError(
-            f"S and H must be on one device, got {device} and {H.device}: move H with .to({str(device)!r})"
+            f"{name} and H must be on one device, got {S.device} and {H.device}: move H with .to({str(S.device)!r})"
         )
     return len(H), int(H.dtype == torch.float64)
 
@@ -128,7 +131,7 @@ def _delta(shards: RowShards, panel: _Panel) -> Tensor:
         panel.run()
         return torch.cat([panel.high, -panel.low])
 
-    numbers = shards.ranks.max(extremes, 2 * N, dtype=panel.cloud.dtype)
+    numbers = shards.ranks.max(extremes, 2 * N, dtype=panel.points.dtype)
     panel.high, panel.low = numbers[:N], -numbers[N:]
     return panel.delta()
 
@@ -144,7 +147,7 @@ def _extreme_tokens(shards: RowShards, panel: _Panel, position: int) -> tuple[in
         values = logits[ends]
         return [torch.cat([values[:1], -values[1:]]), shards.ids[ends]]
 
-    values, ids = shards.ranks.gather(make, ((2,), panel.cloud.dtype), ((2,), torch.int64))
+    values, ids = shards.ranks.gather(make, ((2,), panel.points.dtype), ((2,), torch.int64))
     high, low = ids.gather(0, values.argmax(0, keepdim=True))[0].tolist()
     return high, low
 
@@ -152,10 +155,10 @@ def _extreme_tokens(shards: RowShards, panel: _Panel, position: int) -> tuple[in
 class _Panel:
     """Running extremes of x_i.h_l over the rows, for every position."""
 
-    def __init__(self, cloud: PointCloud, H: Tensor, largest_entry: Tensor) -> None:
-        self.cloud = cloud
+    def __init__(self, points: CentredRows, H: Tensor, largest_entry: Tensor) -> None:
+        self.points = points
         self.H = H
-        self.high = torch.full((len(H),), -torch.inf, dtype=cloud.dtype, device=H.device)
+        self.high = torch.full((len(H),), -torch.inf, dtype=points.dtype, device=H.device)
         self.low = -self.high
         self.products = 0
         # delta scales with its position: states whose squares would leave the range are brought near one
@@ -165,27 +168,27 @@ class _Panel:
 
     def states(self, at: slice | Tensor) -> Tensor:
         """Load states (n, d), scaled by powers of two where they need it; zero for one that is not finite."""
-        h = self.H[at].to(self.cloud.dtype)
+        h = self.H[at].to(self.points.dtype)
         if self.exponents is None:
             return h
         return times_power_of_two(h, -self.exponents[at, None]).nan_to_num_(0.0, 0.0, 0.0)
 
     def delta(self) -> Tensor:
         """Return high - low in the units of S and H."""
-        delta = (self.high - self.low) / self.cloud.post_scale / self.cloud.pre_scale
+        delta = (self.high - self.low) / self.points.scales.post / self.points.scales.pre
         return delta if self.exponents is None else times_power_of_two(delta, self.exponents)
 
     def logits(self, position: int) -> Tensor:
         """Return the products (V,) of all points with the state of a position."""
         h = self.states(slice(position, position + 1))[0]
-        return torch.cat([x @ h for _, x in self.cloud.chunks()])
+        return torch.cat([x @ h for _, x in self.points.chunks()])
 
     def run(self) -> None:
-        (V, d), N = self.cloud.S.shape, len(self.H)
+        (V, d), N = self.points.rows.shape, len(self.H)
         numbers = V * (2 * _RANK + _GUESSES + 16) + N * (d + 3 * _RANK + 16)
-        tables = numbers * self.cloud.dtype.itemsize + V * (2 * N // _TILE)
+        tables = numbers * self.points.dtype.itemsize + V * (2 * N // _TILE)
         worthwhile = V >= _MANY_ROWS and N >= _MANY_POSITIONS and d >= 4 * _RANK
-        if not (self.H.device.type == "cpu" and worthwhile and tables <= 2 * self.cloud.budget and self._prune()):
+        if not (self.H.device.type == "cpu" and worthwhile and tables <= 2 * self.points.budget and self._prune()):
             self._stream()
 
     def _stream(self) -> None:
@@ -193,7 +196,7 @@ class _Panel:
         here = on_host(self.H)
         block = min(len(self.H), _BLOCK if here else _LARGE_BLOCK)
         scratch = self.high.new_empty(0)
-        for _, x in self.cloud.chunks(extra=2 * block * scratch.element_size(), longest=_ROWS if here else None):
+        for _, x in self.points.chunks(extra=2 * block * scratch.element_size(), longest=_ROWS if here else 0):
             scratch = scratch if scratch.numel() else x.new_empty(len(x) * block)
             for start in range(0, len(self.H), block):
                 at = slice(start, start + block)
@@ -201,12 +204,12 @@ class _Panel:
                 product = torch.mm(h, x.T, out=scratch[: len(h) * len(x)].view(len(h), len(x)))
                 torch.maximum(self.high[at], product.amax(1), out=self.high[at])
                 torch.minimum(self.low[at], product.amin(1), out=self.low[at])
-        self.products += len(self.cloud) * len(self.H)
+        self.products += len(self.points) * len(self.H)
 
     def _meet(self, rows: Tensor, positions: Tensor) -> None:
         """Multiply some rows with a few positions."""
         h = self.states(positions)
-        for _, x in self.cloud.chunks(rows, extra=2 * len(h) * h.element_size()):
+        for _, x in self.points.chunks(rows, extra=2 * len(h) * h.element_size()):
             product = x @ h.T
             self.high[positions] = torch.maximum(self.high[positions], product.amax(0))
             self.low[positions] = torch.minimum(self.low[positions], product.amin(0))
@@ -214,12 +217,12 @@ class _Panel:
 
     def _prune(self) -> bool:
         """Find the extremes from few products. Return False, and stop, if few products can be skipped."""
-        cloud = self.cloud
+        points = self.points
         H = self.states(slice(None))
-        directions = leading_directions(H[:: -(-len(H) // SAMPLE)], _RANK)
-        e = cloud.rounding
+        directions = leading_directions(H[:: -(-len(H) // _SAMPLE)], _RANK)
+        e = points.rounding
         err = math.sqrt(_RANK) * e + float(slant(directions))  # of coordinates and of products of them
-        norms, z = cloud.survey(directions)
+        norms, z = points.project(directions)
         norm2 = norms.square_()
         g = H @ directions
         rests = _remainder_and_norm(norm2, z, err)  # (V, 2)
@@ -288,3 +291,140 @@ def _median_tiles(g: Tensor) -> Tensor:
         order = points.gather(2, widest).squeeze(2).argsort(1)
         tiles = tiles.gather(1, order).view(2 * len(tiles), -1)
     return tiles
+
+
+# The log-partition
+
+NO_TARGET = -1
+"""Stands for the target of a position that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogPartition:
+    """The logits of each position in a few numbers, all (N,) in fp64; nan where one of its logits is not finite."""
+
+    mean: Tensor
+    """z, the mean logit."""
+    log_z: Tensor
+    """log Z, the log-sum-exp of the logits."""
+    largest: Tensor
+    """The largest |logit|."""
+    target: Tensor
+    """The logit of the target; nan where there is none."""
+
+    @property
+    def centred(self) -> Tensor:
+        """A = log Z - z: the log-sum-exp of the logits less their mean. At least log V."""
+        return self.log_z - self.mean
+
+    @property
+    def loss(self) -> Tensor:
+        """The cross entropy of the target."""
+        return self.log_z - self.target
+
+
+@full_precision
+def log_partition(
+    U: Tensor | RowSource | RowShards,
+    H: Tensor,
+    targets: Tensor | None = None,
+    *,
+    round_to: torch.dtype | None = None,
+    softcap: float | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> LogPartition:
+    """Return mean logit, log Z, the largest |logit| and the target's logit at each hidden state.
+
+    Cost: the product U H', and an exponential for each of its entries; rows on several ranks also two reductions of
+    three numbers a position.
+
+    Args:
+        U: (V, d) rows that make the logits U h: a tensor, a DTensor, a source, or shards.
+        H: (N, d) hidden states, on the same device and the same on all ranks.
+        targets: (N,) tokens, NO_TARGET where there is none; the same on all ranks.
+        round_to: round rows, states and logits to this dtype, as a matrix product in it does that sums in fp32. The
+            softmax is computed in fp32 or better all the same.
+        softcap: logits are softcap * tanh(x / softcap) of the products x.
+        max_bytes: bound on scratch memory.
+    """
+    if targets is None:
+        targets = torch.full((len(H),), NO_TARGET)
+    wanted = targets.to(H.device)
+    shards = as_shards(U, name="U", agree_on=lambda: _check_targets(U, H, wanted))
+    sums = _Sums(shards, H, wanted)
+
+    def run() -> Tensor:
+        sums.run(round_to, softcap, max_bytes)
+        return torch.stack(
+            [sums.high.nan_to_num(-torch.inf, torch.inf, -torch.inf), sums.largest.nan_to_num(0.0), sums.bad]
+        )
+
+    high, largest, bad = shards.ranks.max(run, 3, len(H))
+    total, mass, target = shards.ranks.sum(lambda: sums.parts(high), 3, len(H))
+    is_bad = bad > 0
+    numbers = (total / shards.number, high + mass.log(), largest, target.masked_fill(wanted < 0, torch.nan))
+    return LogPartition(*(number.masked_fill(is_bad, torch.nan) for number in numbers))
+
+
+def _check_targets(U: Tensor | RowSource | RowShards, H: Tensor, targets: Tensor) -> tuple[int, int]:
+    """Raise unless H (N, d) and targets (N,) fit U. Return N, and whether H is in fp64."""
+    numbers = _check_states("U", U, H)
+    if targets.shape != H.shape[:1] or targets.is_floating_point():
+        raise ValueError(f"targets must be {len(H)} tokens, one per state, got shape {tuple(targets.shape)}")
+    if len(targets) and int(targets.max()) >= U.shape[0]:
+        largest = int(targets.max())
+        raise ValueError(f"targets must be tokens below {U.shape[0]}, got {largest}: give {NO_TARGET} for none")
+    return numbers
+
+
+class _Sums:
+    """Running sums over the rows of this rank, for every position."""
+
+    def __init__(self, shards: RowShards, H: Tensor, targets: Tensor) -> None:
+        self.rows, self.H, zeros = shards.rows, H, torch.zeros(len(H), dtype=torch.float64, device=H.device)
+        self.high, self.mass = zeros - torch.inf, zeros.clone()  # the largest logit; sum of exp(logit - it)
+        self.total, self.largest, self.target = zeros.clone(), zeros.clone(), zeros.clone()
+        order = shards.ids.argsort()
+        at = torch.searchsorted(shards.ids[order], targets).clamp_max(max(len(order) - 1, 0))
+        self.place = order[at] if len(order) else torch.zeros_like(targets)  # of a target among this rank's rows
+        self.has = shards.ids[self.place] == targets if len(order) else torch.zeros_like(targets, dtype=torch.bool)
+
+    @property
+    def bad(self) -> Tensor:
+        """One for a position with a logit that is not finite."""
+        return (~self.total.isfinite()).double()
+
+    def parts(self, high: Tensor) -> Tensor:
+        """Return sums (3, N) that ranks may add: of logits, of exp(logit - high), and the target's logit."""
+        mass = self.mass * (self.high - high).exp()
+        return torch.stack([self.total, mass.where(self.mass > 0, 0.0), self.target]).nan_to_num(0.0, 0.0, 0.0)
+
+    def run(self, round_to: torch.dtype | None, softcap: float | None, max_bytes: int) -> None:
+        """Go through all rows of this rank."""
+        dtype = compute_dtype(self.rows, self.H)
+        step = min(len(self.H), _BLOCK)
+        for first in range(0, len(self.H), step):
+            at = slice(first, first + step)
+            h = _rounded(self.H[at].to(dtype), round_to)
+            chunks = self.rows.chunks(max_bytes, dtype=dtype, copies=3, extra=4 * step * dtype.itemsize, longest=_ROWS)
+            for rows, chunk in chunks:
+                logits = _rounded(h @ _rounded(chunk, round_to).T, round_to)
+                self._add(at, rows, logits if softcap is None else softcap * torch.tanh(logits / softcap))
+
+    def _add(self, at: slice, rows: slice, logits: Tensor) -> None:
+        """Add the logits (n, rows) of some positions and rows."""
+        low, high = logits.amin(1), logits.amax(1)
+        self.largest[at] = torch.maximum(self.largest[at], torch.maximum(high, -low).double())
+        self.total[at] += logits.sum(1, dtype=torch.float64)
+        here = self.has[at] & (self.place[at] >= rows.start) & (self.place[at] < rows.stop)
+        place = (self.place[at] - rows.start).clamp(0, logits.shape[1] - 1)  # without a wait for how many there are
+        self.target[at] = logits.gather(1, place[:, None])[:, 0].double().where(here, self.target[at])
+        highest = torch.maximum(self.high[at], high.double())
+        mass = logits.sub_(highest.to(logits.dtype)[:, None]).exp_().sum(1, dtype=torch.float64)
+        earlier = self.mass[at] * (self.high[at] - highest).exp()
+        self.mass[at] = earlier.where(self.mass[at] > 0, 0.0) + mass
+        self.high[at] = highest
+
+
+def _rounded(x: Tensor, round_to: torch.dtype | None) -> Tensor:
+    return x if round_to is None else x.to(round_to).to(x.dtype)
