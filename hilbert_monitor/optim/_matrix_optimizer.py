@@ -17,7 +17,7 @@ from hilbert_monitor.geometry.sharding import is_dtensor, like
 
 from ._hyperparameters import Group, check_choice, check_number, options_of, parameter_label
 from ._layout import changes, is_partial, laid_out_like, local, refusal
-from ._rounding import NEAREST, ROUNDINGS, Rounding
+from ._rounding import ROUNDINGS
 
 
 class LastStep(NamedTuple):
@@ -185,13 +185,14 @@ class MatrixOptimizer(Optimizer, ABC):
     def _before_step(self) -> None:
         """Do what a subclass needs once a step, before any group."""
 
-    def _rounding(self, p: Tensor, options: Group) -> Rounding:
-        """Return how the new value of a parameter is rounded in this step."""
-        if options["rounding"] == "nearest":
-            return NEAREST
-        params = (q for group in self.param_groups for q in group["params"])
-        index = next(index for index, q in enumerate(params) if q is p)
-        return Rounding.of(p, options["rounding"], self.state[p], index)
+    def _lost(self, p: Tensor, options: Group) -> Tensor | None:
+        """Return this rank's rounding errors of earlier steps on a parameter; None if they are not compensated."""
+        if options["rounding"] == "nearest" or p.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        state = self.state[p]
+        if "compensation" not in state:
+            state["compensation"] = torch.zeros_like(p)
+        return local(state["compensation"])
 
     @abstractmethod
     def _step_group(self, params: list[Tensor], options: Group) -> None:

@@ -171,7 +171,7 @@ class Muon(MatrixOptimizer):
                 torch._foreach_add_(stack, list(S))
             else:
                 for p, s in zip(stack, S, strict=True):
-                    shrink_and_add(p, s, shrink=shrink, rounding=self._rounding(p, options))
+                    shrink_and_add(p, s, shrink=shrink, lost=self._lost(p, options))
 
     def _step_shared(self, alike: list[Tensor], options: Group, world: int) -> None:
         """Step the parameters of one shape: each rank sends its share of the results, and a flag for each."""
@@ -192,13 +192,13 @@ class Muon(MatrixOptimizer):
             rank, slot = divmod(index, share)
             x = gathered[rank, slot * size : (slot + 1) * size].view(min(p.shape), max(p.shape))
             S, shrink = _scaled(_oriented(x, p), p, options), shrinks[rank, slot]
-            shrink_and_add(p, S, shrink=shrink, rounding=self._rounding(p, options))
+            shrink_and_add(p, S, shrink=shrink, lost=self._lost(p, options))
 
     def _step_sharded(self, bucket: Bucket, options: Group) -> None:
         for p, (x, present) in zip(bucket.params, self._orthogonal_shards(bucket, options), strict=True):
             shrink = 1 - options["lr"] * options["weight_decay"] * present.to(compute_dtype(p))
             S = _scaled(x, p, options)
-            shrink_and_add(local(p), S, shrink=shrink, rounding=self._rounding(p, options))
+            shrink_and_add(local(p), S, shrink=shrink, lost=self._lost(p, options))
 
     def _orthogonal_shards(self, bucket: Bucket, options: Group) -> list[Held]:
         """Return this rank's shards of the orthogonalised directions. Each matrix is computed by its owner alone."""

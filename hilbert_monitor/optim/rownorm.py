@@ -18,7 +18,7 @@ from ._hyperparameters import Group, check_choice, check_number
 from ._layout import Layout, local, local_gradient
 from ._matrix_optimizer import LastStep, MatrixOptimizer
 from ._norms import in_range, norms_over_ranks, stable_norms
-from ._rounding import Rounding, shrink_and_add
+from ._rounding import shrink_and_add
 
 
 class RowNorm(MatrixOptimizer):
@@ -40,7 +40,6 @@ class RowNorm(MatrixOptimizer):
 
         rounding       distance to the fp64 weights, over their displacement    share of the fp64 run's fall of the loss
         nearest        0.98                                                     0.03
-        stochastic     0.34                                                     1.00
         compensated    0.05                                                     1.00
         an fp32 head   0.00                                                     1.00
 
@@ -66,8 +65,6 @@ class RowNorm(MatrixOptimizer):
         maximize: ascend.
         rounding: of a head stored in bf16 or fp16; no other is rounded. "nearest" is what torch's optimizers do.
             "compensated" adds at each step what the steps before it lost, from one more buffer in the head's dtype.
-            "stochastic" rounds up or down at random with the right mean: no buffer, slow on a CPU. It has random
-            numbers of its own, the same on all ranks and after a resume.
     """
 
     def __init__(
@@ -111,15 +108,15 @@ class RowNorm(MatrixOptimizer):
                 state["momentum_buffer"] = torch.zeros_like(p, dtype=compute_dtype(p))
             state["step"] += 1
             B, layout = local(state["momentum_buffer"]), Layout.of(p)
-            G, U, rounding = local_gradient(p), local(p), self._rounding(p, options)
+            G, U, lost = local_gradient(p), local(p), self._lost(p, options)
             if options["center"] == "none" and not layout.columns:  # a chunk's row norms need its own buffer alone
                 with _TRIALS.size(B, G, U) as size:
                     averages = _averages(B, G, weight, size)
                     steps = (_direction(b, None, state["step"], options) for b in averages)
-                    _move(rounding.chunks(U, B, size=size), steps, shrink)
+                    _move(U, lost, B, steps, shrink, size)
             else:
                 deque(_averages(B, G, weight), maxlen=0)
-                _move(rounding.chunks(U, B), _steps(B, len(p), layout, state["step"], options), shrink)
+                _move(U, lost, B, _steps(B, len(p), layout, state["step"], options), shrink)
 
     def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
         B, step = local(self.state[param]["momentum_buffer"]), self.state[param]["step"]
@@ -144,10 +141,14 @@ def _averages(B: Tensor, G: Tensor, weight: float, size: int | None = None) -> I
         yield b.lerp_(g.to(b.dtype), weight)
 
 
-def _move(targets: Iterable[tuple[Tensor, Rounding]], steps: Iterable[_Factors], shrink: float | Tensor) -> None:
+def _move(
+    U: Tensor, lost: Tensor | None, B: Tensor, steps: Iterable[_Factors], shrink: float | Tensor, size: int | None = None
+) -> None:
     """Shrink chunks of the matrix, and add the steps to them."""
-    for (u, rounding), (rows, scale) in zip(targets, steps, strict=True):
-        shrink_and_add(u, rows, scale=scale, shrink=shrink, rounding=rounding)
+    targets = cache_chunks(U, B, size=size)
+    errors = [None] * len(targets) if lost is None else cache_chunks(lost, B, size=size)
+    for u, e, (rows, scale) in zip(targets, errors, steps, strict=True):
+        shrink_and_add(u, rows, scale=scale, shrink=shrink, lost=e)
 
 
 def _steps(B: Tensor, number: int, layout: Layout, step: int, options: Group) -> Iterator[_Factors]:

@@ -227,14 +227,6 @@ def refused(act):
         return str(error)
 
 
-def stochastic_rounding(layout):
-    """The shards of a bf16 matrix whose every weight is a quarter of the way to its neighbour."""
-    p = nn.Parameter(sharded(torch.ones(64, 8, dtype=torch.bfloat16), layout))
-    p.grad = sharded(torch.ones(64, 8, dtype=torch.bfloat16), layout)
-    RowNorm([p], lr=8**0.5 * 2**-9, rounding="stochastic", maximize=True).step()
-    return p.detach().to_local()
-
-
 def mixed_group(make, rank, world):
     """A group with whole matrices, sharded ones on two meshes, a frozen one, and one without a gradient anywhere."""
     line, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, 2))
@@ -323,7 +315,6 @@ def unusual(rank, world):
             "strided": refused(lambda: settle(strided, gradients=lambda p: sharded(G, whole))),
             "sum": refused(lambda: RowNorm([nn.Parameter(DTensor.from_local(G, line, [Partial()]))], lr=0.1)),
         },
-        "rows": [stochastic_rounding((square, [Shard(0), Replicate()])), stochastic_rounding((alone, [Shard(0)]))],
         "mixed": [mixed_group(m, rank, world) for m in makers],
         "missing": missing_gradients(rank, world),
         "scaled": scaled_steps(rank, world),
@@ -350,15 +341,6 @@ def test_what_cannot_be_laid_out_is_refused_by_a_sentence(odd):
         assert refusals["mesh"].startswith("RowNorm got a gradient on DeviceMesh")
         assert "_StridedShard" in refusals["strided"]
         assert "a sum that the ranks have not taken yet" in refusals["sum"]
-
-
-def test_stochastic_rounding_differs_between_shards_and_agrees_between_replicas(odd):
-    (a, whole), (replica, again), (b, _), (_, _) = (rank["rows"] for rank in odd)
-    assert torch.equal(a, replica)
-    assert not torch.equal(a, b)
-    assert torch.equal(whole, again)
-    for shard in (a, b, whole):
-        assert 0.1 < (shard != 1).double().mean() < 0.4
 
 
 def test_a_group_may_mix_whole_matrices_and_shards_on_several_meshes(odd):

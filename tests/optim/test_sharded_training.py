@@ -21,7 +21,7 @@ from tests.support.ways import assert_same_way
 
 BEFORE, AFTER = range(3), range(3, 4)
 """Updates before a checkpoint and after it."""
-BF16 = {"rownorm": {"rounding": "compensated"}, "muon": {"rounding": "stochastic"}}
+BF16 = {"rownorm": {"rounding": "compensated"}, "muon": {"rounding": "compensated"}}
 
 
 def decoder(kind="whole", dtype=torch.float32, mesh=None):
