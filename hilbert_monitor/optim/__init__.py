@@ -5,10 +5,8 @@ from ._hyperparameters import Group, options_of
 from ._matrix_optimizer import LastStep, MatrixOptimizer
 from .chain import ChainedOptimizer
 from .muon import Muon
-from .pretraining import pretraining_optimizer
-from .roles import find_head, parameter_roles
+from .recipe import find_head, parameter_roles, pretraining_optimizer, warmup_cosine, warmup_cosine_scale
 from .rownorm import RowNorm
-from .schedule import warmup_cosine, warmup_cosine_scale
 
 __all__ = [
     "ChainedOptimizer",
