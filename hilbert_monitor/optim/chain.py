@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Adam, Optimizer
 
-from ._hyperparameters import Group, parameter_label
-from ._matrix_optimizer import MatrixOptimizer, call_closure, keep_state_precision, outside_autocast
+from .base import Group, MatrixOptimizer, call_closure, keep_state_precision, outside_autocast, parameter_label
 
 
 class ChainedOptimizer(Optimizer):

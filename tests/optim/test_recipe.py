@@ -175,7 +175,11 @@ def frozen_head():
         (frozen_head, {"roles": {"lm_head.weight": "vector"}}, "roles names 'lm_head.weight', and .*"),
         (Plain, {"head_module": ""}, "head_module must name a module with a weight, got ''"),
         (Plain, {"head_module": "blocks"}, "head_module must name a module with a weight, got 'blocks'"),
-        (Plain, {"head_module": "lm_head.weight"}, "head_module must name a module with a weight, got 'lm_head.weight'"),
+        (
+            Plain,
+            {"head_module": "lm_head.weight"},
+            "head_module must name a module with a weight, got 'lm_head.weight'",
+        ),
     ],
 )
 def test_a_bad_recipe_is_refused_in_one_sentence(make, arguments, sentence):
@@ -234,7 +238,9 @@ def test_head_that_the_model_names_wins_over_shapes_and_names():
     assert find_head(model) == "projection"
 
 
-@pytest.mark.parametrize("answer", [None, "lm_head", nn.Linear(6, 23), "blocks"], ids=["none", "text", "foreign", "list"])
+@pytest.mark.parametrize(
+    "answer", [None, "lm_head", nn.Linear(6, 23), "blocks"], ids=["none", "text", "foreign", "list"]
+)
 def test_useless_answer_about_the_head_is_passed_over(answer):
     model = with_head_called("classifier")
     model.get_output_embeddings = lambda: model.blocks if answer == "blocks" else answer
@@ -438,7 +444,9 @@ def test_update_t_is_made_with_the_scale_of_t_for_every_group(kind):
         scheduler = warmup_cosine(o, T)
         for t in range(T + 3):
             scale = expected_scale(t, T)
-            assert [float(group["lr"]) for group in o.param_groups] == pytest.approx([0.125 * scale, 2 * scale], rel=1e-6)
+            assert [float(group["lr"]) for group in o.param_groups] == pytest.approx(
+                [0.125 * scale, 2 * scale], rel=1e-6
+            )
             o.step()
             scheduler.step()
         assert isinstance(o.param_groups[0]["lr"], torch.Tensor) == (kind is torch.tensor)

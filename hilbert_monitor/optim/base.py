@@ -1,10 +1,12 @@
-"""The base class of RowNorm and Muon: which parameters it takes, how a step runs, and its increment afterwards."""
+"""The base class of RowNorm and Muon: checks, the order of a step, the update of a weight, and the increment."""
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -15,59 +17,39 @@ from torch.optim.optimizer import ParamsT
 from hilbert_monitor.geometry import compute_dtype
 from hilbert_monitor.geometry.sharding import is_dtensor, like
 
-from ._hyperparameters import Group, check_choice, check_number, options_of, parameter_label
-from ._layout import changes, is_partial, laid_out_like, local, refusal
-from ._rounding import ROUNDINGS
+from .distributed import gradient_mismatch, is_partial, lay_out_like, local, version_of
+
+Group = dict[str, Any]
+"""One of an optimizer's `param_groups`, or the hyperparameters of one."""
 
 
 class LastStep(NamedTuple):
-    """The hyperparameters of the last step on a parameter, and how to recognise the gradient it used."""
+    """The hyperparameters of the last step on a parameter, and a mark on the gradient that it used."""
 
     options: Group
     mark: object
-    """Also set as an attribute of the gradient."""
+    """Also an attribute of the gradient."""
     version: int
-    """Of the gradient: torch counts its changes in place."""
+    """The gradient's count of changes in place."""
 
     @classmethod
     def of(cls, gradient: Tensor, options: Group) -> LastStep:
         """Record a step. Marks the gradient with an attribute; a weak reference to it would forbid swapping it."""
         gradient._hilbert_mark = mark = object()  # type: ignore[attr-defined]
-        return cls(options, mark, changes(gradient))
+        return cls(options, mark, version_of(gradient))
 
     def had(self, gradient: Tensor | None) -> bool:
-        """Return whether the step used this gradient and nobody has changed it since."""
-        return (
-            gradient is not None
-            and getattr(gradient, "_hilbert_mark", None) is self.mark
-            and changes(gradient) == self.version
-        )
-
-
-@contextmanager
-def outside_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Switch autocast off on every device that holds one of `tensors`."""
-    with ExitStack() as stack:
-        for device in {t.device.type for t in tensors}:
-            if torch.amp.is_autocast_available(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
-def call_closure(closure: Callable[[], Any] | None) -> Any:
-    """Return what a step's closure returns, run with gradients enabled; None without a closure."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
+        """Return True if the step used this gradient and it has not changed since."""
+        marked = gradient is not None and getattr(gradient, "_hilbert_mark", None) is self.mark
+        return marked and version_of(gradient) == self.version  # type: ignore[arg-type]
 
 
 class MatrixOptimizer(Optimizer, ABC):
-    """Base class of optimizers that move matrices, and can tell the increment of their last step.
+    """Base class of optimizers that move matrices and can return the increment of their last step.
 
-    Weight decay is decoupled, and the state is in fp32 (in fp64 for fp64 parameters); what compensated rounding lost is
-    in the parameter's own dtype. A subclass checks its hyperparameters (`_check_group`), steps one group
-    (`_step_group`), and forms the increment of the last step again (`_form_increment`).
+    Weight decay is decoupled. The state is in fp32, or fp64 for fp64 parameters; compensation is in the parameter's
+    dtype. A subclass checks its hyperparameters (`_check_group`), steps one group (`_step_group`), and forms the
+    increment of the last step again (`_form_increment`).
     """
 
     def __init__(self, params: ParamsT, defaults: Group) -> None:
@@ -79,7 +61,7 @@ class MatrixOptimizer(Optimizer, ABC):
         self._last = {}
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group of matrices, with hyperparameters of its own if it has any."""
+        """Add a group of matrices, with its own hyperparameters if it has any."""
         super().add_param_group(param_group)
         try:
             self._check_group(param_group)
@@ -93,7 +75,7 @@ class MatrixOptimizer(Optimizer, ABC):
         check_number(group, "lr", tensor=True)
         check_number(group, "weight_decay")
         check_choice(group, "maximize", (True, False))
-        check_choice(group, "rounding", ROUNDINGS)
+        check_choice(group, "rounding", ("nearest", "compensated"))
 
     def _check_parameter(self, group: Group, index: int) -> None:
         p, name, label = group["params"][index], type(self).__name__, parameter_label(group, index)
@@ -102,7 +84,7 @@ class MatrixOptimizer(Optimizer, ABC):
                 f"{name} moves matrices, and parameter {label} is none: give it to torch.optim.AdamW,"
                 " in one ChainedOptimizer with this one"
             )
-        if p.is_complex() or not p.is_floating_point():
+        if not p.is_floating_point():
             raise TypeError(f"{name} moves real floating-point matrices, got {p.dtype} for {label}")
         if is_partial(p):
             raise TypeError(
@@ -120,10 +102,10 @@ class MatrixOptimizer(Optimizer, ABC):
                         f"{type(self).__name__} needs dense real gradients, got a {kind} one for parameter"
                         f" {parameter_label(group, index)}"
                     )
-                refused = refusal(p)
-                if refused is not None:
+                mismatch = gradient_mismatch(p)
+                if mismatch is not None:
                     raise TypeError(
-                        f"{type(self).__name__} got {refused}, {parameter_label(group, index)}: redistribute it to the"
+                        f"{type(self).__name__} got {mismatch}, {parameter_label(group, index)}: redistribute it to the"
                         " parameter's mesh and placements"
                     )
 
@@ -150,19 +132,19 @@ class MatrixOptimizer(Optimizer, ABC):
         """Return the increment S of the last step on `param`, without the decoupled weight decay.
 
         U' = (1 - lr decay) U + S: signed, and scaled by the learning rate of that step. Zero if the parameter had no
-        gradient in the last step. A step that a GradScaler skipped does not count: the increment is still that of the
-        step before it. It is formed here from the optimizer's state, so a step itself costs nothing more.
+        gradient in the last step. A step that a GradScaler skipped does not count. The increment is formed here from
+        the optimizer's state, so a step itself costs nothing more.
 
-        Of a sharded parameter every rank forms its own shard. All ranks of the mesh must call this together where the
+        Each rank forms its own shard of a sharded parameter. All ranks of the mesh must call this together where the
         formula needs the other shards: for Muon, for RowNorm with center="both", and where columns are sharded.
 
         Args:
             param: one of this optimizer's parameters.
-            out: memory for the result: for a sharded parameter a DTensor laid out alike, or memory for this rank's
-                part. A subclass may ignore it.
+            out: memory for the result: for a sharded parameter a DTensor with the same layout, or memory for this
+                rank's part. A subclass may ignore it.
 
         Returns:
-            (m, n), in the dtype of the optimizer's state; a DTensor laid out as `param` if it is sharded.
+            (m, n), in the dtype of the optimizer's state; a DTensor with the layout of `param` if it is sharded.
         """
         if not any(param is p for group in self.param_groups for p in group["params"]):
             raise ValueError(f"the parameter of shape {tuple(param.shape)} is not one of this {type(self).__name__}'s")
@@ -178,12 +160,12 @@ class MatrixOptimizer(Optimizer, ABC):
         return like(param, S) if is_dtensor(param) else S
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state in its own precision; torch's method would cast it to that of the parameters."""
+        """Load a state in its own precision; torch's method would cast it to the dtype of the parameters."""
         with keep_state_precision(self, self):
             super().load_state_dict(state_dict)
 
     def _before_step(self) -> None:
-        """Do what a subclass needs once a step, before any group."""
+        """Prepare a step, before any group."""
 
     def _lost(self, p: Tensor, options: Group) -> Tensor | None:
         """Return this rank's rounding errors of earlier steps on a parameter; None if they are not compensated."""
@@ -200,15 +182,42 @@ class MatrixOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
-        """Form the increment of the last step, in `out` if the subclass can use it.
+        """Form the increment of the last step, or this rank's part of it, in `out` if the subclass can use it."""
 
-        All tensors are plain ones: for a sharded parameter, what this rank has.
-        """
+
+def shrink_and_add(
+    u: Tensor, s: Tensor, *, scale: Tensor | None = None, shrink: float | Tensor = 1.0, lost: Tensor | None = None
+) -> None:
+    """Set u to shrink u + scale s in place, rounded once to u's dtype.
+
+    A step far below the spacing of bf16 weights is lost when the sum is rounded to the nearest number. Compensated
+    rounding adds the error of one step in the next (Kahan).
+
+    Args:
+        u: the weights, or a chunk of their rows.
+        s: their step.
+        scale: factors (rows, 1) of the step.
+        shrink: factor of the weights.
+        lost: the rounding errors of earlier steps, in u's dtype; added here, and updated in place.
+    """
+    target = u.to(compute_dtype(u))
+    if lost is not None:
+        target.add_(lost.to(target.dtype))  # cast first: a mixed sum is slow on a CPU
+    if isinstance(shrink, Tensor) or shrink != 1:  # a comparison with a tensor would synchronize
+        target.mul_(shrink)
+    if scale is None:
+        target.add_(s)
+    else:
+        target.addcmul_(s, scale)
+    if target is not u:
+        u.copy_(target)
+        if lost is not None:
+            lost.copy_(target.sub_(u.to(target.dtype)))
 
 
 @contextmanager
 def keep_state_precision(loading: Optimizer, *owners: Optimizer) -> Iterator[None]:
-    """Load state in fp32 or better, where torch would cast it to the parameter's dtype, and laid out as the parameter.
+    """Load state in fp32 or better, where torch would cast it to the parameter's dtype, in the parameter's layout.
 
     Args:
         loading: the optimizer whose `load_state_dict` runs in this context.
@@ -228,9 +237,9 @@ def keep_state_precision(loading: Optimizer, *owners: Optimizer) -> Iterator[Non
             for key, value in saved["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and p in ours:
                     dtype = p.dtype if key == "compensation" else compute_dtype(p)
-                    loading.state[p][key] = laid_out_like(value.to(device=p.device, dtype=dtype), p)
+                    loading.state[p][key] = lay_out_like(value.to(device=p.device, dtype=dtype), p)
                 elif isinstance(value, Tensor) and value.shape == p.shape and key != "step":
-                    loading.state[p][key] = laid_out_like(loading.state[p][key], p)
+                    loading.state[p][key] = lay_out_like(loading.state[p][key], p)
 
     handles = [
         loading.register_load_state_dict_pre_hook(before),  # after the user's own
@@ -241,3 +250,56 @@ def keep_state_precision(loading: Optimizer, *owners: Optimizer) -> Iterator[Non
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def outside_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Switch autocast off on every device that holds one of `tensors`."""
+    with ExitStack() as stack:
+        for device in {t.device.type for t in tensors}:
+            if torch.amp.is_autocast_available(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def call_closure(closure: Callable[[], Any] | None) -> Any:
+    """Return the result of a step's closure, run with gradients enabled; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def check_number(
+    group: Group, name: str, *, least: float = 0.0, below: float = sys.float_info.max, tensor: bool = False
+) -> None:
+    """Refuse a hyperparameter that is not a finite number in [least, below); `tensor` allows one of one element."""
+    value = group[name]
+    if tensor and isinstance(value, Tensor) and value.dtype.is_floating_point:
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a number or a tensor with one element, got shape {tuple(value.shape)}")
+    elif isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number{' or a real tensor of one' if tensor else ''}, got {value!r}")
+    if not least <= value < below:
+        limit = "" if below == sys.float_info.max else f" and below {below:g}"
+        raise ValueError(f"{name} must be finite, at least {least:g}{limit}, got {value}")
+
+
+def check_choice(group: Group, name: str, allowed: tuple[Any, ...]) -> None:
+    """Refuse a hyperparameter that is not one of `allowed`. Strings are compared by value, all else by identity."""
+    if not any(group[name] is a or (isinstance(a, str) and group[name] == a) for a in allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {group[name]!r}")
+
+
+def options_of(group: Group) -> Group:
+    """Copy the hyperparameters of a group, so that a scheduler that changes lr later does not change the copy."""
+    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    if isinstance(options.get("lr"), Tensor):
+        options["lr"] = options["lr"].detach().clone().reshape(())
+    return options
+
+
+def parameter_label(group: Group, index: int) -> str:
+    """Return the name of a group's parameter in messages, or else its position, and its shape."""
+    shape = tuple(group["params"][index].shape)
+    return f"'{group['param_names'][index]}' {shape}" if "param_names" in group else f"number {index} {shape}"
