@@ -24,13 +24,11 @@ Group = dict[str, Any]
 
 
 class LastStep(NamedTuple):
-    """The hyperparameters of the last step on a parameter, and a mark on the gradient that it used."""
+    """The hyperparameters of the last step on a parameter, and how to recognise the gradient that it used."""
 
     options: Group
-    mark: object
-    """Also an attribute of the gradient."""
-    version: int
-    """The gradient's count of changes in place."""
+    mark: object  # also an attribute of the gradient
+    version: int  # the gradient's count of changes in place
 
     @classmethod
     def of(cls, gradient: Tensor, options: Group) -> LastStep:
@@ -119,7 +117,7 @@ class MatrixOptimizer(Optimizer, ABC):
         with outside_autocast(last):
             self._before_step()
             for group in self.param_groups:
-                options = {**self.defaults, **options_of(group)}  # an old checkpoint may lack a hyperparameter
+                options = options_of(group)
                 self._step_group(group["params"], options)
                 moved = [p for p in group["params"] if is_dtensor(p) and p.grad is not None]
                 torch.autograd.graph.increment_version(moved)  # their local tensors were changed in place
@@ -219,9 +217,8 @@ def shrink_and_add(
 def keep_state_precision(loading: Optimizer, *owners: Optimizer) -> Iterator[None]:
     """Load state in fp32 or better, where torch would cast it to the parameter's dtype, in the parameter's layout.
 
-    Args:
-        loading: the optimizer whose `load_state_dict` runs in this context.
-        *owners: the optimizers that it holds; the state of every `MatrixOptimizer` among them keeps its precision.
+    `loading` is the optimizer that loads in this context, and `owners` are the optimizers that it holds. The state of
+    every `MatrixOptimizer` among these keeps its precision.
     """
     saved: dict[Any, Any] = {}
 

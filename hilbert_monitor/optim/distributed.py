@@ -77,12 +77,7 @@ def gradient_mismatch(p: Tensor) -> str | None:
 
 
 def lay_out_like(t: Tensor, p: Tensor) -> Tensor:
-    """Return a tensor of a parameter's shape in the parameter's layout (collective if it is sharded another way).
-
-    Args:
-        t: a plain tensor that every rank has whole, or a DTensor.
-        p: the parameter.
-    """
+    """Return a DTensor, or a tensor that every rank has whole, in a parameter's layout (collective for a DTensor)."""
     from torch.distributed.tensor import distribute_tensor
 
     if not is_dtensor(p):
@@ -112,11 +107,10 @@ def version_of(t: Tensor) -> int:
 
 
 class Result(NamedTuple):
-    """A result of an exchange: a whole matrix, or this rank's shard of it."""
+    """A whole matrix or this rank's shard of it, and a flag (1,): zero if a gradient was missing, else one."""
 
     X: Tensor
-    present: Tensor | float
-    """(1,): one, or zero if a gradient was missing. A tensor, so that nothing synchronizes."""
+    present: Tensor | float  # a tensor where others may lack a gradient, so that nothing synchronizes
 
 
 class ReplicatedExchange:
@@ -139,17 +133,13 @@ class ReplicatedExchange:
         """Parameters whose directions this rank brings: those that it owns."""
 
     def collect(self, directions: list[Tensor | None]) -> list[Tensor]:
-        """Return the whole matrices that this rank owns.
-
-        Args:
-            directions: of each of `inputs`, or None without a gradient.
-        """
+        """Return the whole matrices that this rank owns, from the directions of `inputs`; None without a gradient."""
         self._present = [direction is not None for direction in directions]
         pairs = zip(directions, self.inputs, strict=True)
         return [torch.zeros_like(p, dtype=self.dtype) if N is None else N.to(self.dtype) for N, p in pairs]
 
     def distribute(self, results: list[Tensor]) -> list[Result]:
-        """Return the results of all ranks, in the order of `params`, from those of the matrices of `collect`."""
+        """Return the results of all ranks in the order of `params`, from the results for the collected matrices."""
         if self.ranks == 1:
             return [Result(X, float(present)) for X, present in zip(results, self._present, strict=True)]
         sizes: list[list[int]] = [[] for _ in range(self.ranks)]
@@ -231,8 +221,8 @@ class MeshRanks:
 class ShardedExchange:
     """Moves matrices from their shards to one rank each, the owner, and the results back. Two all-to-alls.
 
-    With W ranks and P numbers in all matrices, a rank sends and receives about 2 P / W numbers each way. A gather of
-    every matrix on every rank would move P to each, and every rank would do all the work.
+    With W ranks a rank sends and receives about 2 / W of all matrices. A gather on every rank would receive all of
+    them, and every rank would do all the work.
 
     Args:
         params: sharded over a mesh that knows their shards, on one device.
@@ -248,11 +238,7 @@ class ShardedExchange:
         self._empty = torch.empty(0, dtype=dtype, device=params[0].device)
 
     def collect(self, directions: list[Tensor | None]) -> list[Tensor]:
-        """Return the whole matrices that this rank owns.
-
-        Args:
-            directions: this rank's shard of each of `params`, or None without a gradient.
-        """
+        """Return the whole matrices that this rank owns, from this rank's shards; None is a missing gradient."""
         rank, places = self._mesh.rank, range(len(self._mesh.ranks))
         pieces: list[list[Tensor]] = [[] for _ in places]
         for part, shards, owner in zip(directions, self._shards, self._owners, strict=True):
@@ -271,7 +257,7 @@ class ShardedExchange:
         return list(matrices.values())
 
     def distribute(self, results: list[Tensor]) -> list[Result]:
-        """Return this rank's shards of all results, from those of the matrices of `collect`."""
+        """Return this rank's shards of all results, from the results for the collected matrices."""
         pieces: list[list[Tensor]] = [[] for _ in self._mesh.ranks]
         for i, X in zip(self._owned, results, strict=True):
             X = X.masked_fill(self._present[i] == 0, 0)

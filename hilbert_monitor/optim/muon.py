@@ -55,15 +55,13 @@ class Muon(MatrixOptimizer):
     formula but other arithmetic: it iterates in bf16, and divides by the larger of norm and eps, not by their sum.
 
     Matrices of one shape are orthogonalised in stacks. Under torch.distributed each matrix is computed by one rank, its
-    owner, so that all ranks have about the same work. One collective gathers the results of up to 256 MiB of matrices,
-    in `ns_dtype`. The gradients must agree on all ranks, as they do under DDP. Every rank has all momentum buffers, so
-    the state of any rank is complete. If the owner has no gradient for a parameter, it moves on no rank.
+    owner, so that all ranks have about the same work, and one collective gathers up to 256 MiB of results in
+    `ns_dtype`. The gradients must agree on all ranks, as they do under DDP. Every rank has all momentum buffers, so the
+    state of any rank is complete. If the owner has no gradient for a parameter, it moves on no rank.
 
-    The step of a sharded matrix (a DTensor) is that of the whole matrix, not of its shards. Its shards go to one rank
-    of its mesh in `ns_dtype`, and the results come back, by two collectives for all matrices of a mesh (up to 256 MiB
-    of them a rank). With W ranks a rank sends and receives about 2 / W of all matrices; a gather on every rank would
-    receive all of them. Momentum stays in shards, in the layout of the parameter. If a rank that has a shard has no
-    gradient for it, the matrix moves on no rank.
+    A sharded matrix (a DTensor) makes the step of the whole matrix. Its shards go to one rank of its mesh in
+    `ns_dtype`, and the results come back: two collectives for up to 256 MiB of matrices a rank. Momentum stays in
+    shards, in the layout of the parameter. If a rank has no gradient for its shard, the matrix moves on no rank.
 
     A weight stored the other way round, (in, out), as in Hugging Face's Conv1D, gets the scale of its transpose.
 
@@ -100,21 +98,12 @@ class Muon(MatrixOptimizer):
         distributed: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "eps": eps,
-            "ns_dtype": ns_dtype,
-            "maximize": maximize,
-            "rounding": rounding,
-        }
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "ns_steps": ns_steps, "eps": eps}
+        choices = {"nesterov": nesterov, "ns_dtype": ns_dtype, "maximize": maximize, "rounding": rounding}
         self.distributed, self._group = distributed, _SharedGroup(process_group)
         self._agreed: list[Any] = []
         self._meshes: dict[Any, MeshRanks] = {}
-        super().__init__(params, defaults)
+        super().__init__(params, {**numbers, **choices})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "distributed": self.distributed, "_group": self._group}
@@ -183,7 +172,7 @@ class Muon(MatrixOptimizer):
 
     def _exchanges(self, params: list[Tensor], options: Group) -> Iterator[Exchange]:
         """Yield the exchanges of a group's parameters, in the same order on all ranks."""
-        dtype, world = _ns_dtype(options), self._world
+        dtype, world = NS_DTYPES[options["ns_dtype"]], self._world
         whole = [p for p in params if not is_dtensor(p) and (world > 1 or p.grad is not None)]
         size = BATCH_BYTES if world > 1 or not whole else _stack_bytes(whole[0])
         for batch in batches(whole, dtype, size):
@@ -197,13 +186,7 @@ class Muon(MatrixOptimizer):
                 yield ShardedExchange(batch, dtype, ranks)
 
     def _orthogonal(self, exchange: Exchange, live: list[Tensor], options: Group) -> list[Result]:
-        """Return the orthogonalised directions of an exchange's parameters, or this rank's shards of them.
-
-        Args:
-            exchange: moves the directions and the results.
-            live: those of its inputs that have a direction.
-            options: the hyperparameters.
-        """
+        """Return the orthogonalised directions of an exchange's parameters; zero for inputs that are not `live`."""
         directions = dict(zip(live, self._directions(live, options), strict=True))
         matrices = exchange.collect([directions.get(p) for p in exchange.inputs])
         return exchange.distribute(_orthogonalize_each(matrices, options))
@@ -224,7 +207,7 @@ class Muon(MatrixOptimizer):
                 "the gradient of the last step is gone or changed, and Muon's increment needs it: ask before zero_grad,"
                 " for instance in a step post-hook"
             )
-        dtype = _ns_dtype(last.options)
+        dtype = NS_DTYPES[last.options["ns_dtype"]]
         exchanges = (
             self._sharded_exchanges([param], dtype) if is_dtensor(param) else [ReplicatedExchange([param], dtype)]
         )
@@ -263,12 +246,6 @@ def _same(a: float, b: float) -> bool:
 
 def _stack_bytes(p: Tensor) -> int:
     return STACK_BYTES.get(p.device.type, 256 * 2**20)
-
-
-def _ns_dtype(options: Group) -> torch.dtype:
-    """Return the precision of Newton-Schulz; state of an earlier version has it as a dtype."""
-    choice: str | torch.dtype = options["ns_dtype"]
-    return NS_DTYPES[choice] if isinstance(choice, str) else choice
 
 
 def _scaled(X: Tensor, p: Tensor, options: Group) -> Tensor:

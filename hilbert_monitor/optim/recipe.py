@@ -52,9 +52,8 @@ def pretraining_optimizer(
     """Return the paper's optimizers: Muon on the blocks' matrices, RowNorm or AdamW on the LM head, AdamW elsewhere.
 
     Muon has momentum 0.95; AdamW has betas (0.9, 0.999) and eps 1e-10. Weight decay is 0.1, but zero on a RowNorm head
-    and on vectors (norms and biases), which the paper's model does not have. ``describe()`` of the result prints which
-    optimizer owns which parameters. In a bf16 model AdamW has its state in bf16, as torch makes it, RowNorm and Muon
-    in fp32.
+    and on vectors (norms and biases). ``describe()`` of the result prints which optimizer owns which parameters. In a
+    bf16 model AdamW has its state in bf16, RowNorm and Muon in fp32.
 
     Args:
         model: a decoder; its module tree gives the roles (see `parameter_roles`).
