@@ -25,8 +25,7 @@ from torch import Tensor
 from hilbert_monitor import TrustRegion
 from hilbert_monitor.geometry import center_rows
 from hilbert_monitor.monitor.finite_gradients import NonFiniteGradients
-from hilbert_monitor.optim import pretraining_optimizer
-from hilbert_monitor.optim.schedule import warmup_cosine_scale
+from hilbert_monitor.optim import pretraining_optimizer, warmup_cosine_scale
 from hilbert_monitor.pretrain.recipes import HEADS, Head
 
 from .data import SmallRun, StepChange, TrialSizes

@@ -41,9 +41,6 @@ def rownorm(V: int, d: int) -> Iterator[Result]:
     ours = RowNorm([with_gradient(V, d)], lr=1e-3)
     adamw = torch.optim.AdamW([with_gradient(V, d)], lr=1e-3, fused=True)
     memory = peak_bytes(ours.step), peak_bytes(adamw.step)
-    for _ in range(16):  # in which RowNorm tries sizes of its chunks
-        ours.step()
-        adamw.step()
     times = paired_seconds(ours.step, adamw.step, repeat=31)
     yield Result("optimizer step", case, times[0], baseline, times[1])
     note = "the most held at once in the first step, with its state"

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.optim import Muon, RowNorm, pretraining_optimizer
-from hilbert_monitor.optim.pretraining import FUSED_DEVICES
+from hilbert_monitor.optim.recipe import FUSED_DEVICES
 from hilbert_monitor.runs.record import StepRecord
 
 from .decoder import TinyDecoder, loss_of

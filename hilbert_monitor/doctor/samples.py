@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from hilbert_monitor.geometry import row_norm
-from hilbert_monitor.optim.pretraining import HEAD_LR
+from hilbert_monitor.optim.recipe import HEAD_LR
 from hilbert_monitor.pretrain.recipes import Head
 
 _BLOCK = 4096

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hilbert_monitor.optim.roles import HEAD_NAMES
+from hilbert_monitor.optim.recipe import HEAD_NAMES
 
 from .tensor_store import CheckpointError, TensorInfo, TensorStore, same_tensor
 

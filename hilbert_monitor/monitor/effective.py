@@ -33,7 +33,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from hilbert_monitor.geometry import compute_dtype, full_precision
-from hilbert_monitor.optim.roles import parameter_of, weight_matrix
+from hilbert_monitor.optim.recipe import parameter_of, weight_matrix
 from hilbert_monitor.runs.stops import handled_signals
 
 from .head_rows import HeadRows

@@ -12,7 +12,7 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.optim import Optimizer
 
 from hilbert_monitor.geometry import compute_dtype
-from hilbert_monitor.optim.roles import parameter_of
+from hilbert_monitor.optim.recipe import parameter_of
 
 from .ceiling import diameter_ceiling
 from .decay import Decay

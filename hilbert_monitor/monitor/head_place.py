@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Linear, Module, ModuleDict, Parameter
 
 from hilbert_monitor.optim import find_head
-from hilbert_monitor.optim.roles import head_weight, parameter_of
+from hilbert_monitor.optim.recipe import head_weight, parameter_of
 
 from .effective import EffectiveWeight, effective_weight
 

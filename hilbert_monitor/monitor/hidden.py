@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Embedding, Module
 from torch.nn.parallel import DistributedDataParallel
 
-from hilbert_monitor.optim.roles import weight_matrix
+from hilbert_monitor.optim.recipe import weight_matrix
 from hilbert_monitor.runs.stops import handled_signals
 
 from .batches import Batch, input_ids, select_rows, text_ids, with_tensors

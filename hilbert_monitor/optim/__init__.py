@@ -1,14 +1,10 @@
 """The optimizers of the paper's recipe, and one optimizer to hold several."""
 
-from ._chunks import cache_chunks
-from ._hyperparameters import Group, options_of
-from ._matrix_optimizer import LastStep, MatrixOptimizer
+from .base import Group, LastStep, MatrixOptimizer, options_of
 from .chain import ChainedOptimizer
 from .muon import Muon
-from .pretraining import pretraining_optimizer
-from .roles import find_head, parameter_roles
-from .rownorm import RowNorm
-from .schedule import warmup_cosine, warmup_cosine_scale
+from .recipe import find_head, parameter_roles, pretraining_optimizer, warmup_cosine, warmup_cosine_scale
+from .rownorm import RowNorm, cache_chunks
 
 __all__ = [
     "ChainedOptimizer",

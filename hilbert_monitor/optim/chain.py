@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Adam, Optimizer
 
-from ._hyperparameters import Group, parameter_label
-from ._matrix_optimizer import MatrixOptimizer, call_closure, keep_state_precision, outside_autocast
+from .base import Group, MatrixOptimizer, call_closure, keep_state_precision, outside_autocast, parameter_label
 
 
 class ChainedOptimizer(Optimizer):
@@ -31,7 +30,7 @@ class ChainedOptimizer(Optimizer):
     momenta differently.
 
     Args:
-        *optimizers: any torch optimizers that need no closure of their own, each with its own parameters.
+        *optimizers: any torch optimizers that need no closure, each with its own parameters.
         model: if given, each of its trainable parameters must be in one of the optimizers.
     """
 
@@ -62,9 +61,7 @@ class ChainedOptimizer(Optimizer):
         """Give the optimizers the chain's groups and state, through their own `__setstate__`."""
         for o, name in zip(self.optimizers, _names(self.optimizers), strict=True):
             groups = [group for group in self.param_groups if group["owner"] == name]
-            own: defaultdict[Tensor, Any] = defaultdict(
-                dict
-            )  # without the others' state: some optimizers loop over all of it
+            own: defaultdict[Tensor, Any] = defaultdict(dict)  # without the others' state: some loop over all of it
             own.update((p, self.state[p]) for group in groups for p in group["params"] if p in self.state)
             o.__setstate__({"state": own, "param_groups": groups})
             o.state = self.state
@@ -72,10 +69,9 @@ class ChainedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         shared = ("state", "param_groups")
-        optimizers = [
-            (type(o), {k: v for k, v in o.__getstate__().items() if k not in shared}) for o in self.optimizers
-        ]
-        return {**super().__getstate__(), "optimizers": optimizers}
+        own = [{k: v for k, v in o.__getstate__().items() if k not in shared} for o in self.optimizers]
+        kinds = [type(o) for o in self.optimizers]
+        return {**super().__getstate__(), "optimizers": list(zip(kinds, own, strict=True))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         kinds = state.pop("optimizers", None)  # only a copy or a pickle has them, a state dict does not
@@ -139,10 +135,7 @@ class ChainedOptimizer(Optimizer):
         raise ValueError(f"the parameter of shape {tuple(param.shape)} is in none of the chained optimizers")
 
     def increment(self, param: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return the increment of the last step on `param`, without weight decay, from the optimizer that owns it.
-
-        The arguments are those of `MatrixOptimizer.increment`.
-        """
+        """Return the increment of the last step on `param` from its owner: see `MatrixOptimizer.increment`."""
         owner = self.owner(param)
         if not isinstance(owner, MatrixOptimizer):
             raise TypeError(f"{type(owner).__name__} cannot say what its last step was: RowNorm and Muon can")
@@ -240,21 +233,15 @@ def _check_fits(chain: Optimizer, state_dict: dict[str, Any]) -> None:
                     )
 
 
-WRAPPERS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Parts of parameter names that come from compiling or wrapping a model."""
-
-
 def _stripped(names: list[str]) -> list[str]:
-    """Return parameter names without the parts that wrappers add."""
-    return [".".join(part for part in name.split(".") if part not in WRAPPERS) for name in names]
+    """Return parameter names without the parts that come from compiling or wrapping a model."""
+    wrappers = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+    return [".".join(part for part in name.split(".") if part not in wrappers) for name in names]
 
 
 def _summary(group: Group) -> str:
     """Return the names of a group's parameters, with * for block numbers, or their shapes."""
     if "param_names" not in group:
-        shapes = dict.fromkeys("x".join(map(str, p.shape)) for p in group["params"])
-        return ", ".join(shapes)
-    patterns = dict.fromkeys(
-        ".".join("*" if part.isdigit() else part for part in name.split(".")) for name in group["param_names"]
-    )
-    return "\n".join(patterns)
+        return ", ".join(dict.fromkeys("x".join(map(str, p.shape)) for p in group["params"]))
+    parts = (name.split(".") for name in group["param_names"])
+    return "\n".join(dict.fromkeys(".".join("*" if part.isdigit() else part for part in name) for name in parts))

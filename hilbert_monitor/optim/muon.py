@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.optim.optimizer import ParamsT
 
-from hilbert_monitor.geometry import compute_dtype
+from hilbert_monitor.geometry import compute_dtype, full_precision
 from hilbert_monitor.geometry.sharding import is_dtensor
 
-from ._hyperparameters import Group, check_choice, check_number
-from ._layout import local, local_gradient
-from ._matrix_optimizer import LastStep, MatrixOptimizer
-from ._owners import Bucket, Held, Owners
-from ._rounding import shrink_and_add
-from .newton_schulz import orthogonalize
+from .base import Group, LastStep, MatrixOptimizer, check_choice, check_number, shrink_and_add
+from .distributed import (
+    BATCH_BYTES,
+    MeshRanks,
+    ReplicatedExchange,
+    Result,
+    ShardedExchange,
+    batches,
+    gather_objects,
+    local,
+    local_gradient,
+)
+
+Exchange = ReplicatedExchange | ShardedExchange
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""The quintic a x + b x^3 + c x^5: steep at zero, and into about [0.7, 1.2] after five steps."""
 
 STACK_BYTES = {"cpu": 16 * 2**20}
 """Size of a stack of matrices for Newton-Schulz, in bytes. On a CPU a stack is faster than its matrices one by one, as
@@ -28,8 +39,6 @@ long as it fits the cache. Elsewhere 256 MiB."""
 
 NS_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 """Precisions of Newton-Schulz. Groups have their names: torch moves no state dict to the CPU that has a dtype."""
-
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
 
 
 class Muon(MatrixOptimizer):
@@ -45,18 +54,14 @@ class Muon(MatrixOptimizer):
     where NS is `ns_steps` of the Newton-Schulz iteration with (3.4445, -4.7750, 2.0315). torch.optim.Muon has the same
     formula but other arithmetic: it iterates in bf16, and divides by the larger of norm and eps, not by their sum.
 
-    Matrices of one shape are orthogonalised in stacks. Under torch.distributed each rank computes its share of every
-    shape, and one collective a shape gathers the results, in the order of the parameters. The gradients must agree on
-    all ranks, as they do under DDP. Every rank has all momentum buffers, so the state of any rank is complete. If the
-    rank that computes a parameter has no gradient for it, the parameter moves on no rank. The gathered results of one
-    shape take as much memory as its parameters in `ns_dtype`.
+    Matrices of one shape are orthogonalised in stacks. Under torch.distributed each matrix is computed by one rank, its
+    owner, so that all ranks have about the same work, and one collective gathers up to 256 MiB of results in
+    `ns_dtype`. The gradients must agree on all ranks, as they do under DDP. Every rank has all momentum buffers, so the
+    state of any rank is complete. If the owner has no gradient for a parameter, it moves on no rank.
 
-    The step of a sharded matrix (a DTensor) is that of the whole matrix, not of its shards. Each matrix is
-    orthogonalised by one rank of its mesh, its owner, so that all ranks have about the same work. Its shards go there
-    in `ns_dtype` and the results come back, by two collectives for all matrices of a mesh. With W ranks a rank sends
-    and receives about 2 / W of what all matrices hold; a gather on every rank would receive all of it. Momentum stays
-    in shards, laid out as the parameter. If a rank that has a shard has no gradient for it, the matrix moves on no
-    rank.
+    A sharded matrix (a DTensor) makes the step of the whole matrix. Its shards go to one rank of its mesh in
+    `ns_dtype`, and the results come back: two collectives for up to 256 MiB of matrices a rank. Momentum stays in
+    shards, in the layout of the parameter. If a rank has no gradient for its shard, the matrix moves on no rank.
 
     A weight stored the other way round, (in, out), as in Hugging Face's Conv1D, gets the scale of its transpose.
 
@@ -72,8 +77,8 @@ class Muon(MatrixOptimizer):
             group has its name.
         maximize: ascend.
         rounding: of matrices stored in bf16 or fp16, as in `RowNorm`.
-        distributed: share the work over the ranks of `process_group` when torch.distributed is initialised. Sharded
-            matrices do not ask: theirs is shared over their mesh.
+        distributed: share the work over the ranks of `process_group` when torch.distributed is initialised. The work on
+            sharded matrices is always shared over their mesh.
         process_group: the ranks that hold the same parameters, where these are whole; all of them by default.
     """
 
@@ -93,38 +98,25 @@ class Muon(MatrixOptimizer):
         distributed: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "eps": eps,
-            "ns_dtype": ns_dtype,
-            "maximize": maximize,
-            "rounding": rounding,
-        }
-        self.distributed, self._ranks, self._agreed = distributed, _Ranks(process_group), False
-        self._owners: dict[Any, Owners] = {}
-        super().__init__(params, defaults)
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "ns_steps": ns_steps, "eps": eps}
+        choices = {"nesterov": nesterov, "ns_dtype": ns_dtype, "maximize": maximize, "rounding": rounding}
+        self.distributed, self._group = distributed, _SharedGroup(process_group)
+        self._agreed: list[Any] = []
+        self._meshes: dict[Any, MeshRanks] = {}
+        super().__init__(params, {**numbers, **choices})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"distributed": self.distributed, "_ranks": self._ranks, "_agreed": self._agreed}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), "distributed": self.distributed, "_group": self._group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        vars(self).setdefault("_owners", {})  # a copy meets the ranks of its meshes again
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group of matrices, with hyperparameters of its own if it has any."""
-        super().add_param_group(param_group)
-        self._agreed = False
+        vars(self).setdefault("_agreed", [])  # a copy learns again where shards are
+        vars(self).setdefault("_meshes", {})
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that share the work; None for all of them."""
-        return self._ranks.group
+        return self._group.group
 
     @property
     def _world(self) -> int:
@@ -143,6 +135,25 @@ class Muon(MatrixOptimizer):
         check_choice(group, "ns_dtype", (*NS_DTYPES.values(), *NS_DTYPES))
         group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")
 
+    def _before_step(self) -> None:
+        """Raise ValueError on all ranks if they hold different parameters. Checked once for each set of parameters."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        forms = [(p.shape, p.dtype, getattr(p, "device_mesh", None), getattr(p, "placements", None)) for p in params]
+        if forms == self._agreed:
+            return
+        whole, world = [p for p in params if not is_dtensor(p)], self._world
+        if world > 1 and whole:
+            size = float(sum(p.float().abs().sum().to(whole[0].device) for p in whole))
+            ranks = gather_objects((repr([(tuple(p.shape), p.dtype) for p in whole]), size), world, self.process_group)
+            if any(form != ranks[0][0] or not _same(other, ranks[0][1]) for form, other in ranks):
+                raise ValueError(
+                    "the ranks hold different parameters, and Muon shares its work among ranks that hold the same: pass"
+                    " the process_group of those, or distributed=False"
+                )
+        for mesh, sharded in _by_mesh(params):
+            self._meshes.setdefault(mesh, MeshRanks(mesh)).learn(sharded)
+        self._agreed = forms
+
     def _step_group(self, params: list[Tensor], options: Group) -> None:
         live = [p for p in params if p.grad is not None]
         for p in live:
@@ -151,90 +162,41 @@ class Muon(MatrixOptimizer):
         if live:
             buffers = self._buffers(live)
             torch._foreach_mul_(buffers, options["momentum"])
-            torch._foreach_add_(buffers, _gradients(live))
-        world = self._world
-        for alike in _by_shape([p for p in params if not is_dtensor(p)]):
-            if world > 1:
-                self._step_shared(alike, options, world)
-            else:
-                self._step_alone(alike, options)
-        for owners, sharded in self._by_mesh(params):
-            for bucket in owners.buckets(sharded, _ns_dtype(options)):
-                self._step_sharded(bucket, options)
+            torch._foreach_add_(buffers, [local_gradient(p) for p in live])
+        for exchange in self._exchanges(params, options):
+            live = [p for p in exchange.inputs if p.grad is not None]
+            for p, (X, present) in zip(exchange.params, self._orthogonal(exchange, live, options), strict=True):
+                flag = present.to(compute_dtype(p)) if isinstance(present, Tensor) else present
+                shrink = 1 - options["lr"] * options["weight_decay"] * flag
+                shrink_and_add(local(p), _scaled(X, p, options), shrink=shrink, lost=self._lost(p, options))
 
-    def _step_alone(self, alike: list[Tensor], options: Group) -> None:
-        shrink = 1 - options["lr"] * options["weight_decay"]
-        for stack in _stacks([p for p in alike if p.grad is not None], _ns_dtype(options)):
-            S = _scaled(_oriented(self._orthogonal(stack, options), stack[0]), stack[0], options)
-            if S.dtype == stack[0].dtype:
-                torch._foreach_mul_(stack, shrink)
-                torch._foreach_add_(stack, list(S))
-            else:
-                for p, s in zip(stack, S, strict=True):
-                    shrink_and_add(p, s, shrink=shrink, rounding=self._rounding(p, options))
+    def _exchanges(self, params: list[Tensor], options: Group) -> Iterator[Exchange]:
+        """Yield the exchanges of a group's parameters, in the same order on all ranks."""
+        dtype, world = NS_DTYPES[options["ns_dtype"]], self._world
+        whole = [p for p in params if not is_dtensor(p) and (world > 1 or p.grad is not None)]
+        size = BATCH_BYTES if world > 1 or not whole else _stack_bytes(whole[0])
+        for batch in batches(whole, dtype, size):
+            yield ReplicatedExchange(batch, dtype, world, self.process_group)
+        yield from self._sharded_exchanges(params, dtype)
 
-    def _step_shared(self, alike: list[Tensor], options: Group, world: int) -> None:
-        """Step the parameters of one shape: each rank sends its share of the results, and a flag for each."""
-        size, share = alike[0].numel(), math.ceil(len(alike) / world)
-        first = share * dist.get_rank(self.process_group)
-        mine = torch.zeros(share * (size + 1), dtype=_ns_dtype(options), device=alike[0].device)
-        results, present = mine[: share * size].view(share, size), mine[share * size :]
-        slots = {p: slot for slot, p in enumerate(alike[first : first + share]) if p.grad is not None}
-        for stack in _stacks(list(slots), _ns_dtype(options)):
-            for p, x in zip(stack, self._orthogonal(stack, options), strict=True):
-                results[slots[p]] = x.flatten()
-                present[slots[p]] = 1
-        gathered = mine.new_empty(world, len(mine))
-        _gather(gathered.view(-1), mine, group=self.process_group)
-        flags = gathered[:, share * size :].to(compute_dtype(alike[0]))
-        shrinks = 1 - options["lr"] * options["weight_decay"] * flags  # one where there was no gradient
-        for index, p in enumerate(alike):
-            rank, slot = divmod(index, share)
-            x = gathered[rank, slot * size : (slot + 1) * size].view(min(p.shape), max(p.shape))
-            S, shrink = _scaled(_oriented(x, p), p, options), shrinks[rank, slot]
-            shrink_and_add(p, S, shrink=shrink, rounding=self._rounding(p, options))
+    def _sharded_exchanges(self, params: list[Tensor], dtype: torch.dtype) -> Iterator[ShardedExchange]:
+        for mesh, sharded in _by_mesh(params):
+            ranks = self._meshes[mesh]
+            for batch in batches(sharded, dtype, BATCH_BYTES * len(ranks.ranks)):
+                yield ShardedExchange(batch, dtype, ranks)
 
-    def _step_sharded(self, bucket: Bucket, options: Group) -> None:
-        for p, (x, present) in zip(bucket.params, self._orthogonal_shards(bucket, options), strict=True):
-            shrink = 1 - options["lr"] * options["weight_decay"] * present.to(compute_dtype(p))
-            S = _scaled(x, p, options)
-            shrink_and_add(local(p), S, shrink=shrink, rounding=self._rounding(p, options))
-
-    def _orthogonal_shards(self, bucket: Bucket, options: Group) -> list[Held]:
-        """Return this rank's shards of the orthogonalised directions. Each matrix is computed by its owner alone."""
-        live = [p for p in bucket.params if p.grad is not None]
+    def _orthogonal(self, exchange: Exchange, live: list[Tensor], options: Group) -> list[Result]:
+        """Return the orthogonalised directions of an exchange's parameters; zero for inputs that are not `live`."""
         directions = dict(zip(live, self._directions(live, options), strict=True))
-        wholes = bucket.gather([directions.get(p) for p in bucket.params])
-        places = {held.X: i for i, held in wholes.items()}
-        for alike in _by_shape(list(places)):
-            for stack in _stacks(alike, _ns_dtype(options)):
-                for X, result in zip(stack, _orthogonalized(stack, options), strict=True):
-                    present = wholes[places[X]].present
-                    wholes[places[X]] = Held(_oriented(result, X).masked_fill_(present == 0, 0), present)
-        return bucket.scatter(wholes)
-
-    def _by_mesh(self, params: list[Tensor]) -> Iterator[tuple[Owners, list[Tensor]]]:
-        """Yield the sharded parameters on each mesh that this rank is in, with the ranks that share their work."""
-        meshes: dict[Any, list[Tensor]] = {}
-        for p in params:
-            if is_dtensor(p) and p.device_mesh.get_coordinate() is not None:  # type: ignore[attr-defined]
-                meshes.setdefault((p.device_mesh, p.device), []).append(p)  # type: ignore[attr-defined]
-        for (mesh, _), sharded in meshes.items():
-            if mesh not in self._owners:
-                self._owners[mesh] = Owners(mesh)
-            yield self._owners[mesh], sharded
-
-    def _orthogonal(self, stack: list[Tensor], options: Group) -> Tensor:
-        """Return the orthogonalised directions of `stack`, (k, min(m, n), max(m, n))."""
-        return _orthogonalized(self._directions(stack, options), options)
+        matrices = exchange.collect([directions.get(p) for p in exchange.inputs])
+        return exchange.distribute(_orthogonalize_each(matrices, options))
 
     def _directions(self, params: list[Tensor], options: Group) -> list[Tensor]:
-        """Return the directions before they are orthogonalised; of sharded parameters the shards of this rank."""
-        directions = self._buffers(params)
-        if options["nesterov"] and params:
-            directions = list(torch._foreach_mul(directions, options["momentum"]))
-            torch._foreach_add_(directions, _gradients(params))
-        return directions
+        """Return N_t of each parameter, or this rank's shard of it."""
+        buffers = self._buffers(params)
+        if not options["nesterov"] or not params:
+            return buffers
+        return list(torch._foreach_add([local_gradient(p) for p in params], buffers, alpha=options["momentum"]))
 
     def _buffers(self, params: list[Tensor]) -> list[Tensor]:
         return [local(self.state[p]["momentum_buffer"]) for p in params]
@@ -245,92 +207,122 @@ class Muon(MatrixOptimizer):
                 "the gradient of the last step is gone or changed, and Muon's increment needs it: ask before zero_grad,"
                 " for instance in a step post-hook"
             )
-        if not is_dtensor(param):
-            return _scaled(_oriented(self._orthogonal([param], last.options)[0], param), param, last.options)
-        for owners, params in self._by_mesh([param]):
-            for bucket in owners.buckets(params, _ns_dtype(last.options)):
-                return _scaled(self._orthogonal_shards(bucket, last.options)[0].X, param, last.options)
+        dtype = NS_DTYPES[last.options["ns_dtype"]]
+        exchanges = (
+            self._sharded_exchanges([param], dtype) if is_dtensor(param) else [ReplicatedExchange([param], dtype)]
+        )
+        for exchange in exchanges:
+            return _scaled(self._orthogonal(exchange, [param], last.options)[0].X, param, last.options)
         return torch.zeros_like(local(param), dtype=compute_dtype(param))  # this rank is not in the mesh
 
-    def _before_step(self) -> None:
-        """Raise ValueError on all ranks if they hold different parameters. Checked once for each set of parameters."""
-        world = self._world
-        params = [p for group in self.param_groups for p in group["params"] if not is_dtensor(p)]
-        if world == 1 or self._agreed or not params:
-            return
-        shapes = zlib.crc32(repr([(tuple(p.shape), p.dtype) for p in params]).encode())
-        device = params[0].device
-        mine = torch.tensor([shapes >> 16, shapes & 0xFFFF, len(params), 0.0], device=device)
-        mine[3] = sum(p.float().abs().sum().to(device) for p in params)
-        held = mine.new_empty(world, len(mine))
-        _gather(held.view(-1), mine, group=self.process_group)
-        same = (held[:, :3] == held[0, :3]).all() and torch.allclose(held[:, 3], held[0, 3], rtol=1e-4)
-        if not same:
-            raise ValueError(
-                "the ranks hold different parameters, and Muon shares its work among ranks that hold the same: pass"
-                " the process_group of those, or distributed=False"
-            )
-        self._agreed = True
 
-
-class _Ranks:
+class _SharedGroup:
     """Holder of a process group: a copy of the optimizer shares the group, and pickling it is refused."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedGroup:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.group is not None:
             raise TypeError("Muon with a process_group cannot be pickled: save its state_dict() instead")
-        return _Ranks, (None,)
+        return _SharedGroup, (None,)
 
 
-def _by_shape(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of parameters of one shape, dtype and device. Includes those without a gradient, as on all ranks."""
-    alike: dict[Any, list[Tensor]] = {}
+def _by_mesh(params: list[Tensor]) -> Iterator[tuple[Any, list[Tensor]]]:
+    """Yield each mesh that this rank is in, with the parameters that are sharded over it."""
+    meshes: dict[Any, list[Tensor]] = {}
     for p in params:
-        alike.setdefault((p.shape, p.dtype, p.device), []).append(p)
-    yield from alike.values()
+        if is_dtensor(p) and p.device_mesh.get_coordinate() is not None:  # type: ignore[attr-defined]
+            meshes.setdefault(p.device_mesh, []).append(p)  # type: ignore[attr-defined]
+    yield from meshes.items()
 
 
-def _stacks(params: list[Tensor], dtype: torch.dtype) -> Iterator[list[Tensor]]:
-    """Yield stacks of parameters of one shape, of a size that suits their device."""
-    if not params:
-        return
-    budget = STACK_BYTES.get(params[0].device.type, 256 * 2**20)
-    length = max(1, budget // max(1, params[0].numel() * dtype.itemsize))
-    for start in range(0, len(params), length):
-        yield params[start : start + length]
+def _same(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-4) or (math.isnan(a) and math.isnan(b))
 
 
-def _ns_dtype(options: Group) -> torch.dtype:
-    """Return the precision of Newton-Schulz; state of an earlier version has it as a dtype."""
-    choice: str | torch.dtype = options["ns_dtype"]
-    return NS_DTYPES[choice] if isinstance(choice, str) else choice
-
-
-def _gradients(params: list[Tensor]) -> list[Tensor]:
-    return [local_gradient(p) for p in params if p.grad is not None]
-
-
-def _orthogonalized(directions: list[Tensor], options: Group) -> Tensor:
-    """Return the orthogonal factors of matrices of one shape, (k, min(m, n), max(m, n))."""
-    X = torch.stack(directions).to(_ns_dtype(options))  # (k, m, n)
-    wide = X if X.shape[1] <= X.shape[2] else X.mT
-    return orthogonalize(wide, steps=options["ns_steps"], eps=options["eps"])
-
-
-def _oriented(X: Tensor, p: Tensor) -> Tensor:
-    """Return wide matrices in the orientation of `p`."""
-    return X if X.shape[-2:] == p.shape else X.mT
+def _stack_bytes(p: Tensor) -> int:
+    return STACK_BYTES.get(p.device.type, 256 * 2**20)
 
 
 def _scaled(X: Tensor, p: Tensor, options: Group) -> Tensor:
-    """Return the increments -lr sqrt(max(1, m / n)) X of matrices like `p`, or of shards. May overwrite X."""
+    """Return the increment -lr sqrt(max(1, m / n)) X of a matrix like `p`, or of its shard. May overwrite X."""
     m, n = p.shape
-    S = X.to(compute_dtype(p))
     lr = options["lr"] if options["maximize"] else -options["lr"]
-    return S.mul_(lr * math.sqrt(max(1, m / max(n, 1))))
+    return X.to(compute_dtype(p)).mul_(lr * math.sqrt(max(1, m / max(n, 1))))
+
+
+def _orthogonalize_each(matrices: list[Tensor], options: Group) -> list[Tensor]:
+    """Return the orthogonal factors of matrices. Those of one shape go in stacks."""
+    results = list(matrices)
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, N in enumerate(matrices):
+        by_shape.setdefault(N.shape, []).append(index)
+    for (m, n), indices in by_shape.items():
+        N = matrices[indices[0]]
+        length = max(1, _stack_bytes(N) // max(1, N.numel() * N.element_size()))
+        for start in range(0, len(indices), length):
+            some = indices[start : start + length]
+            X = torch.stack([matrices[i] for i in some])  # (k, m, n)
+            X = orthogonalize(X if m <= n else X.mT, steps=options["ns_steps"], eps=options["eps"])
+            for i, result in zip(some, X if m <= n else X.mT, strict=True):
+                results[i] = result
+    return results
+
+
+@full_precision
+def orthogonalize(X: Tensor, *, steps: int, eps: float) -> Tensor:
+    """Move the singular values of each matrix of a stack towards one: divide by (|X|_F + eps), then iterate.
+
+    One step is X <- a X + (b A + c A A) X with A = X X'. For matrices at least twice as wide as high, three steps at a
+    time work on A alone: with Z = a I + b A + c A A a step is X <- Z X and A <- Z A Z, so X itself is multiplied once
+    in three steps. After them A is computed from X again, so rounding does not build up.
+
+    Args:
+        X: (k, m, n) with m <= n; overwritten.
+        steps: number of iterations.
+        eps: added to the Frobenius norm.
+
+    Returns:
+        (k, m, n) in X's dtype, in which everything is computed.
+    """
+    if X.numel() == 0:
+        return X
+    tiny = torch.finfo(X.dtype).tiny
+    largest = X.abs().amax(dim=(1, 2), keepdim=True).clamp_min_(tiny)
+    X.div_(largest)  # so that squares stay in range
+    norm = vector_norm(X, dim=(1, 2), keepdim=True)
+    X.div_(norm.add_(eps / largest).clamp_min_(tiny))  # a zero matrix stays zero
+    if X.shape[2] >= 2 * X.shape[1] and X.dtype in (torch.float32, torch.float64):
+        for done in range(0, steps, 3):
+            X = _gram_steps(X, min(3, steps - done))
+        return X
+    return _plain_steps(X, steps)
+
+
+def _plain_steps(X: Tensor, steps: int) -> Tensor:
+    a, b, c = COEFFICIENTS
+    A = X.new_empty(len(X), X.shape[1], X.shape[1])
+    Z, Y = torch.empty_like(A), torch.empty_like(X)
+    for _ in range(steps):
+        torch.bmm(X, X.mT, out=A)
+        torch.baddbmm(A, A, A, beta=b, alpha=c, out=Z)
+        torch.baddbmm(X, Z, X, beta=a, out=Y)
+        X, Y = Y, X
+    return X
+
+
+def _gram_steps(X: Tensor, steps: int) -> Tensor:
+    a, b, c = COEFFICIENTS
+    A = torch.bmm(X, X.mT)
+    product: Tensor | None = None
+    for step in range(steps):
+        Z = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        Z.diagonal(dim1=1, dim2=2).add_(a)
+        product = Z if product is None else torch.bmm(Z, product)
+        if step < steps - 1:
+            A = torch.bmm(torch.bmm(Z, A), Z)
+    return X if product is None else torch.bmm(product, X)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import repeat
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.optim.optimizer import ParamsT
 
 from hilbert_monitor.geometry import compute_dtype
 
-from ._chunks import ChunkTrials, cache_chunks
-from ._hyperparameters import Group, check_choice, check_number
-from ._layout import Layout, local, local_gradient
-from ._matrix_optimizer import LastStep, MatrixOptimizer
-from ._norms import in_range, norms_over_ranks, stable_norms
-from ._rounding import Rounding, shrink_and_add
+from .base import Group, LastStep, MatrixOptimizer, check_choice, check_number, shrink_and_add
+from .distributed import ShardLayout, local, local_gradient, shard_layout
+
+CHUNK_BYTES = {"cpu": 4 * 2**20}
+"""Size of a chunk of rows, in bytes: on a CPU it stays in the cache from one operation to the next.
+
+Elsewhere 256 MiB, because a launch costs more than a second read. Tried and dropped on a CPU, at 50,257 x 512: sizes
+found by trials at run time (1.5 times faster with 260 MB of cache), a thread for each half of the rows, other
+operations in place of `vector_norm`, and torch.compile (8 times slower).
+"""
+
+SAFE_NORMS = 2.0**-45, 2.0**60
+"""Norms of rows whose squares stay in the range of fp32."""
 
 
 class RowNorm(MatrixOptimizer):
@@ -33,25 +39,16 @@ class RowNorm(MatrixOptimizer):
 
     Every row of S_t has norm at most lr, hence D(S_t) <= 2 lr (to fp32 rounding): a step changes no pairwise log-odds
     at a hidden state h by more than 2 lr |h|. For a head stored in bf16 or fp16 this is the intended step, which
-    `increment` returns. The stored weights move by that plus the rounding of U_{t+1}, so their step is bounded by 2 lr
-    plus rounding. Where lr is far below the spacing of the weights, rounding to the nearest number loses most of the
-    step. In 500 steps of softmax regression with a bf16 head (lr 3e-4, weights about 0.5), against the same run in
-    fp64::
+    `increment` returns. The stored weights move by that plus the rounding of U_{t+1}. Where lr is far below the spacing
+    of the weights, rounding to the nearest number loses most of the step; rounding="compensated" keeps it.
 
-        rounding       distance to the fp64 weights, over their displacement    share of the fp64 run's fall of the loss
-        nearest        0.98                                                     0.03
-        stochastic     0.34                                                     1.00
-        compensated    0.05                                                     1.00
-        an fp32 head   0.00                                                     1.00
+    Cost: the step is in place. On a CPU it takes rows in chunks of 4 MiB and needs no scratch of the matrix's size.
+    Elsewhere it takes up to seven kernels over the matrix and 256 MiB of scratch, twice that for bf16 and fp16
+    matrices.
 
-    The step is in place. On a CPU it needs no scratch of the matrix's size: it takes rows in chunks, so that what one
-    operation writes the next one finds in the cache. The first steps of a large matrix try sizes of chunks, and later
-    ones take the fastest; to the bit, the result is the same with any. Elsewhere it takes five kernels over the matrix,
-    six with weight decay, and up to 256 MiB of scratch, twice that for bf16 and fp16 matrices.
-
-    A sharded matrix (a DTensor) is stepped shard by shard, with state laid out alike. Where rows are sharded, as
-    `fully_shard` and `ColwiseParallel` do it, a step needs no communication at all, and every row is to the bit what it
-    is in the whole matrix. center="both" adds two all-reduces of d numbers. Where columns are sharded, a step needs one
+    A sharded matrix (a DTensor) is stepped shard by shard, with state in the same layout. Where rows are sharded, as by
+    `fully_shard` and `ColwiseParallel`, a step needs no communication, and every row is equal to the bit to the row
+    of the whole matrix. center="both" adds two all-reduces of d numbers. Where columns are sharded, a step needs one
     all-reduce of V squared norms.
 
     Args:
@@ -64,10 +61,8 @@ class RowNorm(MatrixOptimizer):
             paper's experiments. On a softmax head both give the same function: rows of its gradient sum to zero, and
             softmax does not see a common shift.
         maximize: ascend.
-        rounding: of a head stored in bf16 or fp16; no other is rounded. "nearest" is what torch's optimizers do.
-            "compensated" adds at each step what the steps before it lost, from one more buffer in the head's dtype.
-            "stochastic" rounds up or down at random with the right mean: no buffer, slow on a CPU. It has random
-            numbers of its own, the same on all ranks and after a resume.
+        rounding: of a head stored in bf16 or fp16: "nearest" as in torch's optimizers, or "compensated", which adds the
+            rounding error of each step in the next one, from one more buffer in the head's dtype.
     """
 
     def __init__(
@@ -82,16 +77,8 @@ class RowNorm(MatrixOptimizer):
         maximize: bool = False,
         rounding: str = "nearest",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "center": center,
-            "maximize": maximize,
-            "rounding": rounding,
-        }
-        super().__init__(params, defaults)
+        numbers = {"lr": lr, "momentum": momentum, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**numbers, "center": center, "maximize": maximize, "rounding": rounding})
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
@@ -100,7 +87,6 @@ class RowNorm(MatrixOptimizer):
         check_choice(group, "center", ("none", "both"))
 
     def _step_group(self, params: list[Tensor], options: Group) -> None:
-        weight = 1 - options["momentum"]
         shrink = 1 - options["lr"] * options["weight_decay"]
         for p in params:
             if p.grad is None:
@@ -110,102 +96,120 @@ class RowNorm(MatrixOptimizer):
                 state["step"] = 0
                 state["momentum_buffer"] = torch.zeros_like(p, dtype=compute_dtype(p))
             state["step"] += 1
-            B, layout = local(state["momentum_buffer"]), Layout.of(p)
-            G, U, rounding = local_gradient(p), local(p), self._rounding(p, options)
-            if options["center"] == "none" and not layout.columns:  # a chunk's row norms need its own buffer alone
-                with _TRIALS.size(B, G, U) as size:
-                    averages = _averages(B, G, weight, size)
-                    steps = (_direction(b, None, state["step"], options) for b in averages)
-                    _move(rounding.chunks(U, B, size=size), steps, shrink)
-            else:
-                deque(_averages(B, G, weight), maxlen=0)
-                _move(rounding.chunks(U, B), _steps(B, len(p), layout, state["step"], options), shrink)
+            B, G, U, lost = local(state["momentum_buffer"]), local_gradient(p), local(p), self._lost(p, options)
+            averages = _averages(B, G, 1 - options["momentum"])
+            steps = _steps(averages, len(p), shard_layout(p), state["step"], options)
+            weights = cache_chunks(U, B)
+            errors = [None] * len(weights) if lost is None else cache_chunks(lost, B)
+            for u, e, (rows, scale) in zip(weights, errors, steps, strict=True):
+                shrink_and_add(u, rows, scale=scale, shrink=shrink, lost=e)
 
     def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
         B, step = local(self.state[param]["momentum_buffer"]), self.state[param]["step"]
-        out = torch.empty_like(B) if out is None else out
-        steps = _steps(B, len(param), Layout.of(param), step, last.options)
-        for (chunk, scale), s in zip(steps, cache_chunks(out), strict=True):
-            if scale is None:
-                s.copy_(chunk)
-            else:
-                torch.mul(chunk, scale, out=s)
-        return out
+        S = torch.empty_like(B) if out is None else out
+        steps = _steps(cache_chunks(B), len(param), shard_layout(param), step, last.options)
+        for s, (rows, scale) in zip(cache_chunks(S), steps, strict=True):
+            torch.mul(rows, scale, out=s)
+        return S
 
 
-_TRIALS = ChunkTrials()
-_Factors = tuple[Tensor, Tensor | None]
-"""Rows, and factors (rows, 1) whose product with them is the step; None where the rows are the step."""
+def cache_chunks(A: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Split the rows of `A` into chunks that fit the cache.
+
+    Args:
+        A: (m, n).
+        like: a matrix whose row size in bytes decides the length of a chunk, so that several matrices split alike;
+            by default `A` itself.
+
+    Returns:
+        views of consecutive rows.
+    """
+    like = A if like is None else like
+    row_bytes = like[:1].numel() * like.element_size()
+    return torch.split(A, max(1, CHUNK_BYTES.get(A.device.type, 256 * 2**20) // max(1, row_bytes)))
 
 
-def _averages(B: Tensor, G: Tensor, weight: float, size: int | None = None) -> Iterator[Tensor]:
-    """Yield chunks of the buffer after the gradient has entered it."""
-    for b, g in zip(cache_chunks(B, size=size), cache_chunks(G, B, size=size), strict=True):
+def _averages(B: Tensor, G: Tensor, weight: float) -> Iterator[Tensor]:
+    """Add the gradient to the buffer, and yield its chunks: B_t = (1 - weight) B_{t-1} + weight G_t."""
+    for b, g in zip(cache_chunks(B), cache_chunks(G, B), strict=True):
         yield b.lerp_(g.to(b.dtype), weight)
 
 
-def _move(targets: Iterable[tuple[Tensor, Rounding]], steps: Iterable[_Factors], shrink: float | Tensor) -> None:
-    """Shrink chunks of the matrix, and add the steps to them."""
-    for (u, rounding), (rows, scale) in zip(targets, steps, strict=True):
-        shrink_and_add(u, rows, scale=scale, shrink=shrink, rounding=rounding)
+def _steps(
+    averages: Iterable[Tensor], V: int, layout: ShardLayout, step: int, options: Group
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield chunks of -lr RN(C), or of -lr P RN(P C), as rows and factors (rows, 1) or (); the product is the step.
 
-
-def _steps(B: Tensor, number: int, layout: Layout, step: int, options: Group) -> Iterator[_Factors]:
-    """Yield chunks of -lr RN(C), or of -lr P RN(P C).
+    With no statistics of the whole matrix the chunks are taken one after another, while each is in the cache.
 
     Args:
-        B: the buffer, or the shard of it on this rank.
-        number: of rows, of all shards together.
+        averages: chunks of the buffer B, or of this rank's shard of it.
+        V: number of rows, of all shards together.
         layout: of the buffer.
         step: number of the step.
         options: the hyperparameters.
     """
+    lr = options["lr"] if options["maximize"] else -options["lr"]
+    eps = options["eps"] * (1 - options["momentum"] ** step)  # lr b / (|b| + eps') is lr c / (|c| + eps)
+
+    def direction(b: Tensor, norm: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        rows, length, stabiliser = _in_range(b, eps, norm)
+        return rows, lr / (length + stabiliser)
+
+    if options["center"] == "none" and not layout.columns:
+        yield from map(direction, averages)
+        return
+    averages = list(averages)
     centred = options["center"] == "both"
-    mean = _mean(cache_chunks(B), number, layout) if centred else None
-
-    def chunks() -> Iterator[Tensor]:
-        yield from (b if mean is None else b - mean for b in cache_chunks(B))
-
-    norms: Iterable[Tensor | None] = repeat(None)
-    if layout.columns:
-        norms = torch.split(norms_over_ranks(chunks(), layout.columns), [len(b) for b in cache_chunks(B)])
+    mean = _mean(averages, V, layout) if centred else averages[0].new_zeros(())
+    norms = _norms_over_ranks((b - mean for b in averages), layout) if layout.columns else [None] * len(averages)
 
     def directions() -> Iterator[tuple[Tensor, Tensor]]:
-        for b, norm in zip(chunks(), norms, strict=False):
-            yield _direction(b, norm, step, options)
+        return (direction(b - mean, norm) for b, norm in zip(averages, norms, strict=True))
 
     if not centred:
-        return directions()
-    shift = _mean((chunk.mul_(scale) for chunk, scale in directions()), number, layout)
-    return ((chunk.mul_(scale).sub_(shift), None) for chunk, scale in directions())
+        yield from directions()
+        return
+    shift = _mean((rows * scale for rows, scale in directions()), V, layout)
+    for rows, scale in directions():
+        yield rows.mul_(scale).sub_(shift), torch.ones((), dtype=rows.dtype, device=rows.device)
 
 
-def _direction(b: Tensor, norm: Tensor | None, step: int, options: Group) -> tuple[Tensor, Tensor]:
-    """Return rows and factors (..., 1) whose product is the step: -lr b / (|b| + eps (1 - momentum^step)).
+def _in_range(b: Tensor, eps: float, norm: Tensor | None) -> tuple[Tensor, Tensor, float | Tensor]:
+    """Return rows, their norms and eps, all three divided by a length for rows whose squares leave the range.
 
-    This is -lr c / (|c| + eps), with c = b / (1 - momentum^step) the bias-corrected rows, which are not formed. The
-    rows are `b` itself, but for rows whose squares leave the range of their dtype.
+    b / (|b| + eps) is the same with or without the division. Norms far below eps do not matter.
 
     Args:
-        b: rows of the buffer, or some columns of them.
-        norm: of whole rows, where `b` has only some of their columns.
-        step: number of the step.
-        options: the hyperparameters.
+        b: rows of the buffer, or this rank's columns of them.
+        eps: the stabiliser of these rows.
+        norm: (rows, 1) in fp64, of whole rows where `b` has some of their columns.
     """
-    lr = options["lr"] if options["maximize"] else -options["lr"]
-    eps = options["eps"] * (1 - options["momentum"] ** step)
-    rows, norm, eps = stable_norms(b, -1, eps) if norm is None else in_range(b, norm, eps)
-    return rows, norm.add_(eps).reciprocal_().mul_(lr)
+    local_norm = vector_norm(b, dim=1, keepdim=True) if norm is None else norm
+    smallest, largest = SAFE_NORMS
+    outside = (local_norm > largest) | (local_norm < (smallest if eps < smallest else 0))
+    if b.numel() == 0 or (b.device.type == "cpu" and not bool(outside.any())):  # elsewhere the check would synchronize
+        return b, local_norm.to(b.dtype), eps
+    info = torch.finfo(b.dtype)
+    length = vector_norm(b, float("inf"), dim=1, keepdim=True) if norm is None else norm
+    length = length.clamp(info.tiny, info.max).to(b.dtype).masked_fill_(~outside, 1)
+    rows = b / length
+    return rows, vector_norm(rows, dim=1, keepdim=True) if norm is None else (norm / length).to(b.dtype), eps / length
 
 
-def _mean(chunks: Iterable[Tensor], rows: int, layout: Layout) -> Tensor:
+def _norms_over_ranks(chunks: Iterable[Tensor], layout: ShardLayout) -> tuple[Tensor, ...]:
+    """Return the norms (rows, 1) of chunks of rows whose columns are on several ranks, in fp64: one all-reduce each."""
+    squares = [vector_norm(b, dim=1, keepdim=True, dtype=torch.float64).square_() for b in chunks]
+    total = torch.cat(squares)
+    for group in layout.columns:
+        dist.all_reduce(total, group=group)
+    return torch.split(total.sqrt_(), [len(x) for x in squares])
+
+
+def _mean(chunks: Iterable[Tensor], V: int, layout: ShardLayout) -> Tensor:
     """Return the mean row of all shards. Sums of chunks are added in fp64, where the device has fp64."""
-    total, dtype = None, torch.float32
-    for chunk in chunks:
-        wide = torch.float32 if chunk.device.type == "mps" else torch.float64  # which knows no fp64
-        part, dtype = chunk.sum(0).to(wide), chunk.dtype
-        total = part if total is None else total.add_(part)
-    assert total is not None
+    sums = [(b.sum(0), b.device.type) for b in chunks]
+    total = torch.stack([x.to(torch.float32 if device == "mps" else torch.float64) for x, device in sums]).sum(0)
     for group in layout.rows:
         dist.all_reduce(total, group=group)
-    return (total / rows).to(dtype)
+    return (total / V).to(sums[0][0].dtype)

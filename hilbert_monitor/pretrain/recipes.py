@@ -9,7 +9,7 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 
-from hilbert_monitor.optim.pretraining import EMBEDDING_LR, HEAD_LR, MATRIX_LR, WEIGHT_DECAY
+from hilbert_monitor.optim.recipe import EMBEDDING_LR, HEAD_LR, MATRIX_LR, WEIGHT_DECAY
 
 from .data import VALIDATION_TOKENS
 from .model import DecoderConfig

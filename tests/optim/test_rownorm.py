@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 
 from hilbert_monitor.geometry import projected_row_norm, row_diameter
-from hilbert_monitor.optim import RowNorm, _chunks
+from hilbert_monitor.optim import RowNorm, rownorm
 from tests.support.draws import draws
 from tests.support.optim_references import LRS, assert_walks_agree, gradients, rotation, rownorm_steps, walk
 from tests.support.references import normal
@@ -78,7 +78,7 @@ def test_each_group_steps_with_its_own_hyperparameters():
 
 
 @every_center
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.999])
+@pytest.mark.parametrize("momentum", [0.0, 0.999])
 def test_first_step_does_not_depend_on_the_momentum(center, momentum):
     W, G = normal(0, 9, 5), normal(1, 9, 5)
     expected = walk(RowNorm, W, [G], [0.1], momentum=0.95, eps=1.0, center=center)
@@ -93,7 +93,7 @@ def test_rows_taken_a_few_at_a_time_make_the_same_step(center, seed, V, d, rows,
     options = {"lrs": [0.1, 0.2, 0.3], "eps": 0.1, "weight_decay": 0.1, "center": center}
     whole = walk(RowNorm, W, grads, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_chunks, "CACHE_BYTES", rows * d * 4)
+        patch.setattr(rownorm, "CHUNK_BYTES", {"cpu": rows * d * 4})
         chunked = walk(RowNorm, W, grads, **options)
     if center == "none":
         assert_walks_agree(chunked, whole)
@@ -146,10 +146,10 @@ def test_rows_far_below_the_stabiliser_hardly_move(scale):
         torch.testing.assert_close(S.double(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(8)
 @every_center
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [1e17, 1e20, 1e30, 3e38, 1e200])
+@pytest.mark.parametrize("size", [1e17, 1e30, 3e38, 1e200])
 def test_rows_whose_squares_overflow_move_by_the_learning_rate_beside_others(center, dtype, size):
     if size > torch.finfo(dtype).max or (center == "both" and size == 3e38):
         return  # in fp32 the mean of such rows overflows too, and the step is nan
