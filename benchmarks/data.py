@@ -6,20 +6,23 @@ import copy
 import functools
 import math
 import pickle
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from hilbert_monitor.doctor.samples import SampleIncrement, softmax_residual
 from hilbert_monitor.optim import ChainedOptimizer, warmup_cosine
-from hilbert_monitor.pretrain.corpus import Corpus, corpus, standard_library
+from hilbert_monitor.pretrain.data import TRAIN, VALIDATION, find_shards
 from hilbert_monitor.pretrain.model import Decoder, DecoderConfig
+from hilbert_monitor.pretrain.text import standard_library, tokenize
 
 MakeOptimizer = Callable[[Decoder], ChainedOptimizer]
 """From a decoder to the optimizers that train it, with the paper's names of the groups: matrix, embedding, head."""
@@ -97,9 +100,13 @@ class TrialSizes:
 
 
 @functools.cache
-def small_corpus(vocab_size: int, one_file_in: int = 1) -> Corpus:
-    """The text of small runs, in tokens of a vocabulary of this size."""
-    return corpus(standard_library()[::one_file_in], vocab_size)
+def small_corpus(vocab_size: int, one_file_in: int = 1) -> tuple[Tensor, Tensor]:
+    """Return the training and the held-out tokens of small runs, of a vocabulary of this size."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenize(standard_library()[::one_file_in], Path(folder), vocab_size=vocab_size)
+        sides = [np.concatenate([s.read(0, s.tokens) for s in find_shards(folder, p)]) for p in (TRAIN, VALIDATION)]
+    train, held_out = (torch.from_numpy(side.astype(np.int64)) for side in sides)
+    return train, held_out
 
 
 @dataclass
@@ -127,9 +134,7 @@ class SmallRun:
 
     def __init__(self, seed: int, sizes: TrialSizes, optimizer: MakeOptimizer) -> None:
         self.seed, self.sizes = seed, sizes
-        text = small_corpus(sizes.vocab_size, sizes.one_file_in)
-        self.text = torch.from_numpy(text.train.astype("int64"))
-        self.held_out = torch.from_numpy(text.validation.astype("int64"))
+        self.text, self.held_out = small_corpus(sizes.vocab_size, sizes.one_file_in)
         torch.manual_seed(seed)
         config = DecoderConfig(
             vocab_size=sizes.vocab_size, width=sizes.width, blocks=2, head_dim=32, context=sizes.context

@@ -24,7 +24,7 @@ from torch import Tensor
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.optim import pretraining_optimizer
-from hilbert_monitor.pretrain.recipes import HEADS, Head
+from hilbert_monitor.pretrain.recipe import HEADS, Head
 from hilbert_monitor.runs.alerts import Judge
 
 from .data import SmallRun, StepChange, TrialSizes

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 from hilbert_monitor.doctor.samples import SampleIncrement, make_increment
 from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_diameter_bracket
-from hilbert_monitor.pretrain.recipes import HEADS
+from hilbert_monitor.pretrain.recipe import HEADS
 
 from .data import hard_rows
 from .measure import Result, collect, paired_seconds, peak_bytes, seconds

@@ -26,7 +26,7 @@ from hilbert_monitor import TrustRegion
 from hilbert_monitor.geometry import center_rows
 from hilbert_monitor.monitor.finite_gradients import NonFiniteGradients
 from hilbert_monitor.optim import pretraining_optimizer, warmup_cosine_scale
-from hilbert_monitor.pretrain.recipes import HEADS, Head
+from hilbert_monitor.pretrain.recipe import HEADS, Head
 
 from .data import SmallRun, StepChange, TrialSizes
 from .faults import FAULTS, Fault

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hilbert_monitor.doctor.samples import make_increment
 from hilbert_monitor.geometry import RowShards, hilbert_perturbation, row_diameter, row_diameter_bracket
-from hilbert_monitor.pretrain.recipes import HEADS, Head
+from hilbert_monitor.pretrain.recipe import HEADS, Head
 
 from .measure import Result, collect, in_ranks
 

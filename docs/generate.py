@@ -142,7 +142,7 @@ def place(function: Function) -> tuple[int, int]:
 
 def sizes() -> Iterator[tuple[str, ...]]:
     """The paper's runs, from the recipes."""
-    from hilbert_monitor.pretrain import recipes
+    from hilbert_monitor.pretrain import recipe as recipes
 
     yield (
         "size",

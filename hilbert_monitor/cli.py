@@ -74,7 +74,7 @@ def demo(
     from rich.console import Console
 
     from hilbert_monitor import demo as pairs
-    from hilbert_monitor.pretrain import recipes
+    from hilbert_monitor.pretrain import recipe as recipes
     from hilbert_monitor.service.web.server import AddressError
 
     console = Console()
@@ -143,8 +143,8 @@ def pretrain(
     from rich.console import Console
 
     from hilbert_monitor.doctor import bf16
-    from hilbert_monitor.pretrain import recipes
-    from hilbert_monitor.pretrain.shards import TRAIN, VALIDATION, find_shards
+    from hilbert_monitor.pretrain import recipe as recipes
+    from hilbert_monitor.pretrain.data import TRAIN, VALIDATION, find_shards
 
     console = Console()
     gpus = torch.cuda.device_count() if accelerator != "cpu" else 0
@@ -171,17 +171,17 @@ def pretrain(
             )
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None
-    from hilbert_monitor.pretrain.module import Places, train
+    from hilbert_monitor.pretrain.train import RunPaths, train
 
-    places = Places(data, runs, checkpoints, name)
+    paths = RunPaths(data, runs, checkpoints, name)
     if resume:
         try:
-            places.last_checkpoint(recipe)
+            paths.last_checkpoint(recipe)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     if not quiet:
         console.print(recipe.as_dict())
-    train(recipe, places, accelerator=accelerator, resume=resume, quiet=quiet)
+    train(recipe, paths, accelerator=accelerator, resume=resume, quiet=quiet)
 
 
 def tokenize(
@@ -206,7 +206,7 @@ def tokenize(
     """
     from rich.console import Console
 
-    from hilbert_monitor.pretrain import tokenization
+    from hilbert_monitor.pretrain import text as texts
 
     if vocab_size is not None and tokenizer is not None:
         raise typer.BadParameter(
@@ -214,10 +214,10 @@ def tokenize(
         )
     console = Console()
     try:
-        summary = tokenization.tokenize(
+        summary = texts.tokenize(
             text,
             out,
-            vocab_size=tokenization.VOCAB_SIZE if vocab_size is None else vocab_size,
+            vocab_size=texts.VOCAB_SIZE if vocab_size is None else vocab_size,
             tokenizer=tokenizer,
             shard_tokens=shard_tokens,
             validation=validation,

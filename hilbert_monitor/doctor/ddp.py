@@ -15,7 +15,7 @@ from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.monitor.random_state import preserve_random_state
 from hilbert_monitor.optim import pretraining_optimizer
-from hilbert_monitor.pretrain.recipes import HEADS
+from hilbert_monitor.pretrain.recipe import HEADS
 
 from .decoder import TinyDecoder, loss_of
 from .device import CheckSizes

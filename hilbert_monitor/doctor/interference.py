@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from hilbert_monitor.monitor.callback import HilbertMonitor
 from hilbert_monitor.monitor.random_state import preserve_random_state
 from hilbert_monitor.optim import pretraining_optimizer
-from hilbert_monitor.pretrain.recipes import HEADS, Head
+from hilbert_monitor.pretrain.recipe import HEADS, Head
 from hilbert_monitor.runs.record import StepRecord
 
 from .decoder import TinyDecoder, loss_of

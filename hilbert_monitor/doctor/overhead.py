@@ -15,7 +15,7 @@ from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.optim import pretraining_optimizer
 from hilbert_monitor.pretrain.model import Decoder, DecoderConfig
-from hilbert_monitor.pretrain.recipes import HEADS, Head
+from hilbert_monitor.pretrain.recipe import HEADS, Head
 from hilbert_monitor.runs.alerts import Judge
 
 from .device import CheckSizes

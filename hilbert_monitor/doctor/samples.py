@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 from hilbert_monitor.geometry import row_norm
 from hilbert_monitor.optim.recipe import HEAD_LR
-from hilbert_monitor.pretrain.recipes import Head
+from hilbert_monitor.pretrain.recipe import Head
 
 _BLOCK = 4096
 

@@ -1,16 +1,22 @@
-"""The paper's data: token shards in an order that depends on the seed alone, and a fixed text to validate on.
+"""The paper's data: token shards, the order in which ranks read their blocks, and the validation text.
+
+A shard is a file in the layout of FineWeb100B's ``.bin``: 256 little-endian int32, of which the first three are a magic
+number, a version and the number of tokens, then uint16 tokens.
 
 A block is `context` tokens, each with the next one as its target. An optimizer batch is `global_batch` consecutive
-blocks of one shard. They are dealt out micro-batch by micro-batch, and within a micro-batch rank by rank. So the tokens
-of a step depend neither on the number of ranks nor on accumulation.
+blocks of one shard. Ranks take its blocks micro-batch by micro-batch, and within a micro-batch in the order of the
+ranks. So the tokens of an update depend neither on the number of ranks nor on accumulation.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import uuid
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -19,53 +25,129 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.random import SeedSequence, default_rng
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from .shards import TRAIN, VALIDATION, Shard, find_shards
+from .recipe import Recipe
 
-VALIDATION_TOKENS = 5_242_880
-"""Length of the paper's validation text."""
-ENDLESS = 2**40
-"""Length of a loader without an end: more micro-batches than any run takes."""
+TRAIN, VALIDATION = "*_train_*.bin", "*_val_*.bin"
+"""Patterns of the names of training and validation shards, such as ``fineweb_train_000001.bin``."""
+LIMIT = 2**16
+"""Largest vocabulary that uint16 can hold."""
+_MAGIC, _VERSION, _HEADER = 20240520, 1, 256
 Batch = tuple[Tensor, Tensor]
 """Tokens (B, T) and their targets (B, T), int64."""
 
 
-class Order:
-    """The order of the optimizer batches.
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A token file with a valid header. It is open only while it is read, because a corpus has a thousand of them."""
 
-    Every epoch shuffles the shards, and within each shard its complete optimizer batches. An incomplete batch at the
-    end of a shard is left out.
+    path: Path
+    tokens: int
+
+    def blocks(self, context: int) -> int:
+        """Return the number of blocks. Each has `context` tokens and needs one more after it."""
+        return (self.tokens - 1) // context
+
+    def read(self, start: int, stop: int, vocab_size: int = LIMIT) -> NDArray[np.uint16]:
+        """Map tokens start to stop into memory, read-only. Refuse a token that is not below `vocab_size`."""
+        tokens = np.memmap(self.path, dtype="<u2", mode="r", offset=4 * _HEADER, shape=(self.tokens,))[start:stop]
+        if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
+            raise ValueError(
+                f"{self.path.name} has a token {largest} between its tokens {start} and {stop}, but the vocabulary has"
+                f" {vocab_size}: give the vocab_size of the tokenizer that made it"
+            )
+        return tokens
+
+
+def find_shards(folder: Path | str, pattern: str) -> list[Shard]:
+    """Return the shards of a folder whose names match a pattern, ordered by name. Check their headers."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"the folder of shards {folder} does not exist: download or tokenize the text first")
+    paths = sorted(folder.glob(pattern))
+    if not paths:
+        raise FileNotFoundError(f"no file in {folder} is named {pattern}: tokenize text into it, or change the pattern")
+    return [open_shard(path) for path in paths]
+
+
+def open_shard(path: Path | str) -> Shard:
+    """Return the shard in a file after checking its header and size."""
+    path = Path(path)
+    with path.open("rb") as file:
+        header = file.read(4 * _HEADER)
+    if len(header) < 4 * _HEADER:
+        raise ValueError(f"{path.name} has {len(header)} bytes, less than the header of a shard: get the file again")
+    magic, version, tokens = np.frombuffer(header, dtype="<i4")[:3].tolist()
+    if magic != _MAGIC:
+        raise ValueError(f"{path.name} is not a shard: its first number must be {_MAGIC}, got {magic}")
+    if version != _VERSION:
+        raise ValueError(f"{path.name} has version {version} of the layout, but {_VERSION} is read: tokenize it again")
+    if tokens < 1:
+        raise ValueError(f"{path.name} has {tokens} tokens by its header: remove it, or write it again")
+    size = path.stat().st_size - 4 * _HEADER
+    if size != 2 * tokens:
+        fault = "cut short" if size < 2 * tokens else "too long"
+        raise ValueError(
+            f"{path.name} is {fault}: its header says {tokens} tokens, but it holds {size // 2}: get the file again"
+        )
+    return Shard(path, tokens)
+
+
+def write_shard(path: Path | str, tokens: ArrayLike) -> Shard:
+    """Write a shard. It appears complete or not at all."""
+    path, ids = Path(path), np.asarray(tokens)
+    if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"a shard is a row of at least one integer, got shape {ids.shape} and dtype {ids.dtype} for {path.name}:"
+            " give token ids"
+        )
+    if ids.min() < 0 or ids.max() >= LIMIT:
+        raise ValueError(
+            f"tokens of a shard must be 0 to {LIMIT - 1}, got {ids.min()} to {ids.max()} for {path.name}: use a"
+            f" vocabulary of at most {LIMIT:,}"
+        )
+    header = np.zeros(_HEADER, dtype="<i4")
+    header[:3] = _MAGIC, _VERSION, len(ids)
+    write_whole(path, header.tobytes(), ids.astype("<u2", copy=False).data)
+    return Shard(path, len(ids))
+
+
+def write_whole(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a file under a temporary name, and rename it when it is on the disk."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:  # with the permissions of the umask
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def batch_at(step: int, batches: tuple[int, ...], seed: int) -> tuple[int, int]:
+    """Return the shard of an optimizer batch and its place in the shard.
+
+    Every epoch shuffles the shards, and within each shard its complete optimizer batches.
 
     Args:
-        batches: number of complete optimizer batches of each shard, in the order of the shards' names.
+        step: the optimizer batch, counted from the start of the run.
+        batches: complete optimizer batches of each shard.
         seed: seed of the shuffles.
     """
-
-    def __init__(self, batches: Sequence[int], seed: int) -> None:
-        self.batches, self.seed = tuple(batches), seed
-        self.epoch = sum(self.batches)
-        """Number of optimizer batches in an epoch."""
-
-    def at(self, step: int) -> tuple[int, int]:
-        """Return the shard of optimizer batch `step`, counted from the start of the run, and its place in the shard."""
-        epoch, step = divmod(step, self.epoch)
-        shards, starts = _shard_order(self.batches, self.seed, epoch)
-        place = bisect_right(starts, step) - 1
-        k = shards[place]
-        return k, int(_shuffled(self.batches[k], self.seed, epoch, k, 1)[step - starts[place]])
-
-
-@lru_cache(maxsize=2)
-def _shard_order(batches: tuple[int, ...], seed: int, epoch: int) -> tuple[list[int], list[int]]:
-    """Return the shards of an epoch in their order, and the step of the epoch at which each begins."""
+    epoch, step = divmod(step, sum(batches))
     shards = _shuffled(len(batches), seed, epoch, 0).tolist()
-    return shards, list(accumulate((batches[k] for k in shards[:-1]), initial=0))
+    starts = list(accumulate((batches[k] for k in shards[:-1]), initial=0))
+    place = bisect_right(starts, step) - 1
+    k = shards[place]
+    return k, int(_shuffled(batches[k], seed, epoch, k, 1)[step - starts[place]])
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _shuffled(number: int, *key: int) -> NDArray[np.int64]:
     order = np.arange(number, dtype=np.int64)
     default_rng(SeedSequence(key)).shuffle(order)
@@ -73,211 +155,136 @@ def _shuffled(number: int, *key: int) -> NDArray[np.int64]:
 
 
 class TrainingLoader:
-    """One rank's micro-batches, from a position that checkpoints save and restore; it can go on without an end.
+    """Yields one rank's micro-batches, from a position that Lightning saves in checkpoints and restores.
 
-    All iterators share the position: a new one continues where the last one was. Lightning saves it in checkpoints and
-    restores it. For that a loader must have a length; without one, Lightning fetches a batch ahead, and the position
-    that it saves is one too far. So a loader without an end has the length `ENDLESS`. Save between batches, as
-    Lightning does: during a step its batch counts as taken.
+    All iterators share the position: a new one continues where the last one was. Save between updates, as
+    `UpdateCheckpoint` does, and the run may continue on another number of ranks.
 
     Args:
         folder: folder of the shards.
-        context: tokens in a block.
-        global_batch: blocks in an optimizer batch, over all ranks and all micro-batches.
-        micro_batch: blocks in a micro-batch of one rank.
-        vocab_size: number of tokens; a larger token id is refused when it is read.
-        rank: the rank that takes these micro-batches.
-        world: number of ranks.
-        seed: seed of the order.
-        steps: end after this many optimizer batches, counted from the start of the run.
-        pattern: pattern of the shards' names.
-        pin_memory: whether batches are in pinned memory, if there is CUDA.
+        recipe: resolved.
+        rank: this rank among those that read different data.
     """
 
-    def __init__(
-        self,
-        folder: Path | str,
-        *,
-        context: int,
-        global_batch: int,
-        micro_batch: int,
-        vocab_size: int,
-        rank: int = 0,
-        world: int = 1,
-        seed: int = 0,
-        steps: int | None = None,
-        pattern: str = TRAIN,
-        pin_memory: bool = False,
-    ) -> None:
-        _check_positive(context=context, global_batch=global_batch, micro_batch=micro_batch, vocab_size=vocab_size)
-        _check_rank(rank, world)
-        if global_batch % (world * micro_batch):
+    def __init__(self, folder: Path | str, recipe: Recipe, *, rank: int = 0) -> None:
+        self.recipe, self.rank, self.shards = recipe, rank, find_shards(folder, TRAIN)
+        blocks = [shard.blocks(recipe.context) for shard in self.shards]
+        self.batches = tuple(number // recipe.global_batch for number in blocks)
+        if not any(self.batches):
             raise ValueError(
-                f"a global batch of {global_batch} blocks does not divide into micro-batches of {micro_batch} on"
-                f" {world} devices: choose a multiple of {world * micro_batch}"
-            )
-        if seed < 0 or (steps is not None and steps < 1):
-            raise ValueError(f"seed must be at least 0 and steps at least 1, got {seed} and {steps}")
-        self.context, self.micro_batch, self.vocab_size = context, micro_batch, vocab_size
-        self.rank, self.world, self.steps, self.pin_memory = rank, world, steps, pin_memory
-        self.global_batch, self.accumulation = global_batch, global_batch // (world * micro_batch)
-        self.shards = find_shards(folder, pattern)
-        self.order = Order([shard.blocks(context) // global_batch for shard in self.shards], seed)
-        if not self.order.epoch:
-            raise ValueError(
-                f"no shard in {folder} has a complete batch of {global_batch} blocks of {context} tokens, the largest"
-                f" has {max(shard.blocks(context) for shard in self.shards)} blocks: choose a smaller global_batch"
+                f"no shard in {folder} has a complete batch of {recipe.global_batch} blocks of {recipe.context} tokens,"
+                f" the largest has {max(blocks)} blocks: choose a smaller global_batch"
             )
         self.taken = 0
-        """Micro-batches handed out since the start of the run."""
+        """Micro-batches yielded since the start of the run."""
 
     def __len__(self) -> int:
-        return ENDLESS if self.steps is None else self.steps * self.accumulation
+        assert self.recipe.updates is not None
+        return self.recipe.updates * self.recipe.accumulation
 
     def __iter__(self) -> Iterator[Batch]:
-        if self.steps is not None and self.taken >= len(self):  # otherwise Lightning would run empty epochs for ever
-            raise RuntimeError(f"all {self.steps} steps of the data were taken: end training there, or give more steps")
-        while self.steps is None or self.taken < len(self):
+        if self.taken >= len(self):  # otherwise Lightning would run empty epochs forever
+            raise RuntimeError(
+                f"all {self.recipe.updates} updates of the data were taken: end training there, or give more updates"
+            )
+        while self.taken < len(self):
             batch = self.batch(self.taken)
             self.taken += 1
             yield batch
 
     def batch(self, number: int) -> Batch:
-        """Read this rank's micro-batch with a number, counted from the start of the run."""
-        step, part = divmod(number, self.accumulation)
-        k, at = self.order.at(step)
-        first = at * self.global_batch + (part * self.world + self.rank) * self.micro_batch
-        tokens, targets = _read(self.shards[k], first, self.micro_batch, self.context, self.vocab_size)
-        if self.pin_memory and torch.cuda.is_available():
-            return tokens.pin_memory(), targets.pin_memory()
-        return tokens, targets
+        """Read one micro-batch of this rank, counted from the start of the run."""
+        r = self.recipe
+        step, part = divmod(number, r.accumulation)
+        k, place = batch_at(step, self.batches, r.seed)
+        first = place * r.global_batch + (part * r.data_parallel + self.rank) * r.micro_batch
+        return _pinned(_read(self.shards[k], first, r.micro_batch, r))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, which is the same on every rank, and the data that it belongs to."""
-        return {"taken": self.taken, **self._identity()}
+        """Return the position, which is the same on every rank, and the data that it refers to."""
+        return {"taken": self.taken, "accumulation": self.recipe.accumulation, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position. Refuse one in another order of batches, where it would mean other tokens."""
+        """Restore a position, perhaps of a run with another accumulation. Refuse one in other data."""
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise ValueError(
                     f"the saved position is of a run with {name}={state.get(name)}, got {name}={value}: resume with the"
                     " data and sizes it was trained with"
                 )
-        self.taken = int(state["taken"])
+        self.taken = rescaled(state["taken"], state["accumulation"], self.recipe.accumulation)
 
     def _identity(self) -> dict[str, Any]:
         sizes = repr([(shard.path.name, shard.tokens) for shard in self.shards])
-        return {
-            "seed": self.order.seed,
-            "context": self.context,
-            "global_batch": self.global_batch,
-            "accumulation": self.accumulation,
-            "shards": hashlib.sha256(sizes.encode()).hexdigest()[:16],
-        }
+        shards = hashlib.sha256(sizes.encode()).hexdigest()[:16]
+        r = self.recipe
+        return {"seed": r.seed, "context": r.context, "global_batch": r.global_batch, "shards": shards}
 
 
-class ValidationBlocks(Dataset[Batch]):
-    """The first blocks of the validation shards, in order. An item is tokens (T,) and their targets (T,).
+def rescaled(taken: int, accumulation: int, new: int) -> int:
+    """Convert a count of micro-batches from one number of them per update to another."""
+    if taken * new % accumulation:
+        raise ValueError(
+            f"the run was saved within an update, after {taken % accumulation} of {accumulation} micro-batches: resume"
+            f" with {accumulation} micro-batches per update, got {new}"
+        )
+    return taken * new // accumulation
+
+
+class ValidationLoader:
+    """Yields one rank's micro-batches of the first validation blocks, the same in every validation.
+
+    All micro-batches of all ranks have one size, so the mean of their mean losses is the mean over all tokens. Blocks
+    beyond the last complete micro-batch of all ranks are dropped.
 
     Args:
-        folder: folder of the shards.
-        context: tokens in a block.
-        vocab_size: number of tokens; a larger token id is refused when it is read.
-        tokens: length of the text. If the shards have fewer, all are taken, with a warning.
-        pattern: pattern of the shards' names.
+        folder: folder of the shards. If they have less text than `validation_tokens`, all of it is used, with a
+            warning.
+        recipe: resolved.
+        rank: this rank among those that read different data.
     """
 
-    def __init__(
-        self,
-        folder: Path | str,
-        *,
-        context: int,
-        vocab_size: int,
-        tokens: int = VALIDATION_TOKENS,
-        pattern: str = VALIDATION,
-    ) -> None:
-        _check_positive(context=context, vocab_size=vocab_size)
-        if tokens < context:
-            raise ValueError(f"validation needs at least a block of {context} tokens, got tokens={tokens}")
-        self.context, self.vocab_size = context, vocab_size
-        self.shards = find_shards(folder, pattern)
-        self._starts = list(accumulate((shard.blocks(context) for shard in self.shards), initial=0))
-        available, self._blocks = self._starts[-1], tokens // context
-        if not available:
-            raise ValueError(f"no shard named {pattern} in {folder} has a block of {context} tokens and a next one")
-        if available < self._blocks:
-            self._blocks = available
+    def __init__(self, folder: Path | str, recipe: Recipe, *, rank: int = 0) -> None:
+        self.recipe, self.rank, self.shards = recipe, rank, find_shards(folder, VALIDATION)
+        r = recipe
+        self._starts = list(accumulate((shard.blocks(r.context) for shard in self.shards), initial=0))
+        available, blocks = self._starts[-1], r.validation_tokens // r.context
+        if available < blocks:
             warnings.warn(
-                f"the validation shards have {available * context} tokens in blocks of {context}, fewer than the"
-                f" {tokens} asked for: validation is on {available * context}",
+                f"the validation shards have {available * r.context} tokens in blocks of {r.context}, but"
+                f" validation_tokens is {r.validation_tokens}: validating on {available * r.context}",
                 stacklevel=2,
             )
-
-    def __len__(self) -> int:
-        return self._blocks
-
-    def __getitem__(self, index: int) -> Batch:
-        if not 0 <= index < len(self):
-            raise IndexError(f"there are {len(self)} validation blocks, got index {index}")
-        k = bisect_right(self._starts, index) - 1
-        tokens, targets = _read(self.shards[k], index - self._starts[k], 1, self.context, self.vocab_size)
-        return tokens[0], targets[0]
-
-
-class RankSampler(DistributedSampler[Any]):
-    """One rank's validation blocks, dealt out as the training blocks are; only complete micro-batches.
-
-    It is a DistributedSampler so that Lightning does not replace it by its own, which repeats items.
-    """
-
-    def __init__(self, data: ValidationBlocks, *, micro_batch: int, rank: int = 0, world: int = 1) -> None:
-        _check_positive(micro_batch=micro_batch)
-        _check_rank(rank, world)
-        super().__init__(data, num_replicas=world, rank=rank, shuffle=False)
-        self.micro_batch, self.world = micro_batch, world
-        self.micro_batches = len(data) // (world * micro_batch)
-        if not self.micro_batches:
+        blocks = min(blocks, available)
+        self._micro_batches = blocks // (r.data_parallel * r.micro_batch)
+        if not self._micro_batches:
             raise ValueError(
-                f"validation has {len(data)} blocks, less than a micro-batch of {micro_batch} on each of"
-                f" {world} devices: validate on more tokens, or in smaller micro-batches"
+                f"validation has {blocks} blocks, less than a micro-batch of {r.micro_batch} on each of"
+                f" {r.data_parallel} devices: validate on more tokens, or in smaller micro-batches"
             )
 
     def __len__(self) -> int:
-        return self.micro_batches * self.micro_batch
+        return self._micro_batches
 
-    def __iter__(self) -> Iterator[int]:
-        for j in range(self.micro_batches):
-            first = (j * self.world + self.rank) * self.micro_batch
-            yield from range(first, first + self.micro_batch)
+    def __iter__(self) -> Iterator[Batch]:
+        r = self.recipe
+        for number in range(self._micro_batches):
+            first = (number * r.data_parallel + self.rank) * r.micro_batch
+            blocks = [self._block(i) for i in range(first, first + r.micro_batch)]
+            yield _pinned((torch.cat([tokens for tokens, _ in blocks]), torch.cat([targets for _, targets in blocks])))
 
-
-def validation_loader(
-    blocks: ValidationBlocks, *, micro_batch: int, rank: int = 0, world: int = 1, pin_memory: bool = False
-) -> DataLoader[Batch]:
-    """Return one rank's loader of the validation text, which starts at the first block every time.
-
-    All micro-batches of all ranks have one size, so the mean of their mean losses is the mean over all tokens.
-    """
-    sampler = RankSampler(blocks, micro_batch=micro_batch, rank=rank, world=world)
-    pinned = pin_memory and torch.cuda.is_available()
-    return DataLoader(blocks, batch_size=micro_batch, sampler=sampler, pin_memory=pinned)
+    def _block(self, index: int) -> Batch:
+        k = bisect_right(self._starts, index) - 1
+        return _read(self.shards[k], index - self._starts[k], 1, self.recipe)
 
 
-def _read(shard: Shard, first: int, blocks: int, context: int, vocab_size: int) -> Batch:
-    """Read consecutive blocks. The targets are a copy, so that a change to one does not change the other."""
-    start, stop = first * context, (first + blocks) * context
-    ids = shard.read(start, stop + 1, vocab_size)
+def _read(shard: Shard, first: int, blocks: int, recipe: Recipe) -> Batch:
+    """Read consecutive blocks. Tokens and targets share no memory."""
+    start, stop = first * recipe.context, (first + blocks) * recipe.context
+    ids = shard.read(start, stop + 1, recipe.vocab_size)
     tokens, targets = (torch.from_numpy(x.astype(np.int64)) for x in (ids[:-1], ids[1:]))
-    return tokens.view(blocks, context), targets.view(blocks, context)
+    return tokens.view(blocks, recipe.context), targets.view(blocks, recipe.context)
 
 
-def _check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-
-
-def _check_rank(rank: int, world: int) -> None:
-    if not 0 <= rank < world:
-        raise ValueError(f"rank must be at least 0 and below {world}, got {rank}")
+def _pinned(batch: Batch) -> Batch:
+    return (batch[0].pin_memory(), batch[1].pin_memory()) if torch.cuda.is_available() else batch

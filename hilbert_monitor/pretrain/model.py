@@ -1,6 +1,6 @@
 """The paper's decoder: pre-norm blocks of causal attention and SwiGLU, an untied LM head without bias.
 
-Parameters are fp32. Under autocast the products are bf16; norms, rotations and the loss are computed in fp32.
+Parameters are fp32. Under autocast matrix products are bf16; norms, rotary embeddings and the loss stay fp32.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Sizes of a decoder; by default the smallest of the paper's."""
+    """Sizes of a decoder."""
 
-    vocab_size: int = 50_257
-    width: int = 512
-    blocks: int = 32
-    head_dim: int = 64
-    context: int = 2048
+    vocab_size: int
+    width: int
+    blocks: int
+    head_dim: int
+    context: int
     mlp_ratio: int = 4
     rope_base: float = 10_000.0
     eps: float = 1e-6
@@ -55,12 +55,12 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
+        """Normalize the last dimension."""
         return rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
 
 
-class Rotation(nn.Module):
-    """Rotary positions: coordinates i and i + n/2 of a head turn together by the angle position * base^(-2i/n)."""
+class RotaryEmbedding(nn.Module):
+    """Rotates coordinates i and i + n/2 of a head by the angle position * base^(-2i/n)."""
 
     cos: Tensor
     sin: Tensor
@@ -73,14 +73,14 @@ class Rotation(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn queries or keys (B, heads, T, n)."""
+        """Rotate queries or keys (B, heads, T, n)."""
         cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
         a, b = x.float().chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 class Block(nn.Module):
-    """Attention, then the MLP; each reads the stream through a norm and adds its output to it."""
+    """Attention, then the MLP. Each normalizes the residual stream and adds its output to it."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -91,24 +91,22 @@ class Block(nn.Module):
         self.down = nn.Linear(inner, d, bias=False)
         self.norm = Norm(config.eps)
 
-    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Return the stream (B, T, d) plus the output of this block."""
-        x = x + self.attention(self.norm(x), rotation)
+    def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """Return the residual stream (B, T, d) after this block."""
+        x = x + self.attention(self.norm(x), rotary)
         h = self.norm(x)
-        stream: Tensor = x + self.down(silu(self.gate(h)) * self.up(h))
-        return stream
+        return x + self.down(silu(self.gate(h)) * self.up(h))  # type: ignore[no-any-return]
 
-    def attention(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Causal attention with normalised, rotated queries and keys; a tensor-parallel rank has some of the heads."""
+    def attention(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """Return causal attention with normalized, rotated queries and keys. A tensor-parallel rank has some heads."""
         q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        q, k = rotation(self.norm(q)), rotation(self.norm(k))
+        q, k = rotary(self.norm(q)), rotary(self.norm(k))
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, heads, T, n)
-        output: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
-        return output
+        return self.out(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
 class Head(nn.Linear):
-    """The LM head without bias: hidden states (B, T, d) to logits (B, T, V), and to a loss that holds few logits."""
+    """The LM head without bias: logits (B, T, V) of hidden states (B, T, d), and their loss in chunks."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.width, config.vocab_size, bias=False)
@@ -116,7 +114,7 @@ class Head(nn.Linear):
     def loss(self, states: Tensor, targets: Tensor, *, chunk: int | None = None) -> Tensor:
         """Return the mean cross entropy of targets (B, T), see `Decoder.loss`.
 
-        Tensor-parallel ranks each form the logits of their tokens, and exchange a few numbers a position. Their
+        Each tensor-parallel rank computes the logits of its tokens and exchanges a few numbers per position. The
         backward pass must run under torch's `loss_parallel` too.
         """
         h, labels = states.flatten(0, 1), targets.flatten()
@@ -133,7 +131,8 @@ class Head(nn.Linear):
 class Decoder(nn.Module):
     """Maps tokens (B, T) to logits (B, T, V) in fp32.
 
-    Weights are drawn from N(0, init_std^2) in the order of the modules, after torch's own initialisation.
+    Torch draws its default initialization first. Then weights are drawn from N(0, init_std^2) in the order of the
+    modules.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -143,54 +142,50 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
         self.norm = Norm(config.eps)
         self.lm_head = Head(config)
-        self.rotation = Rotation(config)
+        self.rotary = RotaryEmbedding(config)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=config.init_std)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Return the hidden states (B, T, d) that the LM head is given."""
+        """Return the hidden states (B, T, d) that enter the LM head."""
         return self._states(tokens)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the next token."""
-        logits: Tensor = self.lm_head(self._states(tokens))
-        return logits.float()
+        return self.lm_head(self._states(tokens)).float()  # type: ignore[no-any-return]
 
     def loss(self, tokens: Tensor, targets: Tensor, *, chunk: int | None = None) -> Tensor:
         """Return the mean cross entropy of targets (B, T).
 
-        The head's own forward is not called: give a monitor ``hidden=lambda model, tokens: model.hidden(tokens)``.
+        It bypasses the head's forward: give a monitor ``hidden=lambda model, tokens: model.hidden(tokens)``.
 
         Args:
             tokens: (B, T).
             targets: (B, T).
-            chunk: positions whose logits are in memory at a time; the backward pass computes them again.
+            chunk: positions whose logits are in memory at a time; the backward pass recomputes them.
         """
         return self.lm_head.loss(self._states(tokens), targets, chunk=chunk)
 
     def _states(self, tokens: Tensor) -> Tensor:
-        """Do the work of `hidden`, which FSDP takes for a call from outside: it gathers parameters before it."""
+        """Return the hidden states. FSDP wraps `hidden` and gathers parameters there, so we do not call it."""
         if tokens.shape[-1] > self.config.context:
             raise ValueError(f"the context is {self.config.context} tokens, got {tokens.shape[-1]}: cut the text")
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, self.rotation)
-        states: Tensor = self.norm(x)
-        return states
+            x = block(x, self.rotary)
+        return self.norm(x)  # type: ignore[no-any-return]
 
 
 def _summed_loss(h: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     device = h.device.type
-    if torch.is_autocast_enabled(
-        device
-    ):  # by hand: autocast keeps one copy, whose gradient the chunks would sum in bf16
+    if torch.is_autocast_enabled(device):  # autocast's one cached copy would sum the chunks' gradients in bf16
         h, head = (x.to(torch.get_autocast_dtype(device)) for x in (h, head))
     return _loss(h, head, targets, reduction="sum")
 
 
 def _loss(h: Tensor, head: Tensor, targets: Tensor, *, reduction: str) -> Tensor:
-    """Return the cross entropy of targets (N,) by states (N, d) that all tensor-parallel ranks have."""
+    """Return the cross entropy of targets (N,) from states (N, d), which all tensor-parallel ranks have."""
     if not isinstance(head, DTensor):
         return cross_entropy(linear(h, head).float(), targets, reduction=reduction)
     whole = DTensor.from_local(h, head.device_mesh, [Replicate()], run_check=False)

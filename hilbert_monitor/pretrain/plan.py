@@ -1,218 +1,164 @@
-"""What a run takes, computed before it starts: parameters, memory, FLOPs, tokens, updates and hours.
+"""Computes what a run takes before it starts: parameters, memory, FLOPs, tokens, updates and hours.
 
 A multiply-add counts as two FLOPs, and only matrix products count. Memory is what PyTorch holds at the end of a forward
-pass, plus what the loss and the monitor add. It leaves out gradients of activations, workspaces of kernels and of NCCL,
-and what the allocator wastes; `torch.compile` may hold less. Hours assume 40 % of the data sheet of an H200, and leave
-out what ranks exchange and the monitor. Nobody has measured them.
+pass, plus the loss and the monitor, without gradients of activations, workspaces of kernels and of NCCL, and the
+allocator's waste. Hours assume 40 % of an H200's data sheet, without communication and the monitor.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
-from .model import DecoderConfig
-from .recipes import Recipe
+from .recipe import Recipe
 
 FP32, BF16, INT64 = 4, 2, 8  # bytes
-NEWTON_SCHULZ_STEPS = 5
-DEVICE, BF16_SPEED, FP32_SPEED, UTILISATION = "H200", 989e12, 67e12, 0.4
-"""Dense bf16 and fp32 FLOP/s of the data sheet (Newton-Schulz uses no TF32), and the share that a run reaches."""
+NEWTON_SCHULZ_STEPS = 5  # Muon's default
+DEVICE, BF16_SPEED, FP32_SPEED, UTILIZATION = "H200", 989e12, 67e12, 0.4
+"""Dense bf16 and fp32 FLOP/s of the data sheet (Newton-Schulz uses no TF32), and the assumed share of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """What a recipe takes. Parts of a whole are dicts, in the order in which they are printed."""
+    """Costs of a recipe. Parts of a whole are dicts in print order."""
 
     recipe: Recipe
     parameters: dict[str, int]
-    """Parameters by role: embedding, matrices, head."""
-    updates: int
-    tokens: int
     memory: dict[str, int]
     """Bytes of one rank, by part."""
     flops: dict[str, int]
-    """FLOPs of one update over all ranks, by part; those of validation are a mean over the updates."""
+    """FLOPs of one update over all ranks, by part. Validation is a mean over the updates."""
     seconds: dict[str, float]
     """Assumed seconds of one update, by part."""
 
     @property
     def hours(self) -> float:
         """Assumed hours of the run."""
-        return self.updates * sum(self.seconds.values()) / 3600
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON."""
-        return {**asdict(self), "recipe": self.recipe.as_dict(), "hours": self.hours}
+        return (self.recipe.updates or 0) * sum(self.seconds.values()) / 3600
 
 
 def plan(recipe: Recipe) -> Plan:
-    """Compute what a run takes. The recipe need not be resolved."""
+    """Compute the costs of a recipe, without allocating its model."""
     r = recipe.resolved
-    assert r.updates is not None
-    decoder = decoder_flops(r.model, r.global_batch, chunked=r.loss_chunk is not None)
-    validation = forward_flops(r.model, r.validation_tokens // r.context, head=True) // r.validation_every
-    orthogonalization, busiest = newton_schulz(r.model, r.world)
-    speed = r.world * UTILISATION * (BF16_SPEED if r.autocast else FP32_SPEED)
-    return Plan(
-        recipe=r,
-        parameters=parameters(r.model),
-        updates=r.updates,
-        tokens=r.updates * r.tokens_per_update,
-        memory=memory(r),
-        flops={**decoder, "Newton-Schulz": orthogonalization, "validation": validation},
-        seconds={
-            "forward and backward": sum(decoder.values()) / speed,
-            "Newton-Schulz": busiest / (UTILISATION * FP32_SPEED),
-            "validation": validation / speed,
-        },
-    )
+    training, validation = training_flops(r), forward_flops(r, r.validation_tokens // r.context) // r.validation_every
+    newton_schulz, busiest = newton_schulz_flops(r)
+    speed = r.world * UTILIZATION * (BF16_SPEED if r.precision == "bf16-mixed" else FP32_SPEED)
+    seconds = {
+        "forward and backward": sum(training.values()) / speed,
+        "Newton-Schulz": busiest / (UTILIZATION * FP32_SPEED),
+        "validation": validation / speed,
+    }
+    flops = {**training, "Newton-Schulz": newton_schulz, "validation": validation}
+    return Plan(r, parameters(r), memory(r), flops, seconds)
 
 
-def parameters(config: DecoderConfig) -> dict[str, int]:
+def parameters(r: Recipe) -> dict[str, int]:
     """Return the number of parameters by role."""
-    tokens = config.vocab_size * config.width
-    return {"embedding": tokens, "matrices": sum(m * n for m, n in matrices(config)), "head": tokens}
-
-
-def matrices(config: DecoderConfig) -> Iterator[tuple[int, int]]:
-    """Yield the shapes of the matrices that Muon trains."""
-    d, inner = config.width, config.mlp_ratio * config.width
-    for _ in range(config.blocks):
-        yield from [(d, d)] * 4 + [(inner, d)] * 2 + [(d, inner)]
-
-
-# Memory
+    tokens = r.vocab_size * r.width
+    return {"embedding": tokens, "matrices": r.model.parameters - 2 * tokens, "head": tokens}
 
 
 def memory(r: Recipe) -> dict[str, int]:
     """Return the bytes of one rank, by part."""
-    count, ranks = parameters(r.model), r.tensor_parallel
+    count, ranks, bf16 = parameters(r), r.tensor_parallel, r.precision == "bf16-mixed"
     total, shards = sum(count.values()), r.world if r.sharded else 1
-    positions = r.micro_batch * r.context
-    chunk = positions if r.loss_chunk is None else min(r.loss_chunk, positions)
+    chunk = min(r.loss_chunk or math.inf, r.micro_batch * r.context)
     block = count["matrices"] // r.blocks
     gathered = count["embedding"] + count["head"] + 2 * block + max(block, count["head"])  # with one unit's gradient
-    head_rows = math.ceil(r.vocab_size / shards)  # under DDP rank zero measures all of them
     return {
         "parameters": FP32 * total // shards,
         "gradients": FP32 * total // shards,
         **{f"optimizer: {name}": size // shards for name, size in optimizer_state(r).items()},
         "gradient buckets of DDP": FP32 * total if r.world > 1 and not r.sharded else 0,
-        "gathered units of FSDP": FP32 * gathered // ranks if r.sharded and r.readers > 1 else 0,
-        "bf16 copies of weights": BF16 * (count["matrices"] + count["head"]) // ranks if r.autocast else 0,
-        "activations of a micro-batch": activations(
-            r.model, r.micro_batch, bf16=r.autocast, chunked=r.loss_chunk is not None, tensor_parallel=ranks
-        ),
-        "logits of a loss chunk": 3 * FP32 * chunk * -(-r.vocab_size // ranks),  # log-probabilities, two gradients
-        "monitor: increment": FP32 * head_rows * r.width,
-        "monitor: panel": FP32 * r.panel_size * r.width + 2 * INT64 * panel_rows(r) * r.context
-        if r.perturbation_every
-        else 0,
+        "gathered units of FSDP": FP32 * gathered // ranks if r.sharded and r.data_parallel > 1 else 0,
+        "bf16 copies of weights": BF16 * (count["matrices"] + count["head"]) // ranks if bf16 else 0,
+        "activations of a micro-batch": activations(r),
+        "logits of a loss chunk": 3 * FP32 * int(chunk) * -(-r.vocab_size // ranks),  # log-probabilities, two gradients
+        "monitor: increment": FP32 * math.ceil(r.vocab_size / shards) * r.width,  # under DDP rank zero measures all
+        "monitor: panel": FP32 * r.panel_size * r.width if r.perturbation_every else 0,
     }
 
 
 def optimizer_state(r: Recipe) -> dict[str, int]:
     """Return the bytes of state by optimizer: Muon and RowNorm have one buffer, AdamW two and a count per tensor."""
-    count, adamw = parameters(r.model), r.head == "adamw"
-    state = {"Muon": FP32 * count["matrices"]}
-    state["AdamW"] = sum(2 * FP32 * count[role] + FP32 for role in ("embedding", "head")[: 1 + adamw])
-    return state if adamw else {**state, "RowNorm": FP32 * count["head"]}
+    count = parameters(r)
+    adamw = sum(2 * FP32 * count[role] + FP32 for role in ("embedding", "head")[: 2 if r.head == "adamw" else 1])
+    state = {"Muon": FP32 * count["matrices"], "AdamW": adamw}
+    return state if r.head == "adamw" else {**state, "RowNorm": FP32 * count["head"]}
 
 
-def activations(config: DecoderConfig, sequences: int, *, bf16: bool, chunked: bool, tensor_parallel: int = 1) -> int:
-    """Return the bytes that a forward pass keeps for its backward pass, up to the input of the head, and targets.
+def activations(r: Recipe) -> int:
+    """Return the bytes that the forward pass of a micro-batch keeps for its backward pass, without the logits.
 
-    For each position a block keeps these vectors of d entries: the two inputs of norms (the stream, fp32); queries and
-    keys before their norm (fp32) and after their rotation; values; the output of attention, as the kernel left it and
-    in order; the input of q, k and v; the input of gate and up. Of 4 d entries it keeps gate, its SiLU, up and their
-    product. Autocast casts the input anew for each product, so that two inputs become five. Each norm keeps one number
-    per row, and attention one per head. Outside the blocks there are the last norm's input in fp32, its output as the
-    loss gets it, tokens and targets. Tensor-parallel ranks each have the stream and the inputs, and their part of the
-    rest.
+    For each position a block keeps vectors of d entries: the inputs of its two norms (the residual stream, fp32);
+    queries and keys before their norm (fp32) and after rotation; values; the output of attention twice, as computed and
+    in order; the input of q, k and v, and that of gate and up, of which autocast makes five copies. Of 4 d entries it
+    keeps gate, its SiLU, up and their product; of each norm one number, and of attention one per head. Tensor-parallel
+    ranks split all but the stream and the two inputs.
     """
-    d, inner, heads = config.width, config.mlp_ratio * config.width, config.width // config.head_dim
+    d, inner, bf16 = r.width, r.model.mlp_ratio * r.width, r.precision == "bf16-mixed"
     inputs, small = (5, BF16) if bf16 else (2, FP32)
     whole = 2 * FP32 * d + inputs * small * d + 2 * FP32
-    block = whole + (2 * FP32 * d + 5 * small * d + 4 * small * inner + 3 * FP32 * heads) // tensor_parallel
-    ends = FP32 * d + (FP32 if chunked else small) * d + FP32 + 2 * INT64
-    return sequences * config.context * (config.blocks * block + ends)
+    split = 2 * FP32 * d + 5 * small * d + 4 * small * inner + 3 * FP32 * (d // r.head_dim)
+    ends = FP32 * d + (FP32 if r.loss_chunk else small) * d + FP32 + 2 * INT64  # the last norm, tokens and targets
+    return r.micro_batch * r.context * (r.blocks * (whole + split // r.tensor_parallel) + ends)
 
 
-def panel_rows(r: Recipe) -> int:
-    """Return the number of rows of text that hold the panel; in the paper each reader begins a new one."""
-    if r.panel != "paper":
-        return math.ceil(r.panel_size / r.context)
-    bounds = [r.panel_size * reader // r.readers for reader in range(r.readers + 1)]
-    return sum(math.ceil((stop - start) / r.context) for start, stop in pairwise(bounds))
+def training_flops(r: Recipe) -> dict[str, int]:
+    """Return the FLOPs of forward and backward of an update: each product forward needs two backward.
 
-
-# FLOPs
-
-
-def decoder_flops(config: DecoderConfig, sequences: int, *, chunked: bool) -> dict[str, int]:
-    """Return the FLOPs of forward and backward: each product forward needs two backward.
-
-    Attention has two products forward and five backward, because a flash kernel computes its scores again, over the
-    T (T + 1)/2 pairs of positions that a causal mask leaves.
+    Attention has two products forward and five backward, because a flash kernel recomputes its scores.
     """
-    n, count = sequences * config.context, parameters(config)
+    tokens, count = r.tokens_per_update, parameters(r)
     return {
-        "matrices": 6 * count["matrices"] * n,
-        "attention": 7 * _attention_product(config, sequences),
-        "head": 6 * count["head"] * n,
-        "head again, for a chunked loss": 2 * count["head"] * n if chunked else 0,
+        "matrices": 6 * count["matrices"] * tokens,
+        "attention": 7 * _attention_product(r, r.global_batch),
+        "head": 6 * count["head"] * tokens,
+        "head again, for a chunked loss": 2 * count["head"] * tokens if r.loss_chunk else 0,
     }
 
 
-def forward_flops(config: DecoderConfig, sequences: int, *, head: bool) -> int:
-    """Return the FLOPs of a forward pass alone, with or without the logits."""
-    count = parameters(config)
-    weights = count["matrices"] + (count["head"] if head else 0)
-    return 2 * weights * sequences * config.context + 2 * _attention_product(config, sequences)
+def forward_flops(r: Recipe, sequences: int) -> int:
+    """Return the FLOPs of a forward pass with logits."""
+    weights = r.model.parameters - r.vocab_size * r.width
+    return 2 * weights * sequences * r.context + 2 * _attention_product(r, sequences)
 
 
-def _attention_product(config: DecoderConfig, sequences: int) -> int:
-    """Return the FLOPs of one product of causal attention in all blocks."""
-    pairs = config.context * (config.context + 1) // 2
-    return 2 * pairs * config.width * config.blocks * sequences
+def _attention_product(r: Recipe, sequences: int) -> int:
+    """Return the FLOPs of one product of attention in all blocks, over the pairs that a causal mask leaves."""
+    pairs = r.context * (r.context + 1) // 2
+    return 2 * pairs * r.width * r.blocks * sequences
 
 
-def newton_schulz(config: DecoderConfig, world: int) -> tuple[int, int]:
-    """Return the FLOPs of one update's Newton-Schulz: over all ranks, which share the matrices, and of the busiest."""
-    work = [(count, newton_schulz_flops(*shape)) for shape, count in Counter(matrices(config)).items()]
-    return sum(count * each for count, each in work), sum(math.ceil(count / world) * each for count, each in work)
+def newton_schulz_flops(r: Recipe) -> tuple[int, int]:
+    """Return the FLOPs of one update's Newton-Schulz: of all ranks, which share the matrices, and of the busiest.
 
-
-def newton_schulz_flops(rows: int, columns: int, steps: int = NEWTON_SCHULZ_STEPS) -> int:
-    """Return the FLOPs for one matrix: by the plain loop or, if one side is twice the other, in threes on A = X X'."""
-    m, n = sorted((rows, columns))
-    wide, square = 2 * m * m * n, 2 * m**3
-    if n < 2 * m:
-        return steps * (2 * wide + square)
-    groups = [min(3, steps - done) for done in range(0, steps, 3)]
-    return sum(2 * wide + (4 * k - 3) * square for k in groups)  # k squares of A, k - 1 of each other product
-
-
-# Print
+    A wide matrix runs three steps at a time on A = X X', a square one the plain loop.
+    """
+    d, inner, steps = r.width, r.model.mlp_ratio * r.width, NEWTON_SCHULZ_STEPS
+    total = busiest = 0
+    for count, m, n in ((4 * r.blocks, d, d), (2 * r.blocks, inner, d), (r.blocks, d, inner)):
+        m, n = sorted((m, n))
+        wide, square = 2 * m * m * n, 2 * m**3
+        if n < 2 * m:
+            flops = steps * (2 * wide + square)
+        else:  # k steps at a time take k squares of A and k - 1 of each other product
+            flops = sum(2 * wide + (4 * min(3, steps - done) - 3) * square for done in range(0, steps, 3))
+        total, busiest = total + count * flops, busiest + math.ceil(count / r.world) * flops
+    return total, busiest
 
 
 def show(plan: Plan, console: Console) -> None:
     """Print a plan: the run, the memory of a rank, and the FLOPs of an update."""
     r = plan.recipe
-    title = f"{r.size}, {r.head} head, {r.precision}: {r.nodes} x {r.devices} {DEVICE}, {r.strategy}"
     run = {f"parameters: {role}": f"{count:,}" for role, count in plan.parameters.items()}
     run |= {
         "parameters": f"{sum(plan.parameters.values()):,}",
-        "updates": f"{plan.updates:,}",
-        "tokens": f"{plan.tokens:,}",
+        "updates": f"{r.updates:,}",
+        "tokens": f"{(r.updates or 0) * r.tokens_per_update:,}",
         "tokens in an update": f"{r.tokens_per_update:,}",
         "micro-batches in an update": f"{r.accumulation} of {r.micro_batch} sequences",
         **{f"assumed time of an update: {name}": f"{part * 1e3:,.2f} ms" for name, part in plan.seconds.items()},
@@ -221,24 +167,20 @@ def show(plan: Plan, console: Console) -> None:
     }
     memory = plan.memory | {"all": sum(plan.memory.values())}
     flops = plan.flops | {"all": sum(plan.flops.values())}
+    tables = {
+        f"{r.size}, {r.head} head, {r.precision}: {r.nodes} x {r.devices} {DEVICE}, {r.strategy}": ("run", "", run),
+        "Memory of a rank": ("part", "GiB", {k: f"{v / 2**30:,.4g}" for k, v in memory.items() if v}),
+        "One update on all ranks": ("part", "TFLOP", {k: f"{v / 1e12:,.4g}" for k, v in flops.items() if v}),
+    }
+    for title, (name, unit, rows) in tables.items():
+        table = Table(name, title=title, title_justify="left")
+        table.add_column(unit, justify="right", no_wrap=True)
+        for row in rows.items():
+            table.add_row(*row)
+        console.print(table)
     console.print(
-        _table(title, ("run", ""), run),
-        _table("Memory of a rank", ("part", "GiB"), {k: f"{v / 2**30:,.4g}" for k, v in memory.items() if v}),
-        _table("One update on all ranks", ("part", "TFLOP"), {k: f"{v / 1e12:,.4g}" for k, v in flops.items() if v}),
-    )
-    console.print(
-        f"The hours are assumed; nobody has measured them. They assume {UTILISATION:.0%} of the data sheet of an"
-        f" {DEVICE}: {BF16_SPEED / 1e12:.0f} TFLOP/s bf16, {FP32_SPEED / 1e12:.0f} fp32 without TF32 (Newton-Schulz)."
-        " They leave out what ranks exchange, and the monitor. The memory leaves out workspaces and what the allocator"
-        " wastes.",
+        f"The hours are assumed, not measured: {UTILIZATION:.0%} of the data sheet of an {DEVICE},"
+        f" {BF16_SPEED / 1e12:.0f} TFLOP/s bf16, {FP32_SPEED / 1e12:.0f} fp32 without TF32 (Newton-Schulz). They leave"
+        " out communication and the monitor. The memory leaves out workspaces and what the allocator wastes.",
         style="dim",
     )
-
-
-def _table(title: str, columns: tuple[str, str], rows: dict[str, str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(columns[0])
-    table.add_column(columns[1], justify="right", no_wrap=True)
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table

@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from hilbert_monitor.doctor import bf16
-from hilbert_monitor.pretrain.shards import write_shard
+from hilbert_monitor.pretrain.data import write_shard
 from tests.support.warm import Program
 
 LETHAL = """

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from hilbert_monitor.pretrain.model import Decoder, DecoderConfig, Norm, Rotation
+from hilbert_monitor.pretrain.model import Decoder, DecoderConfig, Norm, RotaryEmbedding
+from hilbert_monitor.pretrain.recipe import PAPER
 
 SMALL = DecoderConfig(vocab_size=61, width=32, blocks=3, head_dim=8, context=24)
 
@@ -22,9 +23,10 @@ def text(batch=2, length=24, V=61):
     return ids[:, :-1], ids[:, 1:]
 
 
-@pytest.mark.parametrize(("width", "parameters"), [(512, 185_680_896), (768, 379_184_640), (1024, 639_797_248)])
-def test_the_papers_sizes_have_the_papers_numbers_of_parameters(width, parameters):
-    config = DecoderConfig(width=width)
+@pytest.mark.parametrize(("size", "parameters"), [("190M", 185_680_896), ("380M", 379_184_640), ("640M", 639_797_248)])
+def test_the_papers_sizes_have_the_papers_numbers_of_parameters(size, parameters):
+    config = PAPER[size].model
+    assert (config.mlp_ratio, config.rope_base, config.eps, config.init_std) == (4, 10_000, 1e-6, 0.02)
     with torch.device("meta"):
         model = Decoder(config)
     assert sum(p.numel() for p in model.parameters()) == parameters == config.parameters
@@ -84,23 +86,22 @@ def test_a_token_does_not_see_what_follows():
 
 
 def test_a_rotated_product_depends_on_the_distance_alone():
-    rotation = Rotation(SMALL)
-    q, k = torch.randn(2, 8)
-    turned = [rotation(x.expand(1, 1, 24, 8))[0, 0] for x in (q, k)]
-    products = turned[0] @ turned[1].T
+    rotary = RotaryEmbedding(SMALL)
+    q, k = (rotary(x.expand(1, 1, 24, 8))[0, 0] for x in torch.randn(2, 8))
+    products = q @ k.T
     for distance in range(-5, 6):
         diagonal = products.diagonal(distance)
         assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
 
 
-def test_a_norm_computes_in_fp32_and_returns_what_it_was_given():
+def test_a_norm_computes_in_fp32_and_returns_the_dtype_of_its_input():
     x = torch.full((1, 4), 300.0, dtype=torch.float16)  # whose squares fp16 cannot hold
     out = Norm(1e-6)(x)
     assert out.dtype == torch.float16
     assert_close(out, torch.ones_like(x))
 
 
-def test_weights_are_redrawn_in_the_order_of_the_modules_after_torchs_own_draw():
+def test_weights_are_drawn_in_the_order_of_the_modules_after_torchs_default_initialization():
     model = small(5)
     torch.manual_seed(5)
     nn.Embedding(61, 32)
@@ -155,7 +156,7 @@ def test_a_chunked_loss_holds_no_more_logits_than_a_chunk():
 )
 def test_impossible_sizes_are_refused(change, said):
     with pytest.raises(ValueError, match=said):
-        DecoderConfig(**{"width": 32, "head_dim": 8, **change})
+        DecoderConfig(**{"vocab_size": 61, "width": 32, "blocks": 3, "head_dim": 8, "context": 24, **change})
 
 
 def test_too_long_a_text_is_refused():

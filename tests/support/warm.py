@@ -20,7 +20,7 @@ import torch
 
 PRELOADED = [
     *("pytest", "hypothesis", "scipy", "transformers", "jsonargparse", "torch._dynamo", "lightning"),
-    *("hilbert_monitor.monitor.callback", "hilbert_monitor.pretrain.module", "hilbert_monitor.cli"),
+    *("hilbert_monitor.monitor.callback", "hilbert_monitor.pretrain.train", "hilbert_monitor.cli"),
     "tests.support.frozen",
 ]
 METHOD = "forkserver"

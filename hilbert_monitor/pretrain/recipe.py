@@ -5,27 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
 from hilbert_monitor.optim.recipe import EMBEDDING_LR, HEAD_LR, MATRIX_LR, WEIGHT_DECAY
 
-from .data import VALIDATION_TOKENS
 from .model import DecoderConfig
 
 Head = Literal["adamw", "rownorm"]
 """Optimizer of the LM head."""
-HEADS: tuple[Head, ...] = ("adamw", "rownorm")
+HEADS: tuple[Head, ...] = get_args(Head)
 TOKENS_PER_PARAMETER = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """All numbers of one run. `resolved` fills in those that are None from the others."""
+    """All numbers of one run. `resolved` computes those that are None from the others."""
 
     size: str = ""
-    """Name of the preset that the recipe is based on."""
+    """Name of the preset."""
     head: Head = "rownorm"
     seed: int = 0
 
@@ -36,20 +35,20 @@ class Recipe:
     context: int = 2048
 
     global_batch: int = 256
-    """Sequences in an update, over all devices."""
+    """Sequences per update, over all devices."""
     micro_batch: int = 32
-    """Sequences that a device takes at a time."""
+    """Sequences per forward pass of one device."""
     devices: int = 1
     nodes: int = 1
     strategy: str = "ddp"
-    """What ranks share: "ddp" data alone, "fsdp" also the parameters, "tp=N" also the work on each matrix, N ranks."""
+    """"ddp" shards the data, "fsdp" also the parameters, "tp=N" also each matrix over N ranks."""
 
     updates: int | None = None
     """By default 20 tokens per parameter."""
     warmup: float = 0.1
     """Fraction of the updates over which the learning rates rise."""
     final_rate: float = 0.1
-    """Fraction of the peak at which the learning rates end."""
+    """Last learning rate, as a fraction of the peak."""
     head_lr: float | None = None
     """Peak learning rate of the head. By default the paper's, which is proportional to 1 / width."""
     matrix_lr: float = MATRIX_LR
@@ -58,41 +57,30 @@ class Recipe:
     clip: float = 1.0
 
     trust_region: float | None = None
-    """Limit of the diameter of the head's steps; None for none, as in the paper."""
+    """Limit of the diameter of the head's steps. The paper has none."""
     trust_how: Literal["rows", "scale"] = "rows"
-    """How a step is held to it: its centred rows are projected onto a ball, or all of it is scaled."""
+    """Shortens a longer step: "rows" projects its centred rows onto a ball, "scale" scales the whole step."""
 
     diameter_every: int = 10
     perturbation_every: int = 500
     panel_size: int = 8192
     panel: Literal["loader", "paper"] = "paper"
     efficiency: bool = False
-    """Whether the efficiency of the steps is measured too, as often as the panel."""
+    """Measure the efficiency of the steps as often as the perturbation."""
     validation_every: int = 500
-    """In updates, not batches."""
-    validation_tokens: int = VALIDATION_TOKENS
+    """Updates between validations."""
+    validation_tokens: int = 5_242_880
     checkpoint_every: int = 500
 
     precision: Literal["32-true", "bf16-mixed"] = "bf16-mixed"
     loss_chunk: int | None = 4096
-    """Positions whose logits are in memory at a time; None for all of a micro-batch."""
+    """Positions whose logits are in memory at a time; None for a whole micro-batch."""
     compile: bool = False
 
     @property
     def model(self) -> DecoderConfig:
         """Sizes of the decoder."""
-        return DecoderConfig(
-            vocab_size=self.vocab_size,
-            width=self.width,
-            blocks=self.blocks,
-            head_dim=self.head_dim,
-            context=self.context,
-        )
-
-    @property
-    def autocast(self) -> bool:
-        """Whether products are computed in bf16 from fp32 weights."""
-        return self.precision == "bf16-mixed"
+        return DecoderConfig(self.vocab_size, self.width, self.blocks, self.head_dim, self.context)
 
     @property
     def world(self) -> int:
@@ -105,35 +93,32 @@ class Recipe:
         return int(self.strategy.removeprefix("tp=")) if self.strategy.startswith("tp=") else 1
 
     @property
-    def readers(self) -> int:
-        """Ranks, or groups of them, that read data of their own."""
+    def data_parallel(self) -> int:
+        """Number of ranks, or tensor-parallel groups, that read different data."""
         return self.world // self.tensor_parallel
 
     @property
     def sharded(self) -> bool:
-        """Whether no rank has the whole model."""
+        """True if each rank holds only a part of the model."""
         return self.strategy != "ddp" and self.world > 1
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches that a rank takes for an update."""
-        return self.global_batch // (self.readers * self.micro_batch)
+        """Micro-batches of one rank per update."""
+        return self.global_batch // (self.data_parallel * self.micro_batch)
 
     @property
     def tokens_per_update(self) -> int:
-        """Training tokens of one update, over all ranks."""
+        """Training tokens per update, over all ranks."""
         return self.global_batch * self.context
 
     @property
     def resolved(self) -> Recipe:
-        """The recipe with every None filled in that follows from the other numbers."""
-        parameters = self.model.parameters
-        updates = max(1, TOKENS_PER_PARAMETER * parameters // self.tokens_per_update)
-        return replace(
-            self,
-            updates=updates if self.updates is None else self.updates,
-            head_lr=HEAD_LR[self.head] / self.width if self.head_lr is None else self.head_lr,
-        )
+        """The recipe with its updates and head_lr filled in."""
+        updates, head_lr = self.updates, self.head_lr
+        if updates is None:
+            updates = max(1, TOKENS_PER_PARAMETER * self.model.parameters // self.tokens_per_update)
+        return replace(self, updates=updates, head_lr=HEAD_LR[self.head] / self.width if head_lr is None else head_lr)
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
@@ -144,17 +129,19 @@ class Recipe:
         for name in ("updates", "loss_chunk"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
         if self.trust_region is not None and not self.trust_region >= 0:
             raise ValueError(f"trust_region must be zero or a positive number, got {self.trust_region}")
+        _ = self.model  # checks its sizes
         self._check_strategy()
-        if self.global_batch % (self.readers * self.micro_batch):
+        if self.global_batch % (self.data_parallel * self.micro_batch):
             groups = f" in groups of {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
             raise ValueError(
                 f"a global batch of {self.global_batch} sequences does not divide into micro-batches of"
                 f" {self.micro_batch} on {self.world} devices{groups}: choose --set micro_batch=... so that"
-                f" {self.readers} times it divides {self.global_batch}, or --set global_batch=..."
+                f" {self.data_parallel} times it divides {self.global_batch}, or --set global_batch=..."
             )
-        _ = self.model  # refuses sizes that do not fit together
 
     def _check_strategy(self) -> None:
         if not re.fullmatch(r"ddp|fsdp|tp=[1-9]\d*", self.strategy):
@@ -171,7 +158,7 @@ class Recipe:
             raise ValueError(f"compile=true is for strategy ddp, got {self.strategy}: train eagerly, or with ddp")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON, with the numbers that follow from them."""
+        """Return plain types for JSON, with the numbers of parameters and of micro-batches."""
         return {**asdict(self), "parameters": self.model.parameters, "accumulation": self.accumulation}
 
 
@@ -201,7 +188,7 @@ DEMO = Recipe(
     precision="32-true",
     loss_chunk=None,
 )
-"""The demo's sizes: a run takes minutes on two CPU cores."""
+"""The demo's recipe: a run takes minutes on two CPU cores."""
 
 SIZES = {**PAPER, "demo": DEMO}
 
@@ -211,19 +198,15 @@ def recipe(size: str, **overrides: Any) -> Recipe:
 
     Args:
         size: "190M", "380M", "640M" or "demo".
-        **overrides: fields of a Recipe; one that is None is ignored.
+        **overrides: fields of a Recipe.
     """
     if size not in SIZES:
-        raise ValueError(f"there is no size {size!r}: choose one of {', '.join(SIZES)}, and override its numbers")
-    unknown = overrides.keys() - {field.name for field in fields(Recipe)}
-    if unknown:
-        raise ValueError(f"a recipe has no {', '.join(sorted(unknown))}")
-    changes = {name: value for name, value in overrides.items() if value is not None}
-    return replace(SIZES[size], **changes).resolved
+        raise ValueError(f"unknown size {size!r}: choose one of {', '.join(SIZES)}, and override its numbers")
+    return replace(SIZES[size], **overrides).resolved
 
 
 def parse_changes(changes: Sequence[str]) -> dict[str, Any]:
-    """Parse overrides of the form name=value, as --set gives them."""
+    """Parse overrides of the form name=value, as --set takes them."""
     kinds, overrides = get_type_hints(Recipe), {}
     for change in changes:
         name, _, value = change.partition("=")
