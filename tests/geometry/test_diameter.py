@@ -325,7 +325,7 @@ def test_directions_that_are_not_orthonormal_weaken_the_bounds_and_change_no_ans
         return Q + skew * Q[:, :1]
 
     monkeypatch.setattr(diameter, "leading_directions", skewed)
-    for skew in (1e-3, 0.05, 0.7):
+    for skew in (1e-3, 0.05, 0.7):  # noqa: B007
         for kind in (clouds.heavy_tailed, clouds.row_normalised, clouds.low_rank):
             S = kind(3000, 40, 4)
             assert_longest(S, fp64_diameter(S))
