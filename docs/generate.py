@@ -28,9 +28,7 @@ RULES, RUNBOOKS = ROOT / "dashboards" / "prometheus" / "rules", ROOT / "dashboar
 PART = re.compile(r"(<!-- (table|file): (\S+) -->\n).*?(<!-- end -->)", re.S)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml"}
 
-ORDER = (
-    *("bracket", "diameter", "radius", "logits", "norms", "tension", "simplex"),
-)
+ORDER = (*("bracket", "diameter", "radius", "logits", "norms", "tension", "simplex"),)
 """Modules whose functions are in the geometry's table, in its order."""
 COSTS = {
     "row_diameter": "on optimizers' increments about 20 reads of S; at worst all pairs",
@@ -120,7 +118,7 @@ def functions() -> Iterator[tuple[str, ...]]:
     from hilbert_monitor import geometry
 
     yield "function", "what", "cost"
-    public = [inspect.unwrap(getattr(geometry, name)) for name in geometry.__all__ if name.islower()]
+    public = [inspect.unwrap(value) for value in vars(geometry).values() if inspect.isfunction(value)]
     for function in sorted((function for function in public if room(function) in ORDER), key=place):
         parameters = inspect.signature(function).parameters.values()
         names = ", ".join(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)

@@ -90,9 +90,9 @@ class RowSource:
 
     def shares_memory(self, rows: Tensor) -> bool:
         """Return True if rows (n, d) are a part of this source, so that nobody may write to them."""
-        storage = rows.untyped_storage().data_ptr()
+        storage = rows.untyped_storage()._cdata
         return any(
-            part.shares_memory(rows) if isinstance(part, RowSource) else part.untyped_storage().data_ptr() == storage
+            part.shares_memory(rows) if isinstance(part, RowSource) else part.untyped_storage()._cdata == storage
             for part in self.parts
         )
 

@@ -13,8 +13,8 @@ V, WIDTH, PANEL = 4000, 32, 256
 
 
 CASES = {
-    "bracket": (lambda S, G, H: g.row_diameter_bracket(S), 95, 1),
-    "deferred bracket": (lambda S, G, H: g.deferred_bracket(S).numbers, 95, 0),
+    "bracket": (lambda S, G, H: g.row_diameter_bracket(S), 70, 1),
+    "deferred bracket": (lambda S, G, H: g.deferred_bracket(S).numbers, 70, 0),
     "exact": (lambda S, G, H: g.row_diameter(S), 300, 10),
     "perturbation": (lambda S, G, H: g.hilbert_perturbation(S, H), 100, 12),
     "radius": (lambda S, G, H: g.covering_radius(S), 200, 25),
