@@ -29,9 +29,8 @@ from prometheus_client.utils import floatToGoString
 
 from .alerts import KINDS
 from .families import FAMILIES, Family
-from .metrics import CATALOGUE, values
 from .process_bound import ProcessBound
-from .record import Alert, RunInfo, StepRecord
+from .record import METRICS, Alert, RunInfo, StepRecord, measured
 from .states import PACED_BY, STALLED_AFTER, STATUSES, patience
 
 __all__ = [
@@ -140,7 +139,7 @@ class RunSamples(ProcessBound):
     def _take(self, record: StepRecord) -> None:
         samples = self._samples
         samples.heartbeat = self._clock()
-        for metric, value in values(record):
+        for metric, value in measured(record):
             samples.latest[metric.name] = float(value)
         if samples.step is not None and record.step <= samples.step:
             return
@@ -177,7 +176,7 @@ class Exposition(Collector):
 
 def _families(runs: Sequence[Samples]) -> dict[str, Metric]:
     families = {family.exported: _FAMILY[family.kind](family) for family in FAMILIES}
-    for metric in CATALOGUE:
+    for metric in METRICS:
         if not metric.counted:
             families[metric.exported] = GaugeMetricFamily(metric.exported, metric.help, labels=("run", "head"))
     for run in runs:
@@ -191,7 +190,7 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
     """The samples of a run: name, labels besides `run` and `head`, value."""
     yield "run_info", (), _about(run.info)
     yield "step_diameter_distribution", (), _cumulative(run.buckets), run.total
-    for metric in CATALOGUE:
+    for metric in METRICS:
         if metric.name in run.latest:
             name = metric.exported.removeprefix("hilbert_")
             yield f"{name}_total" if metric.counted else name, (), run.latest[metric.name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .metrics import CATALOGUE
+from .record import METRICS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ FAMILIES = (
     Family("stalled_after_seconds", "gauge", "Age of the heartbeat from which on the run counts as stalled."),
     Family("step", "gauge", "Number of the last optimizer step."),
     Family("steps", "counter", "Optimizer steps that were recorded."),
-    *(Family(metric.name, "counter", metric.help) for metric in CATALOGUE if metric.counted),
+    *(Family(metric.name, "counter", metric.help) for metric in METRICS if metric.counted),
     Family(
         "step_diameter_distribution",
         "histogram",

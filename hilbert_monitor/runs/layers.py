@@ -8,41 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
 from ._lines import LineFile, Marker, blocks, items, line_of
 from .json_values import plain
+from .record import LayerRecord
 
 LAYERS = "layers.jsonl"
-
-
-class Layer(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a step did to one parameter, in the ruler that is right for it."""
-
-    kind: str
-    """The ruler: "matrix" for the spectral norm, "embedding" for the largest row, "vector" for the root mean square."""
-    step: float
-    """Size of the increment. Of a matrix a lower bound that is close after some measurements."""
-    weight: float
-    """Size of the weight after it, in the same ruler."""
-    upper: float | None = None
-    """Certified upper bound of the increment's spectral norm, where it was computed."""
-    ratio: float | None = None
-    """RMS(g / sqrt(v)): the gradient over the second moment of an optimizer like Adam. About 1 in a calm run."""
-    lr: float | None = None
-
-    @property
-    def relative(self) -> float:
-        """Size of the increment over that of the weight; infinite for a weight of zero."""
-        return self.step / self.weight if self.weight else float("inf")
-
-
-class LayerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The layers of one optimizer step, by the names of their parameters."""
-
-    step: int
-    time: float
-    layers: dict[str, Layer]
 
 
 as_layers = msgspec.json.Decoder(LayerRecord, strict=False)

@@ -51,8 +51,8 @@ from ._reader import (
     find_runs,
 )
 from .json_values import clean, shown
-from .layers import LAYERS, LayerFile, LayerRecord
-from .record import Alert, RunInfo, StepRecord
+from .layers import LAYERS, LayerFile
+from .record import Alert, LayerRecord, RunInfo, StepRecord
 from .secrets import mask_message
 from .stops import requested_stop
 

@@ -17,8 +17,9 @@ from hilbert_monitor.monitor.layers import LayerWatch
 from hilbert_monitor.optim import ChainedOptimizer
 from hilbert_monitor.runs.alerts import Rules
 from hilbert_monitor.runs.layer_alerts import LayerJudge
-from hilbert_monitor.runs.layers import LAYERS, Layer, LayerRecord, read_layers
+from hilbert_monitor.runs.layers import LAYERS, read_layers
 from hilbert_monitor.runs.log import RunReader
+from hilbert_monitor.runs.record import Layer, LayerRecord
 
 V, T = 31, 8
 

@@ -16,8 +16,7 @@ from prometheus_client.utils import floatToGoString as _go
 
 from hilbert_monitor.runs.exposition import BUCKETS, Exposition, RunSamples
 from hilbert_monitor.runs.families import FAMILIES
-from hilbert_monitor.runs.metrics import CATALOGUE
-from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.runs.record import METRICS, Alert, RunInfo, StepRecord
 
 INFO = RunInfo(id="a-run", name="a run", head_optimizer="AdamW", seed=3, started=5.0, versions={"torch": "2.13"})
 WHO = {"run": "a-run", "head": "AdamW"}
@@ -100,7 +99,7 @@ def test_buckets_are_few_and_fine_where_runs_are():
 
 
 def full_record():
-    measured = {metric.field: 1.0 for metric in CATALOGUE if metric.formula is None}
+    measured = {metric.field: 1.0 for metric in METRICS if metric.formula is None}
     return StepRecord(step=1, time=0.0, seconds={"panel": 1.0}, **(measured | {"tokens": 7, "nonfinite_rows": 1}))
 
 
@@ -110,7 +109,7 @@ def test_every_family_and_metric_is_there_with_its_help():
     run.write(Alert(step=1, time=0.0, kind="diameter", value=2.0, expected=1.0))
     text, _ = scraped(run)
     families = {family.name: family for family in parsed(text)}
-    for metric in CATALOGUE:
+    for metric in METRICS:
         if not metric.counted:
             assert families[metric.exported].documentation == metric.help
             assert families[metric.exported].samples

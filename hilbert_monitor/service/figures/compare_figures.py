@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from hilbert_monitor.runs.metrics import CATALOGUE, Metric
+from hilbert_monitor.runs.record import METRICS, Metric
 from hilbert_monitor.service.following.columns import Floats
 from hilbert_monitor.service.following.text import label
 
@@ -128,9 +128,9 @@ def metric_panel(field: str) -> Callable[..., Figure]:
     metric = METRIC_PANELS[field]
 
     def draw(comparison: Comparison, options: PlotOptions = PLAIN) -> Figure:
-        options = options if metric.is_smoothed else replace(options, smooth=0.0)
+        options = options if metric.smoothed else replace(options, smooth=0.0)
         ticks = {"tickformat": style.SHARE_TICKS} if metric.unit == "ratio" else {}
-        return _metric_figure(comparison, options, field, metric.name, log=metric.axis == "log", **ticks)
+        return _metric_figure(comparison, options, field, metric.name, log=metric.log, **ticks)
 
     return draw
 
@@ -142,7 +142,7 @@ PANELS: dict[str, Callable[..., Figure]] = {
     "ratio": ratio,
 }
 """The panels that are always drawn."""
-METRIC_PANELS: dict[str, Metric] = {metric.field: metric for metric in CATALOGUE if metric.field not in PANELS}
+METRIC_PANELS: dict[str, Metric] = {metric.field: metric for metric in METRICS if metric.field not in PANELS}
 """The metrics that a panel can be asked for, by field; all but those that are always drawn."""
 
 

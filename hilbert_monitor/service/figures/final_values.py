@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hilbert_monitor.runs.metrics import CATALOGUE
+from hilbert_monitor.runs.record import METRICS as ALL_METRICS
 
 from .series import RunSeries
 
-METRIC_NAMES = {metric.field: metric.name for metric in CATALOGUE}
+METRIC_NAMES = {metric.field: metric.name for metric in ALL_METRICS}
 """The name of each metric, by the field of a StepRecord."""
 
 METRICS = {METRIC_NAMES[field]: field for field in ("validation_loss", "diameter", "perturbation_rms")}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hilbert_monitor.runs.layers import LayerRecord
+from hilbert_monitor.runs.record import LayerRecord
 from hilbert_monitor.service.following.columns import Floats, Table
 
 COLUMNS = 240

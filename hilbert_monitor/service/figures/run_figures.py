@@ -1,4 +1,4 @@
-"""Figures of one run, as plain dicts in plotly's form: one for each panel of `runs.panels` that the run's page draws.
+"""Figures of one run, as plain dicts in plotly's form: one for each panel of `run_panels` that the run's page draws.
 
 Values that are not finite have no place on an axis. They are gaps in their curve, and a cross at the top marks each.
 Alerts have marks, and attempts lines. Marks stand on a y axis of their own, from 0 at the bottom to 1 at the top.
@@ -12,20 +12,18 @@ from typing import Any, get_args
 
 import numpy as np
 
-from hilbert_monitor.runs import panels
-from hilbert_monitor.runs.metrics import Line, Metric
-from hilbert_monitor.runs.panels import RunPanel, drawn_in
-from hilbert_monitor.runs.record import Alert, RunInfo
+from hilbert_monitor.runs.record import Alert, Line, Metric, RunInfo
 from hilbert_monitor.service.following.columns import MISSING, SECONDS, Floats, Table, present
 from hilbert_monitor.service.following.text import label
 
-from . import style
+from . import run_panels, style
 from .downsampling import downsample
 from .plot_options import PLAIN, Axis, PlotOptions
+from .run_panels import RunPanel, drawn_in
 from .series import Series, origin, series_of
 from .style import GREY, Figure, Trace, colour
 
-PANELS = {panel.name: panel for panel in panels.PANELS if panel.on_page}
+PANELS = {panel.name: panel for panel in run_panels.PANELS if panel.on_page}
 """The panels of a run's page, by name and in their order there."""
 MARKS = 500
 """Marks of one kind in a figure, at most: the newest alerts, and an even choice of values that are not finite."""
@@ -155,7 +153,7 @@ def _listed(column: Floats) -> list[float | None]:
 def _draw(run: RunData, panel: RunPanel, columns: Values) -> Figure | None:
     """A panel as its metrics say: each line in its layer, on the axis and in the unit that they have."""
     metrics = [metric for metric in drawn_in(panel) if metric.field in columns]
-    log = run.options.logarithmic(any(metric.axis == "log" for metric in drawn_in(panel)))
+    log = run.options.logarithmic(any(metric.log for metric in drawn_in(panel)))
     traces = _lines(run, metrics, columns, log=log)
     yaxis: dict[str, Any] = {}
     if any(metric.unit == "ratio" for metric in metrics):
@@ -205,7 +203,7 @@ def _lines(run: RunData, metrics: Sequence[Metric], columns: Values, *, log: boo
                 continue
             look = _look(run, line, number)
             for metric in group:
-                options = run.options if metric.is_smoothed else replace(run.options, smooth=0.0)
+                options = run.options if metric.smoothed else replace(run.options, smooth=0.0)
                 curve = _curve(replace(run, options=options), columns[metric.field], text, log=log, **look)
                 traces += [trace | ({"says": PERCENT} if metric.unit == "ratio" else {}) for trace in curve]
     return traces

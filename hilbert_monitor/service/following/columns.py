@@ -19,8 +19,7 @@ from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from hilbert_monitor.runs.log import News
-from hilbert_monitor.runs.metrics import CATALOGUE, GUIDES
-from hilbert_monitor.runs.record import Pair, StepRecord
+from hilbert_monitor.runs.record import DERIVED_LINES, FORMULAS, Pair, StepRecord
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -45,7 +44,7 @@ PAIRS = _fields(Pair, Pair | None)
 PAIR_COLUMNS = tuple(f"{name}.{end}" for name in PAIRS for end in (0, 1))
 WHOLE = {*_fields(int, int | None), *PAIR_COLUMNS}
 """Columns of whole numbers."""
-FORMULAS = {metric.field: metric.formula for metric in (*CATALOGUE, *GUIDES) if metric.formula is not None}
+DERIVED = {metric.field: metric for metric in (*FORMULAS, *DERIVED_LINES)}
 """Columns that are worked out of others when they are asked for."""
 SECONDS = "seconds."
 """Seconds that a part of measuring took are the column "seconds.PART"."""
@@ -100,17 +99,18 @@ class Table:
 
     def _rows(self, name: str, rows: slice) -> Floats | None:
         """Some rows of a column; None without it, or without a column that it follows from."""
-        formula = FORMULAS.get(name)
-        if formula is None:
-            values = self.columns.get(name)
-            return None if values is None else values[rows]
-        if not self.columns.keys() >= {*formula.fields}:
+        metric = DERIVED.get(name)
+        if metric is None or metric.formula is None:
+            column = self.columns.get(name)
+            return None if column is None else column[rows]
+        if not self.columns.keys() >= {*metric.fields}:
             return None
-        parts = {field: self.columns[field][rows] for field in formula.fields}
+        parts = [self.columns[field][rows] for field in metric.fields]
         with np.errstate(all="ignore"):
-            known = np.logical_and.reduce([present(part) for part in parts.values()])
-            known &= np.not_equal(formula.divisor(parts.__getitem__), 0)
-            return np.where(known, formula.apply(parts.__getitem__), MISSING)
+            values = np.asarray(metric.formula(*parts), np.float64)
+        known = np.logical_and.reduce([present(part) for part in parts])
+        known &= np.isfinite(values) | ~np.logical_and.reduce([np.isfinite(part) for part in parts])
+        return np.where(known, values, MISSING)
 
 
 class Columns:

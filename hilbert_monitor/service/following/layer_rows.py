@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from hilbert_monitor.runs.layers import LAYERS, LayerRecord, read_layers
+from hilbert_monitor.runs.layers import LAYERS, read_layers
+from hilbert_monitor.runs.record import LayerRecord
 
 
 def layers_of(folder: Path) -> tuple[LayerRecord, ...]:

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hilbert_monitor.runs.panels import PANELS
 from hilbert_monitor.service.figures import compare_figures
 from hilbert_monitor.service.figures.comparison import Comparison
 from hilbert_monitor.service.figures.final_values import METRIC_NAMES
 from hilbert_monitor.service.figures.plot_options import PlotOptions
+from hilbert_monitor.service.figures.run_panels import PANELS
 from hilbert_monitor.service.figures.style import Figure
 
 from .markup import plural

@@ -161,11 +161,7 @@ def _groups(comparison: Comparison) -> list[dict[str, Any]]:
 def _measured(runs: Collection[RunSeries]) -> list[str]:
     """The metrics that some run has, by field."""
     columns = {name for run in runs if run.table is not None for name in run.table.columns}
-    return [
-        field
-        for field, metric in compare_figures.METRIC_PANELS.items()
-        if ({*metric.formula.fields} if metric.formula else {field}) <= columns
-    ]
+    return [field for field, metric in compare_figures.METRIC_PANELS.items() if {*metric.fields} <= columns]
 
 
 def _contrast(contrast: Contrast) -> dict[str, Any]:

@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 
 from hilbert_monitor.runs.exposition import BUCKETS, CollectorRegistry, Exposition, Samples, choose_encoder
-from hilbert_monitor.runs.metrics import CATALOGUE
-from hilbert_monitor.runs.record import RunInfo
+from hilbert_monitor.runs.record import METRICS, RunInfo
 from hilbert_monitor.runs.states import LIVE, LOST_AFTER, PACED_BY, STALLED_AFTER, patience
 from hilbert_monitor.service.following.columns import SECONDS, Floats, Table, present
 from hilbert_monitor.service.following.snapshot import RunSnapshot
@@ -93,7 +92,7 @@ def _is_recent(run: RunSnapshot, seconds: float) -> bool:
 def samples(run: RunSnapshot) -> Samples:
     """The samples of a run, from its log."""
     table = run.table
-    latest = {metric.name: table.last(metric.field) for metric in CATALOGUE}
+    latest = {metric.name: table.last(metric.field) for metric in METRICS}
     diameters = _diameters(table)
     places = np.searchsorted(BUCKETS, diameters)
     return Samples(

@@ -7,8 +7,7 @@ from sys import intern
 from typing import Any
 
 from hilbert_monitor.runs.json_values import plain
-from hilbert_monitor.runs.metrics import CATALOGUE
-from hilbert_monitor.runs.record import RunInfo
+from hilbert_monitor.runs.record import METRICS, RunInfo
 from hilbert_monitor.service.following.run_settings import settings
 from hilbert_monitor.service.following.snapshot import RunSnapshot
 
@@ -48,7 +47,7 @@ def available(runs: Mapping[str, RunSnapshot], index: SettingsIndex) -> dict[str
             counts[key] = counts.get(key, 0) + 1
     varying = {key for key in values if len(values[key]) > 1 or counts[key] < len(runs)}
     keys = sorted(values, key=lambda key: (key not in varying, key))[:KEYS]
-    fields = {metric.field: metric for metric in CATALOGUE}
+    fields = {metric.field: metric for metric in METRICS}
     return {
         "settings": [{"name": key, "runs": counts[key], "values": len(values[key])} for key in keys],
         "fields": [

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-from hilbert_monitor.service.following.columns import FORMULAS, NUMBERS
+from hilbert_monitor.service.following.columns import DERIVED, NUMBERS
 from hilbert_monitor.service.following.snapshot import RunSnapshot, model_of
 
 from .notebook import NOTHING, Remarks
@@ -125,7 +125,7 @@ class SearchedRun:
             yield float(self.run.state.step)
         elif key == "alerts":
             yield float(len(self.run.alerts))
-        elif (key in NUMBERS or key in FORMULAS) and (last := self.run.table.last(key)) is not None:
+        elif (key in NUMBERS or key in DERIVED) and (last := self.run.table.last(key)) is not None:
             yield last
 
     @cached_property

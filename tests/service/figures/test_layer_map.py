@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from hilbert_monitor.runs.layers import LAYERS, Layer, LayerFile, LayerRecord, read_layers
+from hilbert_monitor.runs.layers import LAYERS, LayerFile, read_layers
 from hilbert_monitor.runs.log import News
-from hilbert_monitor.runs.record import StepRecord
+from hilbert_monitor.runs.record import Layer, LayerRecord, StepRecord
 from hilbert_monitor.service.figures.layer_map import COLUMNS, layer_map
 from hilbert_monitor.service.following.columns import Columns, Table
 from hilbert_monitor.service.following.layer_rows import layers_of
