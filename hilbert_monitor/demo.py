@@ -28,7 +28,7 @@ from hilbert_monitor.pretrain.corpus import Corpus, corpus, standard_library
 from hilbert_monitor.pretrain.recipes import DEMO, HEADS, Head, Recipe
 from hilbert_monitor.pretrain.shards import write_shard
 from hilbert_monitor.pretrain.tokenization import TOKENIZER, text_files
-from hilbert_monitor.runs.log import RunReader, find_runs
+from hilbert_monitor.runs.reader import RunReader, find_runs
 from hilbert_monitor.runs.record import StepRecord
 from hilbert_monitor.service.web.server import AddressError, background
 

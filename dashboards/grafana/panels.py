@@ -13,8 +13,8 @@ from typing import Any
 
 from hilbert_monitor.runs.alerts import KINDS
 from hilbert_monitor.runs.families import FAMILIES, Family
+from hilbert_monitor.runs.reader import LOST_AFTER, STALLED_AFTER, STATUSES
 from hilbert_monitor.runs.record import METRICS, Metric
-from hilbert_monitor.runs.states import LOST_AFTER, STALLED_AFTER, STATUSES
 from hilbert_monitor.service.figures.style import COLOURS
 
 Json = dict[str, Any]

@@ -30,8 +30,8 @@ from prometheus_client.utils import floatToGoString
 from .alerts import KINDS
 from .families import FAMILIES, Family
 from .process_bound import ProcessBound
+from .reader import RECENT_STEPS, STALLED_AFTER, STATUSES, stall_limit
 from .record import METRICS, Alert, RunInfo, StepRecord, measured
-from .states import PACED_BY, STALLED_AFTER, STATUSES, patience
 
 __all__ = [
     "BUCKETS",
@@ -101,7 +101,7 @@ class RunSamples(ProcessBound):
     ) -> None:
         self._info, self._failures, self._clock, self._lock = info, failures, clock, threading.Lock()
         self._samples = Samples(info=info(), heartbeat=clock(), stalled_after=stalled_after)
-        self._stalled_after, self._times = stalled_after, deque[float](maxlen=PACED_BY)
+        self._stalled_after, self._times = stalled_after, deque[float](maxlen=RECENT_STEPS)
         self._buckets = [0] * len(BUCKETS)
         self.bind_to_process()
 
@@ -132,7 +132,7 @@ class RunSamples(ProcessBound):
             samples.latest, samples.alerts = dict(samples.latest), dict(samples.alerts)
             samples.seconds, samples.blowups = Counter(samples.seconds), Counter(samples.blowups)
             samples.buckets = tuple(self._buckets)
-            samples.stalled_after = patience(tuple(self._times), self._stalled_after)
+            samples.stalled_after = stall_limit(tuple(self._times), self._stalled_after)
         samples.info, samples.failures = self._info(), Counter(self._failures())
         return samples
 

@@ -21,8 +21,8 @@ import pytest
 import yaml
 
 from hilbert_monitor.runs.families import FAMILIES
+from hilbert_monitor.runs.reader import STATUSES
 from hilbert_monitor.runs.record import METRICS
-from hilbert_monitor.runs.states import STATUSES
 from hilbert_monitor.service.figures.style import COLOURS
 from tests.support.grafana_rules import RULES, panels, query_variables, targets
 from tests.support.ports import free_port

@@ -11,8 +11,8 @@ import yaml
 
 from hilbert_monitor.runs.alerts import KINDS
 from hilbert_monitor.runs.families import FAMILIES
+from hilbert_monitor.runs.reader import STALLED_AFTER, STATUSES
 from hilbert_monitor.runs.record import METRICS
-from hilbert_monitor.runs.states import STALLED_AFTER, STATUSES
 from tests.support.programs import needs
 
 DASHBOARDS = Path(__file__).parents[2] / "dashboards"

@@ -12,7 +12,7 @@ from hilbert_monitor.cli import app
 from hilbert_monitor.pretrain import recipes
 from hilbert_monitor.pretrain.module import Places, train
 from hilbert_monitor.pretrain.shards import write_shard
-from hilbert_monitor.runs.log import RunReader, find_runs
+from hilbert_monitor.runs.reader import RunReader, find_runs
 from tests.support.warm import Program
 from tests.support.ways import assert_same_way
 

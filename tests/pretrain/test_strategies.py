@@ -14,7 +14,7 @@ from hilbert_monitor.cli import app
 from hilbert_monitor.pretrain import module, recipes
 from hilbert_monitor.pretrain.module import Places, train
 from hilbert_monitor.pretrain.shards import write_shard
-from hilbert_monitor.runs.log import RunReader
+from hilbert_monitor.runs.reader import RunReader
 from tests.support.ranks import in_ranks
 from tests.support.ways import assert_same_way
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hilbert_monitor.runs.log import RunReader, RunState
+from hilbert_monitor.runs.reader import RunReader, RunState
 from hilbert_monitor.runs.record import RunInfo
 from hilbert_monitor.service.following.columns import Columns, Floats, Steps, Table, present
 from hilbert_monitor.service.following.run_settings import configuration, environment

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from hilbert_monitor.runs.log import News
+from hilbert_monitor.runs.reader import Batch
 from hilbert_monitor.runs.record import DERIVED_LINES, FORMULAS, Pair, StepRecord
 
 Floats = NDArray[np.float64]
@@ -140,7 +140,7 @@ class Columns:
         self._is_shared = True
         return Table(self._steps[: self._rows], columns, self._texts)
 
-    def take(self, news: News, expected: int = 0) -> int:
+    def take(self, news: Batch[StepRecord], expected: int = 0) -> int:
         """Add the new records of a log; return how many were left out because a number in them fits into no column.
 
         Args:

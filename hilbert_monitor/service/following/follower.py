@@ -11,10 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hilbert_monitor.runs.json_values import clean
-from hilbert_monitor.runs.log import ALERTS, END, HEARTBEAT, INFO, STEPS, News, RunReader, RunState
-from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.runs.states import ENDED, LIVE
+from hilbert_monitor.runs.files import replace_surrogates
+from hilbert_monitor.runs.reader import ALERTS, END, ENDED, HEARTBEAT, INFO, LIVE, STEPS, Batch, RunReader, RunState
+from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 
 from .cache import Cache, CachedTable
 from .columns import Columns
@@ -56,7 +55,7 @@ class RunFollower:
     """
 
     def __init__(self, folder: Path, root: Path, cache: Cache | None = None) -> None:
-        self.folder, self.root, self.id = folder, root, clean(folder.name)
+        self.folder, self.root, self.id = folder, root, replace_surrogates(folder.name)
         self.snapshot: RunSnapshot | None = None
         """What is known of the run; None while the folder is no run."""
         self.size = 0
@@ -100,7 +99,7 @@ class RunFollower:
                 self._look()
                 self._load()
 
-    def advance(self, now: float, deadline: float = math.inf, news: list[News] | None = None) -> bool:
+    def advance(self, now: float, deadline: float = math.inf, news: list[Batch[StepRecord]] | None = None) -> bool:
         """Read on in the log; return whether there is a new snapshot.
 
         Whatever is wrong with a run becomes its `problem`, and is no other run's.
@@ -123,7 +122,7 @@ class RunFollower:
         self._rest(now, time.monotonic() - began)
         return is_new
 
-    def _advance(self, now: float, deadline: float, news: list[News] | None) -> bool:
+    def _advance(self, now: float, deadline: float, news: list[Batch[StepRecord]] | None) -> bool:
         seen = self._look()
         self.gone_since = None
         if seen == self._seen and not self.behind and now - self._asked < self._patience(now):
@@ -213,7 +212,7 @@ class RunFollower:
             raise Trouble(f"its {os.path.basename(path)} is not a plain file: it is not read")
         return _look_of(status)
 
-    def _read(self, seen: tuple[Look, ...], deadline: float, news: list[News] | None) -> int:
+    def _read(self, seen: tuple[Look, ...], deadline: float, news: list[Batch[StepRecord]] | None) -> int:
         """Read new lines; return how many times the columns changed."""
         changed, known = 0, self._attempts
         if seen[0] != self._seen[0] or not known:
@@ -245,7 +244,7 @@ class RunFollower:
     def _read_alerts(self) -> None:
         known = set(self._alerts)
         for part in self._reader.follow_alerts(self._alerts_offset):
-            self._alerts = (*part.left_of(list(self._alerts)), *part.alerts)
+            self._alerts = (*part.kept(self._alerts), *part.records)
             self._alerts_offset, self._alerts_torn = part.offset, self._alerts_torn + part.torn
         self.new_alerts = [alert for alert in self._alerts if alert not in known]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from hilbert_monitor.runs.log import RunState
+from hilbert_monitor.runs.reader import RunState, Status
 from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.runs.states import Status
 
 from .columns import Table
 from .published import PAPER, model_of_size

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hilbert_monitor.runs.log import RunReader, RunState, find_runs
+from hilbert_monitor.runs.reader import RunReader, RunState, find_runs
 from hilbert_monitor.runs.record import Alert, RunInfo
 from hilbert_monitor.service.figures import run_figures
 from hilbert_monitor.service.figures.comparison import BASELINE, CANDIDATE, Comparison

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hilbert_monitor.runs.json_values import plain
+from hilbert_monitor.runs.files import to_json
 from hilbert_monitor.runs.record import Alert, RunInfo
 from hilbert_monitor.service.figures.downsampling import downsample
 from hilbert_monitor.service.figures.layer_map import layer_map
@@ -71,7 +71,7 @@ def runs(
         first = next((place for place, run in enumerate(matches) if newest(run) < last), len(matches))
     stop = len(matches) if limit is None else first + limit
     part = matches[first:stop]
-    return Page([plain(summary(run)) for run in part], len(matches), part[-1].id if stop < len(matches) else None)
+    return Page([to_json(summary(run)) for run in part], len(matches), part[-1].id if stop < len(matches) else None)
 
 
 def newest(run: RunSnapshot) -> tuple[Any, ...]:
@@ -87,14 +87,14 @@ def stamp(run: RunSnapshot) -> tuple[Any, ...]:
 def layers(one: RunSnapshot, root: Path) -> dict[str, Any]:
     """The heat map of a run's layers, read from its folder."""
     found = layer_map(layers_of(root / one.id), one.table, one.info.head_name)
-    return {"id": one.id, "version": one.version, **plain(found)}
+    return {"id": one.id, "version": one.version, **to_json(found)}
 
 
 def run(one: RunSnapshot, remarks: Remarks = NOTHING) -> dict[str, Any]:
     """Everything about a run but its curves."""
     pairs, tokens = _tokens(one.table)
     seen = remarks.by_alert()
-    answer: dict[str, Any] = plain(
+    answer: dict[str, Any] = to_json(
         {
             "summary": summary(one),
             "remarks": remarks_answer(one, remarks),
@@ -157,7 +157,7 @@ def alerts(
             if state == "all" or (state == "open") == (acknowledgement is None):
                 lines.append((one, alert, acknowledgement))
     lines.sort(key=lambda line: _order(line[1].time, line[0].id, line[1].step), reverse=True)
-    listed = [plain(_run_alert(*line)) for line in lines[:limit]]
+    listed = [to_json(_run_alert(*line)) for line in lines[:limit]]
     return {"alerts": listed, "count": len(lines), "acknowledged": acknowledged}
 
 
@@ -166,7 +166,7 @@ def difference(a: RunSnapshot, b: RunSnapshot) -> dict[str, Any]:
     ours, theirs = settings(a.info), settings(b.info)
     keys = [*ours, *(key for key in theirs if key not in ours)]
     rows = [{"key": key, "a": ours.get(key), "b": theirs.get(key)} for key in keys if ours.get(key) != theirs.get(key)]
-    answer: dict[str, Any] = plain({"a": a.id, "b": b.id, "rows": rows, "same": len(keys) - len(rows)})
+    answer: dict[str, Any] = to_json({"a": a.id, "b": b.id, "rows": rows, "same": len(keys) - len(rows)})
     return answer
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hilbert_monitor.runs.json_values import plain
+from hilbert_monitor.runs.files import to_json
 from hilbert_monitor.service.figures import compare_figures, compare_tables, run_figures
 from hilbert_monitor.service.figures.axes import axes, with_axis
 from hilbert_monitor.service.figures.comparison import Comparison, compare
@@ -88,7 +88,7 @@ class FigureAnswers:
             "version": version,
             **_numbers(comparison, choice),
         }
-        return {**plain(answer), "figures": _figures(comparison, options, choices) if comparison.groups else {}}
+        return {**to_json(answer), "figures": _figures(comparison, options, choices) if comparison.groups else {}}
 
     def compared_csv(self, choice: Choice, panel: str, options: PlotOptions, choices: Choices) -> Iterator[str]:
         """Every value of the curves of a panel."""

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from hilbert_monitor.runs.json_values import clean
+from hilbert_monitor.runs.files import replace_surrogates
 from hilbert_monitor.runs.record import Alert
 from hilbert_monitor.service.following.private_folder import PrivateFolder, place_of
 from hilbert_monitor.service.following.snapshot import RunSnapshot
@@ -181,7 +181,7 @@ class Notebook:
 
 def tidy(text: str) -> str:
     """Text as it is kept: without blanks around it and without characters that UTF-8 cannot hold."""
-    return clean(text).replace("\x00", "").strip()
+    return replace_surrogates(text).replace("\x00", "").strip()
 
 
 def acknowledge(

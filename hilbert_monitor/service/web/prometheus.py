@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from hilbert_monitor.runs.exposition import BUCKETS, CollectorRegistry, Exposition, Samples, choose_encoder
+from hilbert_monitor.runs.reader import LIVE, LOST_AFTER, RECENT_STEPS, STALLED_AFTER, stall_limit
 from hilbert_monitor.runs.record import METRICS, RunInfo
-from hilbert_monitor.runs.states import LIVE, LOST_AFTER, PACED_BY, STALLED_AFTER, patience
 from hilbert_monitor.service.following.columns import SECONDS, Floats, Table, present
 from hilbert_monitor.service.following.snapshot import RunSnapshot
 
@@ -117,8 +117,8 @@ def samples(run: RunSnapshot) -> Samples:
 def stalled_after(run: RunSnapshot) -> float:
     """Seconds without a step after which a run counts as stalled."""
     first = int(np.searchsorted(run.table.steps, run.info.first_step, "right"))  # of the present attempt
-    times = run.table.column("time")[max(first, len(run.table) - PACED_BY) :]
-    return patience(times.tolist(), STALLED_AFTER if run.info.stalled_after is None else run.info.stalled_after)
+    times = run.table.column("time")[max(first, len(run.table) - RECENT_STEPS) :]
+    return stall_limit(times.tolist(), STALLED_AFTER if run.info.stalled_after is None else run.info.stalled_after)
 
 
 def _diameters(table: Table) -> Floats:

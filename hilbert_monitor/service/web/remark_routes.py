@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from hilbert_monitor.runs.json_values import plain
+from hilbert_monitor.runs.files import to_json
 from hilbert_monitor.runs.record import Alert
 from hilbert_monitor.service.following.snapshot import RunSnapshot
 
@@ -39,7 +39,7 @@ def add_remarks(app: FastAPI, responder: Responder) -> None:
             notebook.change(runs, change)
         except OSError as error:
             raise HTTPException(503, f"This could not be kept: {error.strerror or error}.") from None
-        answer = {"runs": {run.id: plain(remarks_answer(run, notebook.of(run))) for run in runs}}
+        answer = {"runs": {run.id: to_json(remarks_answer(run, notebook.of(run))) for run in runs}}
         index.feed.publish("remarks", answer)
         return json_response(request, answer)
 
@@ -51,11 +51,11 @@ def add_remarks(app: FastAPI, responder: Responder) -> None:
 
         def make() -> dict[str, Any]:
             said = {
-                run.id: plain(remarks_answer(run, remarks))
+                run.id: to_json(remarks_answer(run, remarks))
                 for run in known.values()
                 if not (remarks := notebook.of(run)).is_empty
             }
-            return {"offered": not notebook.problem, "problem": plain(notebook.problem), "runs": said}
+            return {"offered": not notebook.problem, "problem": to_json(notebook.problem), "runs": said}
 
         return responder.cached(request, (notebook.version, index.version), make)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from sys import intern
 from typing import Any
 
-from hilbert_monitor.runs.json_values import plain
+from hilbert_monitor.runs.files import to_json
 from hilbert_monitor.runs.record import METRICS, RunInfo
 from hilbert_monitor.service.following.run_settings import settings
 from hilbert_monitor.service.following.snapshot import RunSnapshot
@@ -64,5 +64,5 @@ def cells(runs: Iterable[RunSnapshot], names: Sequence[str], index: SettingsInde
             is_last = name.startswith(LAST)
             cell = run.table.last(name.removeprefix(LAST)) if is_last else index.of(run).get(name)
             if cell is not None:
-                column[run.id] = plain(cell)
+                column[run.id] = to_json(cell)
     return columns

@@ -7,7 +7,7 @@ import math
 import plotly.graph_objects as go
 import pytest
 
-from hilbert_monitor.runs.log import News
+from hilbert_monitor.runs.reader import Batch
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from hilbert_monitor.service.figures import run_figures as service
 from hilbert_monitor.service.figures.downsampling import POINTS
@@ -22,7 +22,7 @@ HOSTILE = "<b onclick=x>" * 100
 
 def table(records):
     columns = Columns()
-    columns.take(News(records=list(records), attempts=[], torn=0, offset=0))
+    columns.take(Batch(records=list(records), keep=None, torn=0, offset=0))
     return columns.table
 
 

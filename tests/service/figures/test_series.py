@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from hilbert_monitor.runs.log import News, RunReader, RunState, RunWriter
+from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.reader import Batch, RunReader, RunState
 from hilbert_monitor.runs.record import RunInfo, StepRecord
 from hilbert_monitor.service.figures.series import RunSeriesCache, Series, pauses, read_run, run_series
 from hilbert_monitor.service.following.columns import Columns
@@ -17,7 +18,7 @@ RECORDS = [StepRecord(step=s, time=1000.0 + s, tokens=s * 10, train_loss=float(s
 
 def table(*records):
     columns = Columns()
-    columns.take(News(records=list(records), attempts=[], torn=0, offset=0))
+    columns.take(Batch(records=list(records), keep=None, torn=0, offset=0))
     return columns.table
 
 

@@ -5,7 +5,8 @@ import os
 import numpy as np
 import pytest
 
-from hilbert_monitor.runs.log import STEPS, RunReader, RunWriter
+from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.reader import STEPS, RunReader
 from hilbert_monitor.runs.record import RunInfo, StepRecord
 from hilbert_monitor.service.following import follower
 from hilbert_monitor.service.following.cache import Cache, CachedTable, cache_folder

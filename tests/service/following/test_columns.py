@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hilbert_monitor.runs.log import Marker, News
+from hilbert_monitor.runs.reader import Batch
 from hilbert_monitor.runs.record import StepRecord
 from hilbert_monitor.service.following.columns import MISSING, NUMBERS, Columns, Table, present
 
@@ -25,7 +25,7 @@ pieces = st.tuples(st.lists(records, max_size=8, unique_by=lambda r: r.step), st
 
 
 def news(new, keep=None):
-    return News(records=new, attempts=[] if keep is None else [Marker(2, keep)], torn=0, offset=0)
+    return Batch(records=new, keep=keep, torn=0, offset=0)
 
 
 def same(a, b):

@@ -16,7 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hilbert_monitor.cli import app
-from hilbert_monitor.runs.log import RunReader, RunWriter
+from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from hilbert_monitor.service.figures.comparison import compare
 from hilbert_monitor.service.following.published import PAPER

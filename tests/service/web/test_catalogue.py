@@ -5,7 +5,7 @@ import re
 from importlib.resources import files
 
 import hilbert_monitor.service.web
-from hilbert_monitor.runs.states import STATUSES
+from hilbert_monitor.runs.reader import STATUSES
 from hilbert_monitor.service.figures import style
 from hilbert_monitor.service.figures.run_panels import PANELS
 from hilbert_monitor.service.web import catalogue
