@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from hilbert_monitor.runs.families import FAMILIES
+from hilbert_monitor.runs.exposition import FAMILIES
 from hilbert_monitor.runs.record import METRICS
 
 ROOT = Path(__file__).parents[1]

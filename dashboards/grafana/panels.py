@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hilbert_monitor.runs.alerts import KINDS
-from hilbert_monitor.runs.families import FAMILIES, Family
+from hilbert_monitor.runs.exposition import FAMILIES, Family
 from hilbert_monitor.runs.reader import LOST_AFTER, STALLED_AFTER, STATUSES
 from hilbert_monitor.runs.record import METRICS, Metric
 from hilbert_monitor.service.figures.style import COLOURS

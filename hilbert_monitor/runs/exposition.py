@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import (
@@ -28,7 +28,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from .alerts import KINDS
-from .families import FAMILIES, Family
 from .process_bound import ProcessBound
 from .reader import RECENT_STEPS, STALLED_AFTER, STATUSES, stall_limit
 from .record import METRICS, Alert, RunInfo, StepRecord, measured
@@ -42,6 +41,61 @@ __all__ = [
     "choose_encoder",
     "make_wsgi_app",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of samples in Prometheus: a name with all its labels."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram", "info"]
+    help: str
+    labels: tuple[str, ...] = ()
+    """Besides `run` and `head`."""
+
+    @property
+    def exported(self) -> str:
+        """Name in Prometheus."""
+        return f"hilbert_{self.name}" + {"counter": "_total", "info": "_info"}.get(self.kind, "")
+
+
+FAMILIES = (
+    Family("run", "info", "What the run is, in labels: its name, model, seed, validation panel, host and versions."),
+    Family("run_status", "gauge", "1 for the state that the run is in, 0 for the others.", ("status",)),
+    Family("run_start_timestamp_seconds", "gauge", "When the present attempt at the run began, since the epoch."),
+    Family("heartbeat_timestamp_seconds", "gauge", "When training last made a step or validated, since the epoch."),
+    Family("stalled_after_seconds", "gauge", "Age of the heartbeat from which on the run counts as stalled."),
+    Family("step", "gauge", "Number of the last optimizer step."),
+    Family("steps", "counter", "Optimizer steps that were recorded."),
+    *(Family(metric.name, "counter", metric.help) for metric in METRICS if metric.counted),
+    Family(
+        "step_diameter_distribution",
+        "histogram",
+        "Row diameters D(S) of all steps: exact where that was computed, else the certified lower bound.",
+    ),
+    Family(
+        "blowups", "counter", "Blow-ups: steps that broke one of the monitor's rules, by the rule's kind.", ("kind",)
+    ),
+    Family("blowup_value", "gauge", "What was measured at the last blow-up of each kind.", ("kind",)),
+    Family(
+        "blowup_expected",
+        "gauge",
+        "What was usual before the last blow-up of each kind: the median of the run's history at its learning rate; the"
+        " ceiling itself for kind ceiling, 0 for kind nonfinite.",
+        ("kind",),
+    ),
+    Family("blowup_step", "gauge", "Number of the step of the last blow-up of each kind.", ("kind",)),
+    Family("nonfinite_increments", "counter", "Steps whose increment of the LM head held a nan or an infinity."),
+    Family("skipped_steps", "counter", "Steps at which the optimizer moved nothing."),
+    Family("clipped_steps", "counter", "Steps of which a TrustRegion held something back."),
+    Family("monitor_seconds", "counter", "Seconds that the monitor's measurements took, by part.", ("part",)),
+    Family(
+        "monitor_failures",
+        "counter",
+        "Failures of the monitor, by the part that raised an exception or the sink that dropped records.",
+        ("sink",),
+    ),
+)
 
 
 def _ends(first: int, last: int, parts: int) -> Iterator[float]:
@@ -103,6 +157,7 @@ class RunSamples(ProcessBound):
         self._samples = Samples(info=info(), heartbeat=clock(), stalled_after=stalled_after)
         self._stalled_after, self._times = stalled_after, deque[float](maxlen=RECENT_STEPS)
         self._buckets = [0] * len(BUCKETS)
+        self._measured_at: dict[str, int] = {}
         self.bind_to_process()
 
     def write(self, record: StepRecord | Alert) -> None:
@@ -140,7 +195,9 @@ class RunSamples(ProcessBound):
         samples = self._samples
         samples.heartbeat = self._clock()
         for metric, value in measured(record):
-            samples.latest[metric.name] = float(value)
+            if record.step >= self._measured_at.get(metric.name, record.step):  # an older step may be told later
+                samples.latest[metric.name] = float(value)
+                self._measured_at[metric.name] = record.step
         if samples.step is not None and record.step <= samples.step:
             return
         self._times.append(record.time)

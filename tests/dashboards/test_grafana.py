@@ -20,7 +20,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from hilbert_monitor.runs.families import FAMILIES
+from hilbert_monitor.runs.exposition import FAMILIES
 from hilbert_monitor.runs.reader import STATUSES
 from hilbert_monitor.runs.record import METRICS
 from hilbert_monitor.service.figures.style import COLOURS

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from hilbert_monitor.runs.alerts import KINDS
-from hilbert_monitor.runs.families import FAMILIES
+from hilbert_monitor.runs.exposition import FAMILIES
 from hilbert_monitor.runs.reader import STALLED_AFTER, STATUSES
 from hilbert_monitor.runs.record import METRICS
 from tests.support.programs import needs

@@ -18,7 +18,7 @@ from hilbert_monitor.cli import app
 from hilbert_monitor.monitor.guard import Guard
 from hilbert_monitor.monitor.responses import Responses
 from hilbert_monitor.runs import alerts
-from hilbert_monitor.runs.families import FAMILIES
+from hilbert_monitor.runs.exposition import FAMILIES
 from hilbert_monitor.runs.record import METRICS, StepRecord
 from hilbert_monitor.service.following.index import Index
 from hilbert_monitor.service.web.app import create_app
