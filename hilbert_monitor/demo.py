@@ -261,7 +261,7 @@ def write_report(out: Path) -> Path:
 
     runs = summary.load(out / "runs")
     path = out / "report.html"
-    path.write_text(page.page(runs, compare(run.series for run in runs)), encoding="utf-8")
+    path.write_text(page.page(runs, compare(runs)), encoding="utf-8")
     return path
 
 

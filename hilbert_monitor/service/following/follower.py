@@ -14,10 +14,11 @@ from typing import Any
 from hilbert_monitor.runs.files import replace_surrogates
 from hilbert_monitor.runs.reader import ALERTS, END, ENDED, HEARTBEAT, INFO, LIVE, STEPS, Batch, RunReader, RunState
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.runs.run import UNKNOWN, Run
+from hilbert_monitor.runs.table import TableBuilder
+from hilbert_monitor.service.following.summary import summary
 
 from .cache import Cache, CachedTable
-from .columns import Columns
-from .snapshot import UNKNOWN, RunSnapshot, summary
 from .text import clip
 
 FILES = (INFO, STEPS, ALERTS, END)
@@ -56,7 +57,7 @@ class RunFollower:
 
     def __init__(self, folder: Path, root: Path, cache: Cache | None = None) -> None:
         self.folder, self.root, self.id = folder, root, replace_surrogates(folder.name)
-        self.snapshot: RunSnapshot | None = None
+        self.snapshot: Run | None = None
         """What is known of the run; None while the folder is no run."""
         self.size = 0
         """Bytes of the log of its steps."""
@@ -80,7 +81,7 @@ class RunFollower:
 
     def _forget(self) -> None:
         """Begin again at the start of the log."""
-        self._columns, self._offset, self._end, self._torn, self._cached_rows = Columns(), 0, 0, 0, 0
+        self._columns, self._offset, self._end, self._torn, self._cached_rows = TableBuilder(), 0, 0, 0, 0
         self._alerts: tuple[Alert, ...] = ()
         self._alerts_offset = self._alerts_torn = 0
         self._seen: tuple[Look, ...] = (None,) * len(FILES)
@@ -223,7 +224,7 @@ class RunFollower:
         if self.behind:
             size = self.size
             for part in self._reader.follow(self._offset):
-                self._torn += self._columns.take(part, self._expected_rows())
+                self._torn += self._columns.append(part, self._expected_rows())
                 self._offset, self._torn, changed = part.offset, self._torn + part.torn, changed + 1
                 if news is not None:
                     news.append(part)
@@ -266,13 +267,14 @@ class RunFollower:
         old = self.snapshot
         if changed:
             self._save(state)
-        new = RunSnapshot(
+        new = Run(
             id=self.id,
             info=self._attempts[-1] if self._attempts else RunInfo(id=self.id),
             attempts=self._attempts,
             state=state,
             problem=problem,
             table=self._columns.table if changed or old is None else old.table,
+            curves={} if changed or old is None else old.curves,
             alerts=self._alerts,
             torn=self._torn + self._alerts_torn,
             heartbeat=self._seen[1][2] / 1e9 if self._seen[1] else 0.0,
@@ -292,7 +294,7 @@ class RunFollower:
             return
         cached = self._cache.load(self.folder.name, self.folder / STEPS)
         if cached is not None:
-            self._columns, self._offset, self._torn = Columns(cached.table), cached.offset, cached.torn
+            self._columns, self._offset, self._torn = TableBuilder(cached.table), cached.offset, cached.torn
             self._end, self._cached_rows = cached.offset, len(cached.table)
 
     def _save(self, state: RunState) -> None:
@@ -305,7 +307,7 @@ class RunFollower:
         read = CachedTable(self._columns.table, self._offset, self._torn)
         table = self._cache.save(self.folder.name, self.folder / STEPS, read)
         if table is not None:
-            self._columns = Columns(table)
+            self._columns = TableBuilder(table)
 
 
 def _look_of(status: os.stat_result) -> Look:
@@ -330,6 +332,6 @@ def _another(known: tuple[RunInfo, ...], now: tuple[RunInfo, ...]) -> bool:
     return bool(known and now) and known[0].started != now[0].started
 
 
-def _apart_from_table(run: RunSnapshot) -> tuple[object, ...]:
+def _apart_from_table(run: Run) -> tuple[object, ...]:
     """The parts of a snapshot that can change while the table stays the same."""
     return run.info, run.attempts, run.state, run.problem, run.alerts, run.torn, run.heartbeat, run.indexed

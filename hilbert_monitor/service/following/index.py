@@ -22,11 +22,11 @@ import msgspec
 
 from hilbert_monitor.runs.reader import Batch, RunReader
 from hilbert_monitor.runs.record import Alert, StepRecord
+from hilbert_monitor.runs.run import Run
 
 from .cache import Cache
 from .feed import Feed
 from .follower import RunFollower
-from .snapshot import RunSnapshot
 
 PIECE = 200
 """Records that an event carries, at most."""
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 class _Change(NamedTuple):
     """A new snapshot, and what its events tell."""
 
-    run: RunSnapshot
+    run: Run
     summary: dict[str, Any]
     news: list[Batch[StepRecord]]
     is_whole: bool
@@ -76,7 +76,7 @@ class Index:
         """The folder in which runs are looked for."""
         self._only = root.resolve().name if is_run else None
         """The name of the only run that is followed, if it is one."""
-        self.runs: Mapping[str, RunSnapshot] = MappingProxyType({})
+        self.runs: Mapping[str, Run] = MappingProxyType({})
         """The runs by id. The mapping is replaced and never changed: an answer reads it once and is consistent."""
         self.version = 0
         """Grows with every change of any run."""
@@ -295,7 +295,7 @@ def _events(change: _Change) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "run", {"id": run.id, "version": run.version, "summary": change.summary}
 
 
-def _pieces(run: RunSnapshot, news: list[Batch[StepRecord]], *, whole: bool) -> Iterator[dict[str, Any]]:
+def _pieces(run: Run, news: list[Batch[StepRecord]], *, whole: bool) -> Iterator[dict[str, Any]]:
     """Events with the new records of a log; one that asks to reload, if they are too many."""
     if not whole or sum(len(one.records) for one in news) > PIECE:
         if run.indexed == 1.0:

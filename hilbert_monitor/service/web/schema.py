@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, RootModel
 
 from hilbert_monitor.runs.alerts import KINDS
 from hilbert_monitor.runs.record import METRICS
+from hilbert_monitor.runs.run import ShownStatus
 from hilbert_monitor.service.figures import run_figures
-from hilbert_monitor.service.following.snapshot import ShownStatus
 
 Number = float | Literal["nan", "inf", "-inf"]
 Figures = dict[str, dict[str, Any]]
@@ -227,7 +227,7 @@ class RunAnswer(Answer):
 
 
 class Records(Answer):
-    """Columns of a run's records."""
+    """TableBuilder of a run's records."""
 
     id: str
     version: Version
@@ -317,7 +317,7 @@ class FieldColumn(Answer):
 
 
 class RunColumns(Answer):
-    """Columns that the table of runs may have: settings that differ between runs first."""
+    """TableBuilder that the table of runs may have: settings that differ between runs first."""
 
     settings: list[SettingColumn]
     fields: list[FieldColumn]

@@ -5,8 +5,8 @@ import pytest
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.reader import Batch
 from hilbert_monitor.runs.record import Layer, LayerRecord, RunInfo, StepRecord
+from hilbert_monitor.runs.table import Table, TableBuilder
 from hilbert_monitor.service.figures.layer_map import COLUMNS, layer_map
-from hilbert_monitor.service.following.columns import Columns, Table
 from hilbert_monitor.service.following.layer_rows import layers_of
 
 
@@ -37,9 +37,9 @@ def test_a_long_run_keeps_its_peaks():
 
 
 def test_the_head_stands_first_in_its_own_ruler():
-    columns = Columns()
+    columns = TableBuilder()
     records = [StepRecord(step=step, time=float(step), diameter_lower=0.1 * step) for step in range(1, 40)]
-    columns.take(Batch(records=records, keep=None, torn=0, offset=0))
+    columns.append(Batch(records=records, keep=None, torn=0, offset=0))
     rows = layer_map([*layers(3)], columns.table, "lm_head")["rows"]
     assert (rows[0]["name"], rows[0]["ruler"]) == ("lm_head", "D(S)")
     assert rows[0]["cells"] == [0.5, 1.0, 1.5]

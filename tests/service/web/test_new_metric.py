@@ -22,12 +22,12 @@ FIELDS = (
 )
 FORMULA = (
     '    Metric("sensor_share", field="sensor_share", panel="shares", label="share of a sensor", unit="ratio",'
-    ' help="Share of a sensor.", formula=lambda head_temperature, head_sensors: head_temperature / head_sensors),\\n'
+    ' help="Share of a sensor.", formula=lambda head_temperature, head_sensors: head_temperature / head_sensors), '
 )
 spec = importlib.util.find_spec("hilbert_monitor.runs.record")
 record = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 text = Path(spec.origin).read_text().replace("    seconds: dict", FIELDS + "    seconds: dict")
-text = text.replace("FORMULAS = (\\n", "FORMULAS = (\\n" + FORMULA)
+text = text.replace("FORMULAS = (SATURATION,", "FORMULAS = (" + FORMULA + "SATURATION,")
 exec(compile(text, spec.origin, "exec"), record.__dict__)
 StepRecord = record.StepRecord
 """
@@ -47,7 +47,7 @@ index.refresh()
 client = TestClient(create_app(index), base_url="http://localhost")
 sys.path[:0] = [str(project / "docs"), str(project / "dashboards" / "grafana")]
 import generate, run as grafana
-from hilbert_monitor.service.following.columns import NUMBERS, WHOLE
+from hilbert_monitor.runs.table import NUMBERS, WHOLE
 
 figures = client.get("/api/runs/run/figures").json()["figures"]
 print(json.dumps({

@@ -18,8 +18,8 @@ import numpy as np
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from hilbert_monitor.runs.reader import Batch
-from hilbert_monitor.runs.record import DERIVED_LINES, FORMULAS, Pair, StepRecord
+from .reader import Batch, RunReader
+from .record import DERIVED_LINES, FORMULAS, Pair, StepRecord
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -113,8 +113,8 @@ class Table:
         return np.where(known, values, MISSING)
 
 
-class Columns:
-    """Builds a run's Tables. A Table that was handed out never changes: rows are added behind its end.
+class TableBuilder:
+    """Builds the Tables of a run. A Table that was handed out never changes: rows are added behind its end.
 
     Args:
         table: the rows to start from.
@@ -140,20 +140,20 @@ class Columns:
         self._is_shared = True
         return Table(self._steps[: self._rows], columns, self._texts)
 
-    def take(self, news: Batch[StepRecord], expected: int = 0) -> int:
-        """Add the new records of a log; return how many were left out because a number in them fits into no column.
+    def append(self, batch: Batch[StepRecord], expected: int = 0) -> int:
+        """Add the new records of a log; return how many were skipped because a number in them is too large.
 
         Args:
-            news: the records.
+            batch: the records.
             expected: rows that there will be in the end, as far as that is known: room for them is reserved, so that
                 a long log is not copied as it grows. Room that is never filled takes no memory.
         """
         self._expected = expected
-        if news.keep is not None:
-            self._truncate(int(np.searchsorted(self._steps[: self._rows], news.keep, "right")))
-        if not news.records:
+        if batch.keep is not None:
+            self._truncate(int(np.searchsorted(self._steps[: self._rows], batch.keep, "right")))
+        if not batch.records:
             return 0
-        fields = _by_field(sorted(news.records, key=_step))
+        fields = _by_field(sorted(batch.records, key=_step))
         self._note_texts(fields)
         return self._add_fitting(fields)
 
@@ -284,3 +284,11 @@ def _room(values: Any, rows: int, wanted: int, expected: int) -> Any:
     grown[:known] = values[:known]
     grown[known:wanted] = MISSING if values.dtype == np.float64 else 0
     return grown
+
+
+def read_table(reader: RunReader) -> Table:
+    """Read the records of a run that count."""
+    builder = TableBuilder()
+    for batch in reader.follow():
+        builder.append(batch)
+    return builder.table
