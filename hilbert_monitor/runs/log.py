@@ -94,8 +94,8 @@ class RunWriter:
     ) -> Self:
         """Begin a run, or a further attempt at the run of this name if its process is gone.
 
-        Raises OSError if the disk is full; the call may then be repeated. Where there are no locks it may wait for some
-        heartbeats of a run that was not ended.
+        Raises OSError if the disk is full; the call may then be repeated. On a file system without locks it may take
+        some heartbeats to see that the process of an earlier attempt is gone.
 
         Args:
             root: folder of the runs.

@@ -92,7 +92,7 @@ class Metric:
 
 
 class RunInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one attempt at a run says of the run. The log fills in id, attempt, time, host and process."""
+    """The description of a run by one of its attempts. The log fills in id, attempt, time, host and process."""
 
     id: str = ""
     """Name of the run's folder. Give it to resume exactly that run."""
@@ -162,7 +162,7 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     learning_rate: Annotated[float | None, Metric("learning_rate", panel="learning_rate", label="learning rate",
         scientific=True, help="Learning rate of the LM head at the step.")] = None
     scheduled: bool | None = None
-    """Whether the run's own scheduler set that rate; None if that is not known, or there is no scheduler."""
+    """True if the run's scheduler set that rate; None if that is unknown or the run has no scheduler."""
     batch: int | None = None
     """Index of the batch in its epoch; of an update of several micro-batches, that of the last."""
     samples: tuple[int, ...] | None = None

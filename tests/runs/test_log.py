@@ -11,6 +11,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -449,6 +450,14 @@ def test_where_there_are_no_locks_the_heartbeat_decides_and_the_user_is_told(beg
     first.close(RuntimeError())
     with pytest.warns(UserWarning, match="no locks"):
         assert begin("a").id == "a"  # it has said that it ended
+
+
+@pytest.mark.filterwarnings("ignore:no locks")
+def test_owners_in_strange_digits_are_no_owners(begin, tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    folder = by_hand(tmp_path / "a", owner="host \u00b2\n".encode(), name="a", heartbeat=0.05)
+    (folder / "claim-1").write_text(f"{socket.gethostname()} \u00b2\n")
+    assert begin().info.attempt == 2
 
 
 def test_a_process_that_has_lost_its_run_writes_nothing_more(begin, monkeypatch):
