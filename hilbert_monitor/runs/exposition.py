@@ -99,13 +99,13 @@ FAMILIES = (
 
 
 def _ends(first: int, last: int, parts: int) -> Iterator[float]:
-    """Ends of buckets from one power of ten to another, the last left out, so many to a decade."""
+    """Yield the ends of buckets from one power of ten to another, without the last, `parts` to a decade."""
     yield from (float(f"{10 ** (part / parts):.3e}") for part in range(first * parts, last * parts))
 
 
 BUCKETS = (*_ends(-6, -5, 4), *_ends(-5, 0, 12), *_ends(0, 2, 4), 100.0, math.inf)
 """Upper ends of the histogram's buckets: twelve to a decade from 1e-5 to 1, where the steps of runs are, each 1.21
-times the one before; four to a decade beside that, from 1e-6 to 100."""
+times the one before; four to a decade elsewhere, from 1e-6 to 100."""
 
 
 @dataclass(kw_only=True)
@@ -115,7 +115,7 @@ class Samples:
     info: RunInfo
     status: str = "running"
     heartbeat: float = 0.0
-    """When training last made a step or validated, in seconds since the epoch."""
+    """Time of the last step or validation, in seconds since the epoch."""
     stalled_after: float = STALLED_AFTER
     step: int | None = None
     steps: int = 0
@@ -123,10 +123,10 @@ class Samples:
     nonfinite: int = 0
     clipped: int = 0
     latest: dict[str, float] = field(default_factory=dict)
-    """The last number of each metric of the catalogue, by its name."""
+    """The last number of each metric, by its name."""
     seconds: Counter[str] = field(default_factory=Counter)
     buckets: Sequence[int] = (0,) * len(BUCKETS)
-    """How many diameters fall into each bucket, not cumulative."""
+    """Number of diameters in each bucket, not cumulative."""
     total: float = 0.0
     """Sum of the diameters."""
     alerts: dict[str, Alert] = field(default_factory=dict)
@@ -195,7 +195,7 @@ class RunSamples(ProcessBound):
         samples = self._samples
         samples.heartbeat = self._clock()
         for metric, value in measured(record):
-            if record.step >= self._measured_at.get(metric.name, record.step):  # an older step may be told later
+            if record.step >= self._measured_at.get(metric.name, record.step):  # a record may be late
                 samples.latest[metric.name] = float(value)
                 self._measured_at[metric.name] = record.step
         if samples.step is not None and record.step <= samples.step:

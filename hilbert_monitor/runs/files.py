@@ -28,12 +28,12 @@ from msgspec import Meta, Struct
 from .process_bound import ProcessBound, forks
 
 TRIES = 100
-"""How often a file is opened at most, if the process is forked each time."""
+"""Attempts to open a file, if the process is forked during each."""
 LONGEST = 1 << 24
 """Bytes of the longest line that is read."""
 CLOCKS_DIFFER = 900.0
-"""Seconds by which the clocks of two machines may differ. A heartbeat that is seen for the first time, with a time
-further away than this from ours, is no sign of life until it changes."""
+"""Seconds by which the clocks of two machines may differ. A first look ignores a heartbeat further away than this from
+our time, until it changes."""
 BROKEN = (msgspec.MsgspecError, ValueError, RecursionError)
 """Exceptions that decoding a broken line may raise."""
 
@@ -190,11 +190,11 @@ class LineFile(ProcessBound):
 
     @property
     def closed(self) -> bool:
-        """True if it takes no more lines: it was closed, or this process was forked from the one that opened it."""
+        """True after close(), and in a process that was forked from the one that opened it."""
         return self._fd < 0
 
     def lock(self, tries: int = 10, pause: float = 0.03) -> bool | None:
-        """Lock the file for as long as it is open. Return False if another process has it, None if there are no locks.
+        """Lock the file for as long as it is open. Return False if another process has it, None without locks.
 
         The lock is flock's: it holds between threads too, and is not lost when the file is copied or read. There are
         several tries, as readers test the lock.
@@ -241,7 +241,7 @@ class LineFile(ProcessBound):
         """Force the lines to the disk and close the file.
 
         Args:
-            reason: why it takes no more lines, for the error that a later write raises.
+            reason: for the error that a later write raises.
         """
         with self._guard:
             fd, self._fd, self._reason = self._fd, -1, reason or self._reason
@@ -253,7 +253,7 @@ class LineFile(ProcessBound):
 
     def _refuse_closed(self) -> None:
         if self.closed:
-            raise OSError(f"'{self.path.name}' of run '{self.path.parent.name}' takes no more lines: it {self._reason}")
+            raise OSError(f"'{self.path.name}' of run '{self.path.parent.name}' refuses lines: it {self._reason}")
 
     def on_fork(self) -> None:
         """Close the file in the child, which would hold the lock of the run otherwise."""
@@ -307,7 +307,7 @@ class Owner(Struct, frozen=True):
 
     @property
     def is_gone(self) -> bool:
-        """True if this process can see that there is no process of its number."""
+        """True if this process can see that its process has ended."""
         if not self.is_on_this_machine or self.processes != _this_machine()[1] or not self.processes:
             return False
         try:
@@ -332,8 +332,8 @@ def _this_machine() -> tuple[str, str]:
 class Heartbeat:
     """The file `heartbeat` of a run: its content names the process, which sets its time of change every few seconds.
 
-    A reader judges it by its own clock. That of the other machine may be wrong, so only a change between two looks is
-    a sign of life; at the first look a time about ours has to do.
+    A reader judges it by the reader's clock. The clock of the other machine may be wrong, so only a change between two
+    looks is a sign of life; at the first look, a time close to the reader's is.
 
     Args:
         path: of the file.

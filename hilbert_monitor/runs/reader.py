@@ -55,7 +55,7 @@ Record = TypeVar("Record", StepRecord, Alert, LayerRecord)
 
 
 def stall_limit(times: Sequence[float], least: float = STALLED_AFTER) -> float:
-    """Return the seconds of silence after which a run counts as stalled.
+    """Return the seconds without a step after which a run is stalled.
 
     Args:
         times: of the last RECENT_STEPS steps of its present attempt, in seconds.
@@ -66,7 +66,7 @@ def stall_limit(times: Sequence[float], least: float = STALLED_AFTER) -> float:
 
 
 class End(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How an attempt ended: normally, because it was asked to, or with an exception."""
+    """The end of an attempt: normal, requested, or by an exception."""
 
     attempt: int
     time: float
@@ -117,7 +117,7 @@ class Batch(Struct, Generic[Record], frozen=True, kw_only=True):
 
 
 class Progress(NamedTuple):
-    """The last step of a run, and its time or that of the start; the silence that is usual for it, in seconds."""
+    """The last step of a run, its time (without one, the time of the start), and the usual silence in seconds."""
 
     step: int | None
     time: float
@@ -130,7 +130,7 @@ class RunReader:
     Args:
         folder: ROOT/RUN.
         lost_after: seconds without a heartbeat after which a process on another machine counts as gone.
-        stalled_after: seconds without a step after which a run counts as stalled, unless it says so itself, or is slow.
+        stalled_after: seconds without a step after which a run is stalled, unless it is slow or sets another limit.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class RunReader:
 
     @property
     def end(self) -> End | None:
-        """How the newest attempt ended; None if it has not written that."""
+        """The end of the newest attempt; None if it has not written one."""
         return self._end_of(self.info)
 
     def steps(self) -> list[StepRecord]:
@@ -189,7 +189,7 @@ class RunReader:
 
         Args:
             now: by default, the present.
-            info: that of the newest attempt, if the caller has read it already.
+            info: of the newest attempt, if the caller has read it already.
         """
         now, info = time.time() if now is None else now, self.info if info is None else info
         progress = self._read_progress(info)
@@ -206,8 +206,8 @@ class RunReader:
     def is_alive(self, now: float, info: RunInfo | None = None) -> bool:
         """Return True if a process writes the run now.
 
-        A lock that is held says so. On this machine a free lock says the opposite, and so does a missing process where
-        there are no locks. A process on another machine is alive while its heartbeat is seen to change.
+        A held lock proves it. On this machine a free lock proves the opposite; without locks a missing process does. A
+        process on another machine is alive while its heartbeat is seen to change.
         """
         locked = is_locked(self.folder / STEPS)
         if locked:

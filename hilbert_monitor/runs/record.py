@@ -97,7 +97,7 @@ class RunInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str = ""
     """Name of the run's folder. Give it to resume exactly that run."""
     name: str = ""
-    """What the user calls the run: any text. Several runs may share it."""
+    """The user's name for the run: any text. Several runs may share it."""
     attempt: int = 1
     """Processes that have written this run so far, this one included."""
     first_step: int = 0
@@ -108,7 +108,7 @@ class RunInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds since the epoch, when the attempt began."""
     head_optimizer: str = ""
     head_name: str = ""
-    """Where the LM head is in the model."""
+    """Path of the LM head in the model."""
     model: str = ""
     seed: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class RunInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One optimizer step. A field that was not measured, or does not apply, is None.
 
-    A field with a Metric is a number that is logged, exported and drawn: its help says what it is.
+    A field with a Metric is logged, exported and drawn; its help describes it.
     """
 
     step: int
@@ -151,8 +151,8 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     head: str = ""
     """Name of the head, where a monitor watches several."""
     skipped: str = ""
-    """Why the optimizer moved nothing ("no gradient", "overflow"; "not finite" where a TrustRegion left the step out),
-    or empty."""
+    """Reason for which the optimizer moved nothing ("no gradient", "overflow"; "not finite" if a TrustRegion skipped
+    the step), or empty."""
     tokens: Annotated[int | None, Metric("tokens", label="tokens", unit="tokens", counted=True,
         help="Training tokens seen so far, over all ranks.")] = None
     train_loss: Annotated[float | None, Metric("train_loss", panel="loss", label="training", line="faint",
@@ -164,7 +164,7 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     scheduled: bool | None = None
     """True if the run's scheduler set that rate; None if that is unknown or the run has no scheduler."""
     batch: int | None = None
-    """Index of the batch in its epoch; of an update of several micro-batches, that of the last."""
+    """Index of the batch in its epoch; with accumulation, of the last micro-batch."""
     samples: tuple[int, ...] | None = None
     """Indices of the samples that the step was made of, 64 at most, where the batches tell them and there is an alert.
     Of several ranks, those of rank zero."""
@@ -182,7 +182,7 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens that attain the diameter, or its lower bound."""
     pair_text: tuple[str, str] | None = None
     increment_from: str = ""
-    """What S was formed from: "state" of the optimizer, weights before and after its "step", or a whole "update"."""
+    """Source of S: "state" of the optimizer, weights before and after its "step", or a whole "update"."""
     stored_diameter: Annotated[float | None, Metric("stored_diameter", panel="diameter", label="stored step, exact",
         line="other", log=True,
         help="Row diameter of the step that the LM head's weights made, for weights stored with less than fp32: D(S) is"
