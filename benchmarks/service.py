@@ -33,9 +33,10 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from hilbert_monitor.runs.log import INFO, STEPS, RunWriter
+from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.reader import INFO, STEPS
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
-from hilbert_monitor.service.following.columns import Table, present
+from hilbert_monitor.runs.table import Table, present
 from hilbert_monitor.service.following.index import Index
 
 from .measure import Result, collect, seconds

@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from hilbert_monitor.runs.families import FAMILIES
-from hilbert_monitor.runs.metrics import CATALOGUE
+from hilbert_monitor.runs.exposition import FAMILIES
+from hilbert_monitor.runs.record import METRICS
 
 ROOT = Path(__file__).parents[1]
 RULES, RUNBOOKS = ROOT / "dashboards" / "prometheus" / "rules", ROOT / "dashboards" / "runbooks"
@@ -62,7 +62,7 @@ Table = Callable[[], Iterator[tuple[str, ...]]]
 def metrics() -> Iterator[tuple[str, ...]]:
     """Everything that is exported to Prometheus."""
     yield "metric", "kind", "what"
-    for metric in CATALOGUE:
+    for metric in METRICS:
         if not metric.counted:
             yield f"`{metric.exported}`", "gauge", metric.help
     for family in FAMILIES:
@@ -73,7 +73,7 @@ def metrics() -> Iterator[tuple[str, ...]]:
 def fields() -> Iterator[tuple[str, ...]]:
     """The measured fields of a record, and their names in a Lightning logger."""
     yield "field", "in a logger", "what"
-    for metric in CATALOGUE:
+    for metric in METRICS:
         yield f"`{metric.field}`", f"`{metric.logged}`", metric.help
 
 

@@ -22,18 +22,26 @@ if TYPE_CHECKING:
     from .optim import RowNorm as RowNorm
     from .optim import pretraining_optimizer as pretraining_optimizer
     from .optim import warmup_cosine as warmup_cosine
+    from .runs.record import Alert as Alert
+    from .runs.record import StepRecord as StepRecord
+    from .runs.run import load_run as load_run
+    from .runs.run import load_runs as load_runs
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Alert": "runs.record",
     "ChainedOptimizer": "optim",
     "HilbertMonitor": "monitor.callback",
     "Muon": "optim",
     "Probe": "monitor.probe",
     "Prometheus": "monitor.exporter",
     "RowNorm": "optim",
+    "StepRecord": "runs.record",
     "TrustRegion": "monitor.trust_region",
     "hilbert_perturbation": "geometry",
+    "load_run": "runs.run",
+    "load_runs": "runs.run",
     "pretraining_optimizer": "optim",
     "row_diameter": "geometry",
     "row_diameter_bracket": "geometry",

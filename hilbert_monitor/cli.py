@@ -352,7 +352,7 @@ def report(
 
     try:
         loaded = summary.load(runs)
-        comparisons = compare(run.series for run in loaded)
+        comparisons = compare(loaded)
         out.write_text(page.page(loaded, comparisons), encoding="utf-8")
         if csv is not None:
             summary.write_csv(comparisons, csv)

@@ -27,7 +27,7 @@ from rich.table import Table
 from hilbert_monitor.pretrain.data import VALIDATION, find_shards, write_shard
 from hilbert_monitor.pretrain.recipe import DEMO, HEADS, Head, Recipe
 from hilbert_monitor.pretrain.text import standard_library, tokenize
-from hilbert_monitor.runs.log import RunReader, find_runs
+from hilbert_monitor.runs.reader import RunReader, find_runs
 from hilbert_monitor.service.web.server import AddressError, background
 
 PORT = 8000
@@ -221,7 +221,7 @@ def write_report(out: Path) -> Path:
 
     runs = summary.load(out / "runs")
     path = out / "report.html"
-    path.write_text(page.page(runs, compare(run.series for run in runs)), encoding="utf-8")
+    path.write_text(page.page(runs, compare(runs)), encoding="utf-8")
     return path
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import hilbert_monitor
 from hilbert_monitor.cli import app
-from hilbert_monitor.runs.log import find_runs
+from hilbert_monitor.runs.reader import find_runs
 from tests.support.warm import Program
 
 SMALL = ["--set=vocab_size=300", "--set=width=32", "--set=blocks=1", "--set=head_dim=16", "--set=context=16"]

@@ -1,4 +1,4 @@
-"""Writes the two Grafana dashboards beside it, compare.json and run.json, from the catalogue of metrics.
+"""Writes the two Grafana dashboards beside it, compare.json and run.json, from `record.METRICS`.
 
     python dashboards/grafana/generate.py            # write them
     python dashboards/grafana/generate.py --check    # exit with 1 if they are not up to date

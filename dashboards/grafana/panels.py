@@ -1,7 +1,7 @@
 """Parts of Grafana's dashboards: queries that filter by the variables, panels, variables, links.
 
-Metrics are named as in the catalogue. A name that is not there raises an error, so a renamed metric cannot leave an
-empty panel. Prometheus may scrape the same run from its own process and from the service, so every query takes the
+Metrics have the names of `record.METRICS`. An unknown name raises an error, so a renamed metric cannot leave an empty
+panel. Prometheus may scrape the same run from its own process and from the service, so every query takes the
 maximum over the series of a run, and never the sum.
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hilbert_monitor.runs.alerts import KINDS
-from hilbert_monitor.runs.families import FAMILIES, Family
-from hilbert_monitor.runs.metrics import CATALOGUE, Metric
-from hilbert_monitor.runs.states import LOST_AFTER, STALLED_AFTER, STATUSES
+from hilbert_monitor.runs.exposition import FAMILIES, Family
+from hilbert_monitor.runs.reader import LOST_AFTER, STALLED_AFTER, STATUSES
+from hilbert_monitor.runs.record import METRICS, Metric
 from hilbert_monitor.service.figures.style import COLOURS
 
 Json = dict[str, Any]
@@ -50,36 +50,36 @@ RUNBOOKS = {
 SERVICE = "${service}"
 """The address of `hilbert-monitor serve`, a variable of both dashboards."""
 
-KNOWN: dict[str, Metric | Family] = {f"hilbert_{m.name}": m for m in CATALOGUE if not m.counted} | {
+KNOWN: dict[str, Metric | Family] = {f"hilbert_{m.name}": m for m in METRICS if not m.counted} | {
     f.exported: f for f in FAMILIES
 }
 
 
 def known(name: str) -> Metric | Family:
-    """The catalogue's entry of a metric; an error if there is none."""
+    """Return a metric or a family by its name, or raise LookupError."""
     full = f"hilbert_{name}"
     if full not in KNOWN:
-        raise LookupError(f"the catalogue has no metric '{full}': take one of runs/metrics.py, or add it there")
+        raise LookupError(f"there is no metric '{full}': take one of runs/record.py, or add it there")
     return KNOWN[full]
 
 
 def help_of(*names: str) -> str:
-    """The help of some metrics, from the catalogue."""
+    """Return the help of some metrics."""
     return " ".join(known(name).help for name in names)
 
 
 def unit_of(name: str) -> str:
-    """Grafana's unit for a metric of the catalogue."""
+    """Return Grafana's unit for a metric."""
     entry = known(name)
     if not isinstance(entry, Metric):
         return "none"
-    plain = "sci" if entry.axis == "log" or entry.is_scientific else "none"
+    plain = "sci" if entry.log or entry.scientific else "none"
     return {"ratio": "percentunit", "tokens": "short"}.get(entry.unit, plain)
 
 
 def is_logarithmic(name: str) -> bool:
-    """Whether a metric of the catalogue has a logarithmic axis."""
-    return getattr(known(name), "axis", "") == "log"
+    """Return True if a metric has a logarithmic axis."""
+    return getattr(known(name), "log", False)
 
 
 # Queries

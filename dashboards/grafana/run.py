@@ -28,8 +28,8 @@ from panels import (
     variables,
 )
 
-from hilbert_monitor.runs.metrics import CATALOGUE, Metric
-from hilbert_monitor.runs.panels import PANELS, SECTIONS, RunPanel, Section, drawn_in
+from hilbert_monitor.runs.record import METRICS, Metric
+from hilbert_monitor.service.figures.run_panels import PANELS, SECTIONS, RunPanel, Section, drawn_in
 from hilbert_monitor.service.figures.style import COLOURS, GREY
 
 
@@ -83,7 +83,7 @@ def at_a_glance(scope: Scope) -> list[Json]:
 
 
 def single(scope: Scope, name: str, title: str) -> Json:
-    """The last value of a metric of the catalogue."""
+    """The last value of a metric."""
     return stat(title, help_of(name), [instant(scope.last(name), title)], unit=unit_of(name), decimals=3)
 
 
@@ -101,24 +101,24 @@ def attempts(scope: Scope) -> Json:
     )
 
 
-# Panels of the catalogue
+# Panels of a run's page
 
 
 def drawn_panels(scope: Scope, section: Section) -> list[Json]:
-    """The panels of a section: the catalogue's, and those that show more than the metrics of a step."""
-    of_catalogue = [measured(scope, panel) for panel in PANELS if panel.section == section]
+    """The panels of a section: those of a run's page, and those that show more than the metrics of a step."""
+    of_the_page = [measured(scope, panel) for panel in PANELS if panel.section == section]
     if section == "Geometry":
-        return [of_catalogue[0], distribution(scope), *of_catalogue[1:]]
+        return [of_the_page[0], distribution(scope), *of_the_page[1:]]
     if section == "Blow-ups":
-        return [*blow_ups(scope), *of_catalogue]
+        return [*blow_ups(scope), *of_the_page]
     if section == "Cost of measuring":
-        return [*of_catalogue, seconds_by_part(scope)]
-    return of_catalogue
+        return [*of_the_page, seconds_by_part(scope)]
+    return of_the_page
 
 
 def measured(scope: Scope, panel: RunPanel) -> Json:
-    """A panel of the catalogue: its metrics over time, in the unit of the first."""
-    metrics = [metric for metric in drawn_in(panel) if metric in CATALOGUE]
+    """A panel of a run's page: its metrics over time, in the unit of the first."""
+    metrics = [metric for metric in drawn_in(panel) if metric in METRICS]
     legends = {metric.name: legend(metric, metrics) for metric in metrics}
     return lines(
         panel.title,

@@ -13,9 +13,9 @@ Every rank runs this on its own rows; a plain tensor is a shard on one rank. The
 and ends in a few numbers, which the caller reads now or a step later. The same numbers show whether the rows were
 finite, and in a range whose squares are safe. Other rows are rare, and are measured again.
 
-Tried and dropped: the sample's mean as the only centre (upper is 1.9 times D on RowNorm increments); twelve averages (two
-percent tighter on these, for 28 more kernels); a second pass about the midpoint of the longest known pair, which reads S
-twice.
+Tried and dropped: the sample's mean as the only centre (upper is 1.9 times D on RowNorm increments); twelve averages,
+two percent tighter on these for 28 more kernels; a second pass about the midpoint of the longest known pair, which
+reads S twice.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hilbert_monitor.runs.json_values import plain
+from hilbert_monitor.runs.files import to_json
 
 from .look import HeadLook, Pair, StepLook
 
@@ -34,7 +34,7 @@ def show(looks: Sequence[HeadLook], console: Console) -> None:
 
 def write_json(looks: Sequence[HeadLook], path: Path) -> None:
     """Write a list with an object for each checkpoint."""
-    path.write_text(json.dumps([plain(asdict(each)) for each in looks], indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps([to_json(asdict(each)) for each in looks], indent=2) + "\n", encoding="utf-8")
 
 
 def _show_one(each: HeadLook, console: Console) -> None:

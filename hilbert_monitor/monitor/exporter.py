@@ -13,7 +13,7 @@ from typing import Any
 
 from hilbert_monitor.runs.exposition import CollectorRegistry, Exposition, RunSamples, Samples
 from hilbert_monitor.runs.process_bound import ProcessBound
-from hilbert_monitor.runs.states import STALLED_AFTER
+from hilbert_monitor.runs.reader import STALLED_AFTER
 
 from .guard import tell
 from .metrics_server import MetricsServer, tls_context

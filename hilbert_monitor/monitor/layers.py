@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from hilbert_monitor.geometry import leading_direction, spectral_norm
 from hilbert_monitor.optim import MatrixOptimizer
-from hilbert_monitor.runs.layers import Layer, LayerRecord
-from hilbert_monitor.runs.record import StepRecord
+from hilbert_monitor.runs.record import Layer, LayerRecord, StepRecord
 
 from .formulas import state_of
 from .guard import Guard

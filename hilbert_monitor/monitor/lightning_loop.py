@@ -12,8 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from hilbert_monitor.runs.metrics import values
-from hilbert_monitor.runs.record import RunInfo, StepRecord
+from hilbert_monitor.runs.record import RunInfo, StepRecord, measured
 
 from .hidden import AutocastFactory
 from .ranks import Ranks
@@ -95,7 +94,7 @@ class LightningLoop:
 
     def log(self, record: StepRecord, *, final: bool) -> None:
         """Give a record to the trainer's loggers and the progress bar."""
-        numbers = {metric.logged_of(self._label): float(value) for metric, value in values(record)}
+        numbers = {metric.logged_of(self._label): float(value) for metric, value in measured(record)}
         for logger in self._trainer.loggers:
             logger.log_metrics(numbers, step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)
         if self._progress_bar and not final and record.diameter is not None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 from torch.nn import Module, Parameter
 
 from hilbert_monitor.runs.alerts import Rules
-from hilbert_monitor.runs.states import STALLED_AFTER
+from hilbert_monitor.runs.reader import STALLED_AFTER
 
 from .decay import Decay
 from .exporter import Prometheus

@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 
 from hilbert_monitor.runs.exposition import RunSamples
-from hilbert_monitor.runs.layers import LayerRecord
-from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
-from hilbert_monitor.runs.states import STALLED_AFTER
+from hilbert_monitor.runs.reader import STALLED_AFTER
+from hilbert_monitor.runs.record import Alert, LayerRecord, RunInfo, StepRecord
 
 from .exporter import Exporter, Prometheus
 from .guard import Guard

@@ -13,8 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from hilbert_monitor.runs.metrics import values
-from hilbert_monitor.runs.record import RunInfo, StepRecord
+from hilbert_monitor.runs.record import RunInfo, StepRecord, measured
 
 from .hidden import AutocastFactory, unwrapped
 from .ranks import Ranks, compute_device
@@ -132,7 +131,7 @@ class PlainLoop:
 
 def logged_numbers(record: StepRecord) -> dict[str, float]:
     """Return the numbers of a record under the names that they have in every logger."""
-    return {metric.logged: float(value) for metric, value in values(record)}
+    return {metric.logged: float(value) for metric, value in measured(record)}
 
 
 def in_numbers(log: Log) -> Callable[[dict[str, float], int], None]:

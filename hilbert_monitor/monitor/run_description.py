@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from hilbert_monitor import __version__
-from hilbert_monitor.runs.json_values import plain
+from hilbert_monitor.runs.files import to_json
 from hilbert_monitor.runs.record import RunInfo
 from hilbert_monitor.runs.secrets import mask_secrets
 
@@ -47,7 +47,7 @@ def describe_run(
         name=options.run_name or "",
         head_optimizer=type(probe.source.optimizer).__name__,
         head_name=probe.head.name,
-        config=mask_secrets(plain(dict(config)), options.secrets),
+        config=mask_secrets(to_json(dict(config)), options.secrets),
         panel_hash="" if panel is None else panel.hash,
         panel_size=None if panel is None else panel.size,
         remarks=tuple(probe.remarks),

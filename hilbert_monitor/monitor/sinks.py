@@ -15,10 +15,9 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from hilbert_monitor.runs.layers import LayerRecord
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.process_bound import ProcessBound, end_child
-from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.runs.record import Alert, LayerRecord, RunInfo, StepRecord
 
 from .guard import describe, tell
 

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import (
@@ -28,11 +28,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from .alerts import KINDS
-from .families import FAMILIES, Family
-from .metrics import CATALOGUE, values
 from .process_bound import ProcessBound
-from .record import Alert, RunInfo, StepRecord
-from .states import PACED_BY, STALLED_AFTER, STATUSES, patience
+from .reader import RECENT_STEPS, STALLED_AFTER, STATUSES, stall_limit
+from .record import METRICS, Alert, RunInfo, StepRecord, measured
 
 __all__ = [
     "BUCKETS",
@@ -45,14 +43,69 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of samples in Prometheus: a name with all its labels."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram", "info"]
+    help: str
+    labels: tuple[str, ...] = ()
+    """Besides `run` and `head`."""
+
+    @property
+    def exported(self) -> str:
+        """Name in Prometheus."""
+        return f"hilbert_{self.name}" + {"counter": "_total", "info": "_info"}.get(self.kind, "")
+
+
+FAMILIES = (
+    Family("run", "info", "What the run is, in labels: its name, model, seed, validation panel, host and versions."),
+    Family("run_status", "gauge", "1 for the state that the run is in, 0 for the others.", ("status",)),
+    Family("run_start_timestamp_seconds", "gauge", "When the present attempt at the run began, since the epoch."),
+    Family("heartbeat_timestamp_seconds", "gauge", "When training last made a step or validated, since the epoch."),
+    Family("stalled_after_seconds", "gauge", "Age of the heartbeat from which on the run counts as stalled."),
+    Family("step", "gauge", "Number of the last optimizer step."),
+    Family("steps", "counter", "Optimizer steps that were recorded."),
+    *(Family(metric.name, "counter", metric.help) for metric in METRICS if metric.counted),
+    Family(
+        "step_diameter_distribution",
+        "histogram",
+        "Row diameters D(S) of all steps: exact where that was computed, else the certified lower bound.",
+    ),
+    Family(
+        "blowups", "counter", "Blow-ups: steps that broke one of the monitor's rules, by the rule's kind.", ("kind",)
+    ),
+    Family("blowup_value", "gauge", "What was measured at the last blow-up of each kind.", ("kind",)),
+    Family(
+        "blowup_expected",
+        "gauge",
+        "What was usual before the last blow-up of each kind: the median of the run's history at its learning rate; the"
+        " ceiling itself for kind ceiling, 0 for kind nonfinite.",
+        ("kind",),
+    ),
+    Family("blowup_step", "gauge", "Number of the step of the last blow-up of each kind.", ("kind",)),
+    Family("nonfinite_increments", "counter", "Steps whose increment of the LM head held a nan or an infinity."),
+    Family("skipped_steps", "counter", "Steps at which the optimizer moved nothing."),
+    Family("clipped_steps", "counter", "Steps of which a TrustRegion held something back."),
+    Family("monitor_seconds", "counter", "Seconds that the monitor's measurements took, by part.", ("part",)),
+    Family(
+        "monitor_failures",
+        "counter",
+        "Failures of the monitor, by the part that raised an exception or the sink that dropped records.",
+        ("sink",),
+    ),
+)
+
+
 def _ends(first: int, last: int, parts: int) -> Iterator[float]:
-    """Ends of buckets from one power of ten to another, the last left out, so many to a decade."""
+    """Yield the ends of buckets from one power of ten to another, without the last, `parts` to a decade."""
     yield from (float(f"{10 ** (part / parts):.3e}") for part in range(first * parts, last * parts))
 
 
 BUCKETS = (*_ends(-6, -5, 4), *_ends(-5, 0, 12), *_ends(0, 2, 4), 100.0, math.inf)
 """Upper ends of the histogram's buckets: twelve to a decade from 1e-5 to 1, where the steps of runs are, each 1.21
-times the one before; four to a decade beside that, from 1e-6 to 100."""
+times the one before; four to a decade elsewhere, from 1e-6 to 100."""
 
 
 @dataclass(kw_only=True)
@@ -62,7 +115,7 @@ class Samples:
     info: RunInfo
     status: str = "running"
     heartbeat: float = 0.0
-    """When training last made a step or validated, in seconds since the epoch."""
+    """Time of the last step or validation, in seconds since the epoch."""
     stalled_after: float = STALLED_AFTER
     step: int | None = None
     steps: int = 0
@@ -70,10 +123,10 @@ class Samples:
     nonfinite: int = 0
     clipped: int = 0
     latest: dict[str, float] = field(default_factory=dict)
-    """The last number of each metric of the catalogue, by its name."""
+    """The last number of each metric, by its name."""
     seconds: Counter[str] = field(default_factory=Counter)
     buckets: Sequence[int] = (0,) * len(BUCKETS)
-    """How many diameters fall into each bucket, not cumulative."""
+    """Number of diameters in each bucket, not cumulative."""
     total: float = 0.0
     """Sum of the diameters."""
     alerts: dict[str, Alert] = field(default_factory=dict)
@@ -102,8 +155,9 @@ class RunSamples(ProcessBound):
     ) -> None:
         self._info, self._failures, self._clock, self._lock = info, failures, clock, threading.Lock()
         self._samples = Samples(info=info(), heartbeat=clock(), stalled_after=stalled_after)
-        self._stalled_after, self._times = stalled_after, deque[float](maxlen=PACED_BY)
+        self._stalled_after, self._times = stalled_after, deque[float](maxlen=RECENT_STEPS)
         self._buckets = [0] * len(BUCKETS)
+        self._measured_at: dict[str, int] = {}
         self.bind_to_process()
 
     def write(self, record: StepRecord | Alert) -> None:
@@ -133,15 +187,17 @@ class RunSamples(ProcessBound):
             samples.latest, samples.alerts = dict(samples.latest), dict(samples.alerts)
             samples.seconds, samples.blowups = Counter(samples.seconds), Counter(samples.blowups)
             samples.buckets = tuple(self._buckets)
-            samples.stalled_after = patience(tuple(self._times), self._stalled_after)
+            samples.stalled_after = stall_limit(tuple(self._times), self._stalled_after)
         samples.info, samples.failures = self._info(), Counter(self._failures())
         return samples
 
     def _take(self, record: StepRecord) -> None:
         samples = self._samples
         samples.heartbeat = self._clock()
-        for metric, value in values(record):
-            samples.latest[metric.name] = float(value)
+        for metric, value in measured(record):
+            if record.step >= self._measured_at.get(metric.name, record.step):  # a record may be late
+                samples.latest[metric.name] = float(value)
+                self._measured_at[metric.name] = record.step
         if samples.step is not None and record.step <= samples.step:
             return
         self._times.append(record.time)
@@ -177,7 +233,7 @@ class Exposition(Collector):
 
 def _families(runs: Sequence[Samples]) -> dict[str, Metric]:
     families = {family.exported: _FAMILY[family.kind](family) for family in FAMILIES}
-    for metric in CATALOGUE:
+    for metric in METRICS:
         if not metric.counted:
             families[metric.exported] = GaugeMetricFamily(metric.exported, metric.help, labels=("run", "head"))
     for run in runs:
@@ -191,7 +247,7 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
     """The samples of a run: name, labels besides `run` and `head`, value."""
     yield "run_info", (), _about(run.info)
     yield "step_diameter_distribution", (), _cumulative(run.buckets), run.total
-    for metric in CATALOGUE:
+    for metric in METRICS:
         if metric.name in run.latest:
             name = metric.exported.removeprefix("hilbert_")
             yield f"{name}_total" if metric.counted else name, (), run.latest[metric.name]

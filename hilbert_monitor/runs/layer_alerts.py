@@ -7,9 +7,8 @@ from typing import Any
 
 from .alerts import Rules
 from .blow_ups import CALM
-from .layers import LayerRecord
 from .noise import MOST, Event, Noise
-from .record import Alert
+from .record import Alert, LayerRecord
 
 SHARE = 0.2
 """Of the false alarms that are allowed, the share of all layers together."""

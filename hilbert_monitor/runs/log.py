@@ -3,15 +3,14 @@
 ROOT/RUN/info.jsonl     one RunInfo an attempt; a later line for the same attempt replaces the earlier one
          steps.jsonl    the StepRecords; each attempt begins with a line like {"attempt": 2, "first_step": 120}
          alerts.jsonl   the Alerts, in the same form
-         layers.jsonl   the layers, where they are measured (see `layers`)
+         layers.jsonl   the LayerRecords, in the same form, if layers are measured
          end.jsonl      how each attempt ended; no line for one that was killed
-         heartbeat      host and process; the process sets its time of change every few seconds
-         claim-1        and so on, where the file system has no locks: which process writes
+         heartbeat      the process; it sets the time of change every few seconds
+         reserve        8 KiB that are freed for the last line if the disk is full
 
 Every record is one unbuffered write, so a killed process loses none. Only closing forces them to the disk: a machine
-that loses its power may lose the last seconds. A line that a full disk cuts short is taken back. Room for the line of
-the end is taken when the run begins: end.jsonl has blanks there. The process that holds the lock on steps.jsonl is the
-one that writes; where there are no locks, the one that has the last claim.
+that loses its power may lose the last seconds. The process that holds the lock on steps.jsonl is the one that writes;
+where there are no locks, the one that `heartbeat` names.
 """
 
 from __future__ import annotations
@@ -32,50 +31,34 @@ from typing import Any, Self
 import msgspec
 from msgspec import Struct
 
-from ._claims import Claim, is_claim
-from ._lines import BROKEN, LineFile, Marker, line_of
-from ._reader import (
+from .files import BROKEN, Heartbeat, LineFile, Marker, Owner, encode_line, replace_surrogates, safe_repr
+from .reader import (
     ALERTS,
     END,
     HEARTBEAT,
     INFO,
+    LAYERS,
     STEPS,
-    AlertNews,
     End,
-    News,
     RunReader,
-    RunState,
     as_alert,
     as_info,
+    as_layers,
     as_record,
-    find_runs,
 )
-from .json_values import clean, shown
-from .layers import LAYERS, LayerFile, LayerRecord
-from .record import Alert, RunInfo, StepRecord
+from .record import Alert, LayerRecord, RunInfo, StepRecord
 from .secrets import mask_message
 from .stops import requested_stop
 
-__all__ = [
-    "ALERTS",
-    "END",
-    "HEARTBEAT",
-    "INFO",
-    "STEPS",
-    "AlertNews",
-    "End",
-    "Marker",
-    "News",
-    "RunReader",
-    "RunState",
-    "RunWriter",
-    "find_runs",
-]
-
+RESERVE = "reserve"
+FILES = {INFO, STEPS, ALERTS, LAYERS, END, HEARTBEAT, RESERVE}
 ROOM, SHORT = 8192, 1000
-"""Bytes that are kept for the line of the end, and the letters of an error's message that fit into them."""
+"""Bytes of the reserve, and characters of an error's message that fit into them."""
 NEWEST = 32
-"""How many runs of one name are looked at, the newest first, for one that is not finished and can be resumed."""
+"""Runs of one name that are checked, the newest first, for one that is not finished and can be resumed."""
+BEATS, SETTLE = 2.5, 0.5
+"""Without locks: heartbeats for which a run that may be alive is watched before it is resumed, and seconds after which
+a process that has taken it checks that no other has."""
 
 
 class RunWriter:
@@ -85,13 +68,13 @@ class RunWriter:
     room. A process forked from this one cannot use it.
     """
 
-    def __init__(self, folder: Path, info: RunInfo, steps: LineFile, claim: Claim | None = None) -> None:
-        self.folder, self.info, self._steps, self._claim = folder, info, steps, claim
+    def __init__(self, folder: Path, info: RunInfo, steps: LineFile, owner: Owner) -> None:
+        self.folder, self.info, self._steps, self._owner = folder, info, steps, owner
         self._closing = threading.Event()
-        self._layers = LayerFile(folder, info.attempt, info.first_step)
+        self._marker = encode_line(Marker(info.attempt, info.first_step))
+        self._layers: LineFile | None = None
         with ExitStack() as files:
             files.callback(steps.close)
-            files.callback(self._layers.close)
             self._alerts, self._info, self._end = (
                 files.enter_context(closing(LineFile(folder / name))) for name in (ALERTS, INFO, END)
             )
@@ -111,7 +94,8 @@ class RunWriter:
     ) -> Self:
         """Begin a run, or a further attempt at the run of this name if its process is gone.
 
-        Raises OSError if the disk is full; the call may then be repeated.
+        Raises OSError if the disk is full; the call may then be repeated. On a file system without locks it may take
+        some heartbeats to see that the process of an earlier attempt is gone.
 
         Args:
             root: folder of the runs.
@@ -129,7 +113,7 @@ class RunWriter:
             )
         _readable(info, as_info)  # before there is a folder
         with ExitStack() as undo:
-            folder, steps, claim = _claim(Path(root).absolute(), info, first_step, strict, undo)
+            folder, steps, owner = _choose_folder(Path(root).absolute(), info, first_step, strict, undo)
             if private:
                 folder.chmod(0o700)
             attempts = RunReader(folder).attempts
@@ -143,7 +127,7 @@ class RunWriter:
                 pid=os.getpid(),
                 heartbeat=heartbeat,
             )
-            writer = cls(folder, known, steps, claim)
+            writer = cls(folder, known, steps, owner)
             undo.pop_all()
             return writer
 
@@ -168,7 +152,9 @@ class RunWriter:
 
     def layers(self, record: LayerRecord) -> None:
         """Add the layers of a step."""
-        self._layers.append(record)
+        if self._layers is None and not self._steps.closed:
+            self._layers = self._files.enter_context(closing(LineFile(self.folder / LAYERS, head=self._marker)))
+        (self._layers or self._steps).append(_readable(record, as_layers))
 
     def describe(self, **changes: Any) -> None:
         """Write new values of fields of the run's RunInfo."""
@@ -191,7 +177,7 @@ class RunWriter:
             stopped: the signal that asked it to end, such as "SIGTERM", where the error does not say so itself, as a
                 KeyboardInterrupt does.
         """
-        if self._steps.closed:
+        if self._steps.closed or self._closing.is_set():
             return
         self._closing.set()
         asked = requested_stop(error)
@@ -199,43 +185,45 @@ class RunWriter:
         if error is not None and not asked:
             end = msgspec.structs.replace(end, error=type(error).__name__, message=_message(error))
         with self._files:
+            with suppress(OSError):
+                (self.folder / RESERVE).unlink()
             try:
-                self._end.append(line_of(end))
-            except OSError:  # what there is room for in any case
-                self._end.append(line_of(msgspec.structs.replace(end, message=end.message[:SHORT])))
-            finally:
-                if self._claim is not None:
-                    self._claim.release()
+                self._end.append(encode_line(end))
+            except OSError:  # the reserve has room for this
+                self._end.append(encode_line(msgspec.structs.replace(end, message=end.message[:SHORT])))
 
     def _begin(self) -> None:
         about = _readable(self.info, as_info)
-        (self.folder / HEARTBEAT).write_text(f"{self.info.host} {self.info.pid}\n")
-        marker = line_of(Marker(self.info.attempt, self.info.first_step))
-        self._steps.append(marker)
-        self._alerts.append(marker)
+        for file in (self._steps, self._alerts):
+            file.append(self._marker)
+        if (self.folder / LAYERS).exists():  # an earlier attempt's, of which some may no longer count
+            with closing(LineFile(self.folder / LAYERS)) as layers:
+                layers.append(self._marker)
         self._info.append(about)  # last: now it is a run
         with suppress(OSError):
-            self._end.reserve(ROOM)
+            (self.folder / RESERVE).write_bytes(b"\0" * ROOM)
         threading.Thread(target=self._beat, name=f"hilbert-monitor {self.id}", daemon=True).start()
 
     def _beat(self) -> None:
+        heartbeat = Heartbeat(self.folder / HEARTBEAT)
         while not self._closing.wait(self.info.heartbeat):
-            with suppress(OSError):
-                os.utime(self.folder / HEARTBEAT)
-            if self._claim is not None:
-                self._claim.renew()
+            if not heartbeat.beat(self._owner):
+                self._closing.set()
+                for file in (*filter(None, [self._layers]), self._end, self._info, self._alerts, self._steps):
+                    with suppress(OSError):
+                        file.close("is now written by another process: give this run a name that no other run has")
 
 
 def _message(error: BaseException) -> str:
     try:
-        return mask_message(shown(str(error), 4000))
+        return mask_message(safe_repr(str(error), 4000))
     except Exception:
-        return shown(error)
+        return safe_repr(error)
 
 
 def _readable(record: Struct, decoder: msgspec.json.Decoder[Any]) -> bytes:
     """Encode a record, and make sure that a reader can decode it."""
-    line = line_of(record)
+    line = encode_line(record)
     try:
         decoder.decode(line)
     except BROKEN as error:
@@ -243,37 +231,79 @@ def _readable(record: Struct, decoder: msgspec.json.Decoder[Any]) -> bytes:
     return line
 
 
-# Which folder a run is written to
+# The folder of a run
 
 
-def _claim(
+def _choose_folder(
     root: Path, info: RunInfo, first_step: int, strict: bool, undo: ExitStack
-) -> tuple[Path, LineFile, Claim | None]:
-    """Choose the folder of a run and lock its log for this process, or claim it. `undo` gives both up again."""
-    busy = ""
+) -> tuple[Path, LineFile, Owner]:
+    """Choose the folder of a run and take it for this process. `undo` closes its log again."""
+    busy, owner = "", Owner.new()
     for folder in _candidates(root, info):
         if not _suits(folder, info, first_step):
             continue
         new = not RunReader(folder).attempts
         if new and busy and strict:
             raise RuntimeError(f"run '{busy}' is being written by another process: give this run a name of its own")
-        folder.mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir()
+            is_mine = True
+        except FileExistsError:
+            is_mine = False
         steps = undo.enter_context(closing(LineFile(folder / STEPS)))
-        taken, claim = _take(folder, steps)
-        if not taken:
+        if not _take(folder, steps, owner, is_mine):
             busy = busy or folder.name
         elif _suits(folder, info, first_step):  # it may have changed before it was locked
-            if claim is not None:
-                undo.callback(claim.park)
+            if steps.locked:
+                Heartbeat(folder / HEARTBEAT).take(owner)
             if new and busy:
                 warnings.warn(
                     f"run '{busy}' is being written by another process: this is '{folder.name}'", stacklevel=3
                 )
-            return folder, steps, claim
-        elif claim is not None:
-            claim.release()
+            return folder, steps, owner
         steps.close()
     raise AssertionError("numbers have run out")
+
+
+def _take(folder: Path, steps: LineFile, owner: Owner, is_mine: bool) -> bool:
+    """Take a run for this process by a lock, or where there are no locks by its heartbeat; return whether it did.
+
+    Args:
+        folder: of the run.
+        steps: its log.
+        owner: this process.
+        is_mine: this process has created the folder, which only one can.
+    """
+    locked = steps.lock()
+    if locked is not None:
+        return locked
+    warnings.warn(f"no locks in '{folder}': only a heartbeat tells whether a run is being written", stacklevel=4)
+    heartbeat = Heartbeat(folder / HEARTBEAT)
+    if not is_mine and _is_alive(folder, heartbeat):
+        return False
+    heartbeat.take(owner)
+    if not is_mine:
+        time.sleep(SETTLE)
+    return heartbeat.owner == owner
+
+
+def _is_alive(folder: Path, heartbeat: Heartbeat) -> bool:
+    """Watch the heartbeat of a run where there are no locks; return True if it changes."""
+    reader = RunReader(folder)
+    if reader.attempts and reader.end is not None:
+        return False
+    with suppress(OSError):
+        if heartbeat.owner.is_gone:
+            return False
+    heartbeat.silence(time.time())
+    before, deadline = heartbeat.time, time.monotonic() + 2 * SETTLE + BEATS * reader.info.heartbeat
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        heartbeat.silence(time.time())
+        if heartbeat.time != before:
+            return True
+    return False
 
 
 def _candidates(root: Path, info: RunInfo) -> Iterator[Path]:
@@ -294,12 +324,12 @@ def _candidates(root: Path, info: RunInfo) -> Iterator[Path]:
     if info.id and last:
         yield numbered(1)  # an id says exactly which run is meant
     newest = (n for n in range(last, max(last - NEWEST, 0), -1) if n > 1 or not info.id)
-    yield from sorted((numbered(n) for n in newest if exists(n)), key=_finished)
+    yield from sorted((numbered(n) for n in newest if exists(n)), key=_is_finished)
     yield from map(numbered, itertools.count(last + 1))
 
 
 def _last_number(exists: Callable[[int], bool]) -> int:
-    """The last of the numbers 1, 2, 3 and so on that exists; 0 if none does.
+    """Return the last of the numbers 1, 2, 3 and so on that exists; 0 if none does.
 
     Cost: about 2 log2(last) lookups.
     """
@@ -310,42 +340,27 @@ def _last_number(exists: Callable[[int], bool]) -> int:
 
 
 def _suits(folder: Path, info: RunInfo, first_step: int) -> bool:
-    """Whether a run may be written there: the folder is free, or holds the same run and that is not finished."""
+    """Return True if a run may be written there: the folder is free, or holds the same run and that is not finished."""
     attempts = RunReader(folder).attempts
     if attempts:
-        same = attempts[-1].name == clean(info.name) or folder.name == info.id
-        return same and (first_step > 0 or not _finished(folder))
-    if folder.is_dir():
-        names = {name for name in os.listdir(folder) if not is_claim(name)}
-        return names <= {INFO, STEPS, ALERTS, LAYERS, END, HEARTBEAT}
-    return not os.path.lexists(folder)
+        same = attempts[-1].name == replace_surrogates(info.name) or folder.name == info.id
+        return same and (first_step > 0 or not _is_finished(folder))
+    return FILES.issuperset(os.listdir(folder)) if folder.is_dir() else not os.path.lexists(folder)
 
 
-def _take(folder: Path, steps: LineFile) -> tuple[bool, Claim | None]:
-    """Lock the log of a run, or claim the run where there are no locks; say whether that could be had."""
-    locked = steps.lock()
-    if locked is not None:
-        return locked, None
-    warnings.warn(f"no locks in '{folder}': only a heartbeat tells whether a run is being written", stacklevel=4)
-    reader = RunReader(folder)
-    if reader.attempts and reader.end is None and reader.lives(time.time()):
-        return False, None
-    claim = Claim.take(folder, reader.silence_of_a_lost)
-    return claim is not None, claim
-
-
-def _finished(folder: Path) -> bool:
+def _is_finished(folder: Path) -> bool:
     end = RunReader(folder).end
     return end is not None and end.status == "finished"
 
 
 def _id(info: RunInfo) -> str:
-    """A file name from the run's id or name; without one, from the time, the optimizer, the seed and random digits."""
+    """Return a file name from the run's id or name; without one, from the time, optimizer, seed and random digits."""
     if info.id or info.name:
-        return _file_name(info.id or info.name)
+        return file_name(info.id or info.name)
     moment, seed = time.strftime("%Y%m%d-%H%M%S"), "" if info.seed is None else f"seed{info.seed}"
-    return _file_name("-".join(filter(None, (moment, info.head_optimizer[:30], seed, os.urandom(3).hex()))))
+    return file_name("-".join(filter(None, (moment, info.head_optimizer[:30], seed, os.urandom(3).hex()))))
 
 
-def _file_name(text: str) -> str:
+def file_name(text: str) -> str:
+    """Return a name that is safe on any file system, of at most 80 characters."""
     return re.sub(r"[^A-Za-z0-9._=+-]+", "-", text)[:80].strip("-.") or "run"

@@ -1,8 +1,8 @@
 """Masks values that look like secrets, before a run's configuration is written.
 
-A name says that its value is a secret: `api_key`, `hfToken`, `db.password`. A URL says so by `user:password@`, and some
-tokens by how they begin. Numbers are no secrets unless their name says password: `num_key_value_heads` stays, and so
-does `sort_key="length"`. Every text is read once, however long it is.
+A secret is known by its name (`api_key`, `hfToken`, `db.password`), as the `user:password@` of a URL, or by its first
+characters. Numbers stay, unless the name is that of a password: `num_key_value_heads` is not masked, and neither is
+`sort_key="length"`. The code reads every text once, however long it is.
 """
 
 from __future__ import annotations

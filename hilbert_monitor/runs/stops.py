@@ -1,4 +1,4 @@
-"""Whether an exception that ended a run was a stop that somebody asked for, by a signal."""
+"""Tells a requested stop, by a signal, from a failure."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from hilbert_monitor.runs.families import FAMILIES
-from hilbert_monitor.runs.metrics import CATALOGUE, NOT_DRAWN
-from hilbert_monitor.runs.states import STATUSES
+from hilbert_monitor.runs.exposition import FAMILIES
+from hilbert_monitor.runs.reader import STATUSES
+from hilbert_monitor.runs.record import METRICS
 from hilbert_monitor.service.figures.style import COLOURS
 from tests.support.grafana_rules import RULES, panels, query_variables, targets
 from tests.support.ports import free_port
@@ -67,13 +67,13 @@ def test_a_metric_that_the_catalogue_does_not_have_is_an_error(monkeypatch):
 
 def test_every_metric_of_the_catalogue_is_shown_somewhere():
     shown = {name for board in BOARDS.values() for e in expressions(board) for name in re.findall(r"hilbert_\w+", e)}
-    wanted = {m.exported for m in CATALOGUE if m.panel is not NOT_DRAWN} | {f.exported for f in FAMILIES}
+    wanted = {m.exported for m in METRICS if m.panel is not None} | {f.exported for f in FAMILIES}
     assert {name.removesuffix("_bucket") for name in shown} == wanted
 
 
 @both
 def test_what_is_said_of_a_metric_is_what_the_catalogue_says(board):
-    helps = {entry.exported: entry.help for entry in (*CATALOGUE, *FAMILIES)}
+    helps = {entry.exported: entry.help for entry in (*METRICS, *FAMILIES)}
     for panel in panels(board):
         if panel["title"] != "Validation panels":  # counts labels of the run's info, which says nothing of them
             first = re.search(r"hilbert_\w+", panel["targets"][0]["expr"])[0].removesuffix("_bucket")
@@ -159,7 +159,7 @@ def test_heads_have_their_colours_wherever_runs_are_compared():
 
 
 def test_what_spans_decades_has_a_logarithmic_axis():
-    logarithmic = {m.exported for m in CATALOGUE if m.axis == "log"}
+    logarithmic = {m.exported for m in METRICS if m.log}
     for board in BOARDS.values():
         for panel in panels(board):
             if panel["type"] == "timeseries" and " / " not in panel["title"]:

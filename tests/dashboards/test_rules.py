@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from hilbert_monitor.runs.alerts import KINDS
-from hilbert_monitor.runs.families import FAMILIES
-from hilbert_monitor.runs.metrics import CATALOGUE
-from hilbert_monitor.runs.states import STALLED_AFTER, STATUSES
+from hilbert_monitor.runs.exposition import FAMILIES
+from hilbert_monitor.runs.reader import STALLED_AFTER, STATUSES
+from hilbert_monitor.runs.record import METRICS
 from tests.support.programs import needs
 
 DASHBOARDS = Path(__file__).parents[2] / "dashboards"
@@ -272,7 +272,7 @@ def test_every_query_of_a_runbook_is_valid(tmp_path):
 
 
 def test_every_metric_that_is_asked_for_is_one_that_is_exported():
-    exported = {metric.exported for metric in CATALOGUE if not metric.counted}
+    exported = {metric.exported for metric in METRICS if not metric.counted}
     for family in FAMILIES:
         parts = ("_bucket", "_sum", "_count") if family.kind == "histogram" else ("",)
         exported |= {family.exported + part for part in parts}

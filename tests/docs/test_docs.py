@@ -18,9 +18,8 @@ from hilbert_monitor.cli import app
 from hilbert_monitor.monitor.guard import Guard
 from hilbert_monitor.monitor.responses import Responses
 from hilbert_monitor.runs import alerts
-from hilbert_monitor.runs.families import FAMILIES
-from hilbert_monitor.runs.metrics import CATALOGUE
-from hilbert_monitor.runs.record import StepRecord
+from hilbert_monitor.runs.exposition import FAMILIES
+from hilbert_monitor.runs.record import METRICS, StepRecord
 from hilbert_monitor.service.following.index import Index
 from hilbert_monitor.service.web.app import create_app
 
@@ -145,12 +144,12 @@ def test_the_readme_is_read_in_a_few_minutes():
 
 @each_text
 def test_every_metric_that_is_named_exists(name):
-    exported = {entry.exported for entry in (*CATALOGUE, *FAMILIES)}
+    exported = {entry.exported for entry in (*METRICS, *FAMILIES)}
     exported |= {f"{family.exported}{end}" for family in FAMILIES for end in ("_bucket", "_count", "_sum")}
     others = {"hilbert_monitor", "hilbert_url", *vars(geometry)}
     named = re.findall(r"(?<![\w:/.])hilbert_[a-z_]+", re.sub(r"hilbert_monitor[./]\S+", "", TEXTS[name]))
     assert set(named) <= exported | others
-    assert set(re.findall(r"`hilbert/(\w+)`", TEXTS[name])) <= {metric.name for metric in CATALOGUE}
+    assert set(re.findall(r"`hilbert/(\w+)`", TEXTS[name])) <= {metric.name for metric in METRICS}
 
 
 def test_alerts_and_runbooks_are_the_same_and_all_in_the_table():

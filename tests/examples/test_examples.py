@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hilbert_monitor.runs.log import RunReader
+from hilbert_monitor.runs.reader import RunReader
 from tests.support.ports import free_port
 from tests.support.warm import Program
 

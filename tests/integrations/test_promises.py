@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from hilbert_monitor.runs.log import RunReader
+from hilbert_monitor.runs.reader import RunReader
 from tests.support.adapters import ADAPTERS, UPDATES, Run, rank_environment, train
 from tests.support.ranks import in_ranks
 from tests.support.references import all_pairs_diameter

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hilbert_monitor import TrustRegion
-from hilbert_monitor.runs.log import find_runs
+from hilbert_monitor.runs.reader import find_runs
 from tests.monitor.test_trust_region import diameter
 from tests.support.adapters import ACCUMULATED, LR, ROWS, UPDATES, Model, items
 

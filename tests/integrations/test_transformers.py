@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from hilbert_monitor.runs.log import RunReader
+from hilbert_monitor.runs.reader import RunReader
 from tests.support.references import all_pairs_diameter
 from tests.support.sinks import Recorder
 from tests.support.tried import tried

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from hilbert_monitor import HilbertMonitor
 from hilbert_monitor.runs.alerts import alerts_of
-from hilbert_monitor.runs.log import RunReader, find_runs
+from hilbert_monitor.runs.reader import RunReader, find_runs
 from tests.support.sinks import Recorder
 from tests.support.training import Module, Text
 from tests.support.warm import Program, warm_ranks_fixture  # noqa: F401

@@ -20,7 +20,7 @@ from hilbert_monitor import HilbertMonitor
 from hilbert_monitor.monitor import metrics_server
 from hilbert_monitor.monitor.exporter import Exporter, Prometheus
 from hilbert_monitor.runs.exposition import RunSamples
-from hilbert_monitor.runs.log import find_runs
+from hilbert_monitor.runs.reader import find_runs
 from hilbert_monitor.runs.record import RunInfo, StepRecord
 from tests.support.sinks import Recorder
 from tests.support.training import UPDATES, Module, fit

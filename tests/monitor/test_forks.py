@@ -23,8 +23,7 @@ from hilbert_monitor.monitor.sinks import QueuedSink
 from hilbert_monitor.monitor.token_texts import TokenTexts
 from hilbert_monitor.runs import process_bound
 from hilbert_monitor.runs.exposition import CollectorRegistry
-from hilbert_monitor.runs.layers import read_layers
-from hilbert_monitor.runs.log import RunReader
+from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import Alert, StepRecord
 from tests.support.decoders import Plain, batch, loss_of, seeded
 from tests.support.forks import forked, outcome
@@ -151,7 +150,7 @@ def test_a_forked_child_waits_for_no_lock_of_its_parents_run(run, tmp_path):
     log = only_run(tmp_path / "runs")
     assert log.state().status == "finished"
     assert [record.step for record in log.steps()] == [*range(1, LAYER_STEP + 2)]
-    assert [record.step for record in read_layers(log.folder)] == [LAYER_STEP]
+    assert [record.step for record in RunReader(log.folder).layers()] == [LAYER_STEP]
 
 
 def test_a_forked_child_can_watch_a_run_itself(run, tmp_path):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from hilbert_monitor import HilbertMonitor, Probe, Prometheus, RowNorm, watch
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.runs.alerts import Judge
-from hilbert_monitor.runs.log import RunReader
+from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import StepRecord
 from tests.support.decoders import Plain, loss_of, seeded
 from tests.support.references import all_pairs_diameter, deltas

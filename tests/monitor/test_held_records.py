@@ -15,7 +15,7 @@ from hilbert_monitor import ChainedOptimizer, HilbertMonitor, RowNorm, TrustRegi
 from hilbert_monitor.monitor.probe import Probe
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.exposition import RunSamples
-from hilbert_monitor.runs.log import find_runs
+from hilbert_monitor.runs.reader import find_runs
 from hilbert_monitor.runs.record import RunInfo
 from tests.monitor.test_trust_region import Model, V, backward, diameter
 from tests.support.training import Module, Text, fit

@@ -17,8 +17,8 @@ from hilbert_monitor.monitor.layers import LayerWatch
 from hilbert_monitor.optim import ChainedOptimizer
 from hilbert_monitor.runs.alerts import Rules
 from hilbert_monitor.runs.layer_alerts import LayerJudge
-from hilbert_monitor.runs.layers import LAYERS, Layer, LayerRecord, read_layers
-from hilbert_monitor.runs.log import RunReader
+from hilbert_monitor.runs.reader import LAYERS, RunReader
+from hilbert_monitor.runs.record import Layer, LayerRecord
 
 V, T = 31, 8
 
@@ -151,7 +151,7 @@ def test_a_run_with_layers_is_bit_for_bit_the_run_without_and_its_file_is_read(m
     assert torch.equal(plain_rng, rng)
     assert repr(plain_optimizer.state_dict()) == repr(optimizer.state_dict())
     (folder,) = (tmp_path / "True").iterdir()
-    records = read_layers(folder)
+    records = RunReader(folder).layers()
     assert [record.step for record in records] == [10, 20, 30, 40]
     assert all("q.weight" in record.layers for record in records)
     steps = {record.step: record for record in RunReader(folder).steps()}
@@ -159,7 +159,7 @@ def test_a_run_with_layers_is_bit_for_bit_the_run_without_and_its_file_is_read(m
     assert steps[20].attention_logit > 0
     assert steps[11].layer_step is None
     (without,) = (tmp_path / "False").iterdir()
-    assert read_layers(without) == []
+    assert RunReader(without).layers() == []
     assert not (without / LAYERS).exists()
 
 

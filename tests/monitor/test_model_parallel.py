@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from hilbert_monitor import HilbertMonitor
-from hilbert_monitor.runs.log import RunReader
+from hilbert_monitor.runs.reader import RunReader
 from tests.support.decoders import Plain
 from tests.support.ranks import in_ranks
 from tests.support.training import Module, Text, V, fit

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from hilbert_monitor import HilbertMonitor
 from hilbert_monitor.monitor.exporter import Exporter, Prometheus
 from hilbert_monitor.runs.exposition import RunSamples
-from hilbert_monitor.runs.log import RunReader, RunWriter
+from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import RunInfo
 from tests.support.training import Module, Text
 from tests.support.warm import Program

@@ -23,7 +23,7 @@ from hilbert_monitor.monitor import loader_items, measurement, responses
 from hilbert_monitor.monitor.guard import Guard
 from hilbert_monitor.monitor.sinks import QueuedSink
 from hilbert_monitor.monitor.token_texts import TokenTexts
-from hilbert_monitor.runs.log import RunReader
+from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import Alert, StepRecord
 from hilbert_monitor.runs.stops import note_handlers
 from tests.support.decoders import Plain

@@ -23,7 +23,8 @@ import hilbert_monitor
 from hilbert_monitor.monitor.given_panel import given_panel
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.ranks import Ranks
-from hilbert_monitor.runs.log import RunReader, RunWriter
+from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import RunInfo
 from tests.support.decoders import Plain, batch, loss_of, seeded
 from tests.support.ranks import in_ranks

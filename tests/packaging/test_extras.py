@@ -31,7 +31,7 @@ FIT = """
 import lightning, torch, urllib.request
 from torch import nn
 from hilbert_monitor import HilbertMonitor
-from hilbert_monitor.runs.log import find_runs
+from hilbert_monitor.runs.reader import find_runs
 
 class Model(lightning.LightningModule):
     def __init__(self):

@@ -15,7 +15,7 @@ from hilbert_monitor.pretrain import train as module
 from hilbert_monitor.pretrain.data import write_shard
 from hilbert_monitor.pretrain.model import Decoder
 from hilbert_monitor.pretrain.train import RunPaths, train
-from hilbert_monitor.runs.log import RunReader, find_runs
+from hilbert_monitor.runs.reader import RunReader, find_runs
 from tests.support.ranks import in_ranks
 from tests.support.warm import Program
 from tests.support.ways import assert_same_way

@@ -14,10 +14,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parsed
 from prometheus_client.utils import floatToGoString as _go
 
-from hilbert_monitor.runs.exposition import BUCKETS, Exposition, RunSamples
-from hilbert_monitor.runs.families import FAMILIES
-from hilbert_monitor.runs.metrics import CATALOGUE
-from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.runs.exposition import BUCKETS, FAMILIES, Exposition, RunSamples
+from hilbert_monitor.runs.record import METRICS, Alert, RunInfo, StepRecord
 
 INFO = RunInfo(id="a-run", name="a run", head_optimizer="AdamW", seed=3, started=5.0, versions={"torch": "2.13"})
 WHO = {"run": "a-run", "head": "AdamW"}
@@ -78,7 +76,7 @@ def test_samples_are_those_of_the_records(written):
     assert value(text, "hilbert_steps_total") == len(counted)
     assert value(text, "hilbert_skipped_steps_total") == sum(bool(record.skipped) for record in counted)
     assert value(text, "hilbert_nonfinite_increments_total") == sum(bool(r.nonfinite_rows) for r in counted)
-    last = [record.train_loss for record in written if record.train_loss is not None]
+    last = [record.train_loss for record in sorted(written, key=lambda r: r.step) if record.train_loss is not None]
     assert same(value(text, "hilbert_train_loss"), last[-1] if last else None)
     for part in ("increment", "panel"):
         spent = [record.seconds[part] for record in counted if part in record.seconds]
@@ -91,6 +89,20 @@ def test_samples_are_those_of_the_records(written):
     assert ends == {end: sum(d <= end for d in finite) for end in BUCKETS}
 
 
+def test_a_late_record_of_an_older_step_does_not_overwrite_newer_gauges():
+    run = RunSamples(lambda: INFO)
+    for record in (
+        StepRecord(step=1, time=1.0, diameter=0.1),
+        StepRecord(step=2, time=2.0, diameter=0.2),
+        StepRecord(step=1, time=1.0, diameter=0.1, validation_loss=5.0),
+        StepRecord(step=2, time=2.0, diameter=0.25),
+    ):
+        run.write(record)
+    text = read(scraped(run)[0])
+    assert value(text, "hilbert_step_diameter") == 0.25
+    assert value(text, "hilbert_validation_loss") == 5.0
+
+
 def test_buckets_are_few_and_fine_where_runs_are():
     assert list(BUCKETS) == sorted({*BUCKETS})
     assert len(BUCKETS) <= 80
@@ -100,7 +112,7 @@ def test_buckets_are_few_and_fine_where_runs_are():
 
 
 def full_record():
-    measured = {metric.field: 1.0 for metric in CATALOGUE if metric.formula is None}
+    measured = {metric.field: 1.0 for metric in METRICS if metric.formula is None}
     return StepRecord(step=1, time=0.0, seconds={"panel": 1.0}, **(measured | {"tokens": 7, "nonfinite_rows": 1}))
 
 
@@ -110,7 +122,7 @@ def test_every_family_and_metric_is_there_with_its_help():
     run.write(Alert(step=1, time=0.0, kind="diameter", value=2.0, expected=1.0))
     text, _ = scraped(run)
     families = {family.name: family for family in parsed(text)}
-    for metric in CATALOGUE:
+    for metric in METRICS:
         if not metric.counted:
             assert families[metric.exported].documentation == metric.help
             assert families[metric.exported].samples

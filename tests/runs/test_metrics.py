@@ -1,13 +1,12 @@
-"""The catalogue, the panels that draw it and the records it reads."""
+"""Records, their metrics, and the panels that draw these."""
 
 from collections import Counter
 
 import msgspec
 import pytest
 
-from hilbert_monitor.runs.metrics import CATALOGUE, GUIDES, NOT_DRAWN, values
-from hilbert_monitor.runs.panels import PANELS, drawn_in
-from hilbert_monitor.runs.record import StepRecord
+from hilbert_monitor.runs.record import DERIVED_LINES, METRICS, StepRecord, measured
+from hilbert_monitor.service.figures.run_panels import PANELS, drawn_in
 
 FULL = StepRecord(
     step=7,
@@ -24,29 +23,29 @@ FULL = StepRecord(
 
 
 def test_every_metric_is_a_field_of_a_record_or_a_formula_of_fields():
-    for metric in (*CATALOGUE, *GUIDES):
-        fields = metric.formula.fields if metric.formula else (metric.field,)
+    for metric in (*METRICS, *DERIVED_LINES):
+        fields = metric.fields
         assert {*fields} <= {*StepRecord.__struct_fields__}, metric.name
         assert (metric.field in StepRecord.__struct_fields__) == (metric.formula is None), metric.name
 
 
 def test_names_and_fields_and_helps_are_each_metrics_own():
     for part in ("name", "field", "help"):
-        assert max(Counter(getattr(metric, part) for metric in (*CATALOGUE, *GUIDES)).values()) == 1, part
+        assert max(Counter(getattr(metric, part) for metric in (*METRICS, *DERIVED_LINES)).values()) == 1, part
 
 
 def test_a_help_is_a_sentence_that_stands_alone():
-    for metric in (*CATALOGUE, *GUIDES):
+    for metric in (*METRICS, *DERIVED_LINES):
         assert metric.help[0].isupper(), metric.name
         assert metric.help.endswith("."), metric.name
         assert "the same" not in metric.help.lower().replace("the same row diameter", ""), metric.name
 
 
 def test_every_metric_is_drawn_in_a_panel_or_says_that_it_is_not():
-    assert {metric.panel for metric in (*CATALOGUE, *GUIDES)} - {NOT_DRAWN} == {panel.name for panel in PANELS}
+    assert {metric.panel for metric in (*METRICS, *DERIVED_LINES)} - {None} == {panel.name for panel in PANELS}
     drawn = {metric.name for panel in PANELS for metric in drawn_in(panel)}
-    assert {metric.name for metric in CATALOGUE} - drawn == {m.name for m in CATALOGUE if m.panel is NOT_DRAWN}
-    assert {name for panel in PANELS for name in panel.beside} <= {metric.name for metric in CATALOGUE}
+    assert {metric.name for metric in METRICS} - drawn == {m.name for m in METRICS if m.panel is None}
+    assert {name for panel in PANELS for name in panel.beside} <= {metric.name for metric in METRICS}
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.name)
@@ -66,11 +65,11 @@ def test_the_lines_of_a_panel_have_one_unit(panel):
 
 
 def test_the_fixed_names_are_there():
-    assert {"hilbert/step_diameter", "hilbert/perturbation_rms"} <= {metric.logged for metric in CATALOGUE}
+    assert {"hilbert/step_diameter", "hilbert/perturbation_rms"} <= {metric.logged for metric in METRICS}
 
 
-def test_values_are_those_a_record_has_and_no_others():
-    numbers = {metric.name: value for metric, value in values(FULL)}
+def test_measured_metrics_are_those_a_record_has_and_no_others():
+    numbers = {metric.name: value for metric, value in measured(FULL)}
     assert numbers["step_diameter"] == 0.5
     assert numbers["step_diameter_saturation"] == 0.25
     assert "validation_loss" not in numbers

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hilbert_monitor.runs.json_values import plain
+from hilbert_monitor.runs.files import to_json
 from hilbert_monitor.runs.secrets import mask_message, mask_secrets
 
 SECRET = "sk-4711-XyZ"
@@ -118,7 +118,7 @@ class Settings:
 
 
 def test_a_secret_in_a_dataclass_within_another_is_masked():
-    assert mask_secrets(plain({"settings": Settings(Logger(SECRET))})) == {
+    assert mask_secrets(to_json({"settings": Settings(Logger(SECRET))})) == {
         "settings": "Settings(logger=Logger(api_key='***'))"
     }
 

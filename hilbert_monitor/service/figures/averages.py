@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hilbert_monitor.service.following.columns import Floats
+from hilbert_monitor.runs.run import Curve
+from hilbert_monitor.runs.table import Floats
 
 from .plot_options import Axis
-from .series import Series, pauses
+from .series import pauses, smoothed
 
 Counts = NDArray[np.int64]
 Breaks = NDArray[np.bool_]
@@ -64,7 +65,7 @@ class RatioCurve:
         return RatioCurve(self.x[rows], self.ratio[rows], self.pairs[rows], self.breaks[rows])
 
 
-def mean_curve(curves: Sequence[Series], axis: Axis, *, smooth: float = 0.0, spread: bool = True) -> MeanCurve:
+def mean_curve(curves: Sequence[Curve], axis: Axis, *, smooth: float = 0.0, spread: bool = True) -> MeanCurve:
     """Pointwise mean and deviation of some curves.
 
     The last result is cached in the first curve: a page asks for all groups again and again, and most have no new data.
@@ -84,7 +85,7 @@ def mean_curve(curves: Sequence[Series], axis: Axis, *, smooth: float = 0.0, spr
     return means
 
 
-def _mean_curve(curves: Sequence[Series], axis: Axis, smooth: float, spread: bool) -> MeanCurve:
+def _mean_curve(curves: Sequence[Curve], axis: Axis, smooth: float, spread: bool) -> MeanCurve:
     curves = [curve for curve in (curve.with_x(axis) for curve in curves) if len(curve)]
     keys, positions = align([_keys(curve, axis) for curve in curves])
     aligned = [_AlignedCurve(curve, at, smooth) for curve, at in zip(curves, positions, strict=True)]
@@ -104,7 +105,7 @@ def _mean_curve(curves: Sequence[Series], axis: Axis, smooth: float, spread: boo
     return MeanCurve(*(x, *columns, breaks))
 
 
-def ratio_curve(pairs: Sequence[tuple[Series, Series]], axis: Axis, *, smooth: float = 0.0) -> RatioCurve:
+def ratio_curve(pairs: Sequence[tuple[Curve, Curve]], axis: Axis, *, smooth: float = 0.0) -> RatioCurve:
     """Mean of the first curves over mean of the second ones; a pair counts where both have a finite value.
 
     The last result is cached in the first curve, as that of `mean_curve` is.
@@ -118,7 +119,7 @@ def ratio_curve(pairs: Sequence[tuple[Series, Series]], axis: Axis, *, smooth: f
     return ratios
 
 
-def _ratio_curve(pairs: Sequence[tuple[Series, Series]], axis: Axis, smooth: float) -> RatioCurve:
+def _ratio_curve(pairs: Sequence[tuple[Curve, Curve]], axis: Axis, smooth: float) -> RatioCurve:
     pairs = [(a, b) for a, b in ((a.with_x(axis), b.with_x(axis)) for a, b in pairs) if len(a) and len(b)]
     keys, positions = align([_keys(curve, axis) for pair in pairs for curve in pair])
     numerator, denominator = np.zeros((2, len(keys)))
@@ -126,8 +127,8 @@ def _ratio_curve(pairs: Sequence[tuple[Series, Series]], axis: Axis, smooth: flo
     with np.errstate(all="ignore"):
         for number, (a, b) in enumerate(pairs):
             at, rows = _common_points((a, positions[2 * number]), (b, positions[2 * number + 1]), len(keys))
-            numerator[at] += a.smoothed(smooth)[rows[0]]
-            denominator[at] += b.smoothed(smooth)[rows[1]]
+            numerator[at] += smoothed(a, smooth)[rows[0]]
+            denominator[at] += smoothed(b, smooth)[rows[1]]
             count[at] += 1
         ratio = numerator / denominator
     paired = count > 0
@@ -137,7 +138,7 @@ def _ratio_curve(pairs: Sequence[tuple[Series, Series]], axis: Axis, smooth: flo
 
 
 def _common_points(
-    a: tuple[Series, Positions], b: tuple[Series, Positions], length: int
+    a: tuple[Curve, Positions], b: tuple[Curve, Positions], length: int
 ) -> tuple[Positions, tuple[Positions, Positions]]:
     """Where two aligned curves both have a finite value: positions among all keys, and rows of each curve."""
     if isinstance(a[1], slice) and isinstance(b[1], slice) and a[0].all_finite and b[0].all_finite:
@@ -181,8 +182,8 @@ def _positions(keys: Keys, subset: Keys) -> Positions | None:
 class _AlignedCurve:
     """A curve, smoothed, and the positions of its points among the points of all curves."""
 
-    def __init__(self, curve: Series, at: Positions, smooth: float) -> None:
-        self.curve, self.at, self.values = curve, at, curve.smoothed(smooth)
+    def __init__(self, curve: Curve, at: Positions, smooth: float) -> None:
+        self.curve, self.at, self.values = curve, at, smoothed(curve, smooth)
         self.finite: NDArray[np.bool_] | bool = curve.all_finite or np.isfinite(self.values)
         """Where the values are finite, or True if all are."""
 
@@ -219,7 +220,7 @@ def _deviation_and_smallest(curves: Sequence[_AlignedCurve], mean: Floats, count
 
 
 def _places(
-    curves: Iterable[tuple[Series, Positions]], keys: Keys, rows: NDArray[np.bool_], axis: Axis
+    curves: Iterable[tuple[Curve, Positions]], keys: Keys, rows: NDArray[np.bool_], axis: Axis
 ) -> tuple[Floats, Breaks]:
     """The x coordinates of combined points, and where the line between them is broken.
 
@@ -245,5 +246,5 @@ def _places(
     return hours, breaks
 
 
-def _keys(curve: Series, axis: Axis) -> Keys:
+def _keys(curve: Curve, axis: Axis) -> Keys:
     return curve.tokens if axis == "tokens" else curve.steps

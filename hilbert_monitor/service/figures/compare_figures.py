@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from hilbert_monitor.runs.metrics import CATALOGUE, Metric
-from hilbert_monitor.service.following.columns import Floats
+from hilbert_monitor.runs.record import METRICS, Metric
+from hilbert_monitor.runs.run import Curve, Run
+from hilbert_monitor.runs.table import Floats
 from hilbert_monitor.service.following.text import label
 
 from . import style
@@ -34,7 +35,6 @@ from .final_values import same_panel
 from .grouping import Group
 from .looks import Look, looks
 from .plot_options import PLAIN, PlotOptions
-from .series import RunSeries, Series
 from .style import Figure, Trace, template
 
 __all__ = ["METRIC_PANELS", "PANELS", "diameter", "loss", "metric_panel", "perturbation", "ratio", "template"]
@@ -73,7 +73,7 @@ class Drawing:
         ]
         return [group for group in groups if group.runs]
 
-    def _takes_part(self, run: RunSeries) -> bool:
+    def _takes_part(self, run: Run) -> bool:
         return self.draws_runs or run.id not in self.excluded
 
 
@@ -128,9 +128,9 @@ def metric_panel(field: str) -> Callable[..., Figure]:
     metric = METRIC_PANELS[field]
 
     def draw(comparison: Comparison, options: PlotOptions = PLAIN) -> Figure:
-        options = options if metric.is_smoothed else replace(options, smooth=0.0)
+        options = options if metric.smoothed else replace(options, smooth=0.0)
         ticks = {"tickformat": style.SHARE_TICKS} if metric.unit == "ratio" else {}
-        return _metric_figure(comparison, options, field, metric.name, log=metric.axis == "log", **ticks)
+        return _metric_figure(comparison, options, field, metric.name, log=metric.log, **ticks)
 
     return draw
 
@@ -142,7 +142,7 @@ PANELS: dict[str, Callable[..., Figure]] = {
     "ratio": ratio,
 }
 """The panels that are always drawn."""
-METRIC_PANELS: dict[str, Metric] = {metric.field: metric for metric in CATALOGUE if metric.field not in PANELS}
+METRIC_PANELS: dict[str, Metric] = {metric.field: metric for metric in METRICS if metric.field not in PANELS}
 """The metrics that a panel can be asked for, by field; all but those that are always drawn."""
 
 
@@ -201,7 +201,7 @@ def _traces_by_run(drawing: Drawing, name: str) -> list[Trace]:
     return traces
 
 
-def _run_lines(drawing: Drawing, group: Group, run: RunSeries, name: str, lines: int) -> list[Trace]:
+def _run_lines(drawing: Drawing, group: Group, run: Run, name: str, lines: int) -> list[Trace]:
     """One run's line; if it is smoothed, the unsmoothed curve comes first, faint.
 
     Args:
@@ -219,7 +219,7 @@ def _run_lines(drawing: Drawing, group: Group, run: RunSeries, name: str, lines:
     return [_faint_line(drawing, group, run, name, lines) | {"hoverinfo": "skip"}, line]
 
 
-def _faint_line(drawing: Drawing, group: Group, run: RunSeries, name: str, lines: int) -> Trace:
+def _faint_line(drawing: Drawing, group: Group, run: Run, name: str, lines: int) -> Trace:
     """One run's curve, unsmoothed and faint; dotted if the run enters no mean."""
     trace = style.line(run.curve(name), drawing.options, log=drawing.log, points=_points(lines))
     trace |= _run_labels(group, run)
@@ -229,11 +229,11 @@ def _faint_line(drawing: Drawing, group: Group, run: RunSeries, name: str, lines
     return trace | {"opacity": FAINT}
 
 
-def _dash(drawing: Drawing, run: RunSeries, dash: str) -> str:
+def _dash(drawing: Drawing, run: Run, dash: str) -> str:
     return "dot" if run.id in drawing.excluded else dash
 
 
-def _run_labels(group: Group, run: RunSeries) -> Trace:
+def _run_labels(group: Group, run: Run) -> Trace:
     """A run's legend group and the name in its hover text."""
     seed = f"seed {run.seed}" if run.seed is not None else "no seed"
     return _legend_group(label(group.name, 200)) | {"meta": f"{label(run.label)}, {seed}"}
@@ -252,7 +252,7 @@ def _points(lines: int) -> int:
 # Means and ratios
 
 
-def _mean_traces(drawing: Drawing, group: Group, curves: Sequence[Series], groups: int) -> list[Trace]:
+def _mean_traces(drawing: Drawing, group: Group, curves: Sequence[Curve], groups: int) -> list[Trace]:
     """The band and the mean of some curves, the mean last."""
     options, look, names = drawing.options, drawing.looks[group.name], _legend_group(label(group.name, 200))
     means = _visible_means(curves, options)
@@ -283,7 +283,7 @@ def _band(
     return traces
 
 
-def _thin_mean(curves: Sequence[Series], options: PlotOptions, color: str, *, log: bool, points: int = POINTS) -> Trace:
+def _thin_mean(curves: Sequence[Curve], options: PlotOptions, color: str, *, log: bool, points: int = POINTS) -> Trace:
     """The mean of some curves as a thin, faint line without a hover text."""
     if len(curves) == 1:
         trace = style.line(curves[0], options, log=log, points=points, smooth=options.smooth)
@@ -307,7 +307,7 @@ def _training_traces(drawing: Drawing) -> list[Trace]:
         return traces
     groups = drawing.groups("train_loss")
     for group in groups:
-        curves = [run.train_loss for run in group.runs if run.id not in drawing.excluded]
+        curves = [run.curve("train_loss") for run in group.runs if run.id not in drawing.excluded]
         if not curves:
             continue
         name, color = f"{label(group.name, 200)}, training", drawing.looks[group.name].colour
@@ -362,7 +362,7 @@ def _ratio_line(contrast: Contrast, name: str, options: PlotOptions, smooth: flo
     return dict(entry[2])
 
 
-def _visible_means(curves: Sequence[Series], options: PlotOptions, *, spread: bool = True) -> MeanCurve:
+def _visible_means(curves: Sequence[Curve], options: PlotOptions, *, spread: bool = True) -> MeanCurve:
     """The mean of some curves in the visible range."""
     means = mean_curve(curves, options.x_axis, smooth=options.smooth, spread=spread)
     return means[style.window(means.x, options)]

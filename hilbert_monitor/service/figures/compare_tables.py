@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hilbert_monitor.service.following.columns import Floats
+from hilbert_monitor.runs.run import Run
+from hilbert_monitor.runs.table import Floats
 
 from . import style
 from .averages import mean_curve
@@ -15,7 +16,7 @@ from .contrasts import RATIO_CURVES, Contrast, pair_ratios
 from .final_values import same_panel
 from .grouping import Group
 from .plot_options import PLAIN, Axis, PlotOptions
-from .series import RunSeries
+from .series import smoothed
 
 PANEL_CURVES = {
     "loss": ("validation_loss", "train_loss"),
@@ -60,18 +61,18 @@ def _panel_rows(names: Sequence[str], comparison: Comparison, options: PlotOptio
                 yield from _mean_rows(group, runs, name, options)
 
 
-def _run_rows(run: RunSeries, name: str, options: PlotOptions) -> Iterator[Row]:
+def _run_rows(run: Run, name: str, options: PlotOptions) -> Iterator[Row]:
     curve = run.curve(name).with_x(options.x_axis)
     rows = style.inside(curve.x(options.x_axis), options)
-    smoothed = _column(curve.smoothed(options.smooth)[rows] if options.smooth else None, len(rows))
+    averages = _column(smoothed(curve, options.smooth)[rows] if options.smooth else None, len(rows))
     hours = _column(curve.x("time")[rows] if curve.has_x("time") else None, len(rows))
     tokens = [None if number is None else int(number) for number in style.numbers(curve.tokens[rows])]
-    columns = (curve.steps[rows].tolist(), tokens, hours, curve.values[rows].tolist(), smoothed)
+    columns = (curve.steps[rows].tolist(), tokens, hours, curve.values[rows].tolist(), averages)
     for row in zip(*columns, strict=True):
         yield run.optimizer, run.id, run.seed, name, *row, None, None
 
 
-def _mean_rows(group: Group, runs: Sequence[RunSeries], name: str, options: PlotOptions) -> Iterator[Row]:
+def _mean_rows(group: Group, runs: Sequence[Run], name: str, options: PlotOptions) -> Iterator[Row]:
     curves, axis, smooth = [run.curve(name) for run in runs], options.x_axis, options.smooth
     means = mean_curve(curves, axis)
     rows = style.inside(means.x, options)

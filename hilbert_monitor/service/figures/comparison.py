@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hilbert_monitor.runs.run import Run
 from hilbert_monitor.service.following.text import clip
 
 from .contrasts import Contrast, CurrentRatio, default_optimizers, find_contrasts
@@ -35,7 +36,7 @@ from .grouping import (
     short_names,
 )
 from .plot_options import Choices
-from .series import RunSeries
+from .series import has_curve
 
 LABELS = 20
 """The largest number of runs that a note names."""
@@ -54,7 +55,7 @@ class Comparison:
     """Final values, by the name of a group, which is that of its optimizer unless settings differ, and by metric."""
     contrasts: tuple[Contrast, ...]
     """Baselines and candidates: one for each setting in which both have runs."""
-    excluded: tuple[RunSeries, ...]
+    excluded: tuple[Run, ...]
     """The runs that enter no mean."""
     notes: tuple[str, ...]
     """Sentences that say what was left out, and why."""
@@ -64,12 +65,12 @@ class Comparison:
     """Settings that a reader can split groups by: those that differ."""
 
     @property
-    def runs(self) -> tuple[RunSeries, ...]:
+    def runs(self) -> tuple[Run, ...]:
         """All runs, in the order of their groups."""
         return tuple(run for group in self.groups for run in group.runs)
 
     @property
-    def counted(self) -> tuple[RunSeries, ...]:
+    def counted(self) -> tuple[Run, ...]:
         """The runs that enter the means."""
         excluded = {run.id for run in self.excluded}
         return tuple(run for run in self.runs if run.id not in excluded)
@@ -118,7 +119,7 @@ class Comparison:
         return self.contrast.checkpoints
 
 
-def compare(runs: Iterable[RunSeries], *, live: bool = False, choices: Choices | None = None) -> list[Comparison]:
+def compare(runs: Iterable[Run], *, live: bool = False, choices: Choices | None = None) -> list[Comparison]:
     """Compare the runs of each model. The order of the runs does not matter.
 
     Args:
@@ -127,7 +128,7 @@ def compare(runs: Iterable[RunSeries], *, live: bool = False, choices: Choices |
         choices: what a reader chose to compare; by default AdamW and RowNorm, or the first two optimizers.
     """
     ordered = sorted(
-        runs, key=lambda run: (run.model, optimizer_order(run.optimizer), _seed_order(run), run.started, run.id)
+        runs, key=lambda run: (run.model, optimizer_order(run.optimizer), _seed_order(run), run.info.started, run.id)
     )
     models = dict.fromkeys(run.model for run in ordered)
     choices = choices or Choices()
@@ -137,7 +138,7 @@ def compare(runs: Iterable[RunSeries], *, live: bool = False, choices: Choices |
 # One model
 
 
-def _compare_model(model: str, runs: list[RunSeries], live: bool, choices: Choices) -> Comparison:
+def _compare_model(model: str, runs: list[Run], live: bool, choices: Choices) -> Comparison:
     notes: list[str] = []
     roles = find_roles(runs)
     groups = group_runs(runs, roles)
@@ -165,7 +166,7 @@ def _compare_model(model: str, runs: list[RunSeries], live: bool, choices: Choic
 
 def _finished(groups: Sequence[Group], notes: list[str]) -> list[Group]:
     """The finished runs that have a value, or all runs if there is no such run."""
-    finished = {run.id for group in groups for run in group.runs if run.status == "finished" and run.has_curve}
+    finished = {run.id for group in groups for run in group.runs if run.status == "finished" and has_curve(run)}
     if not finished:
         notes.append("No run is finished: these are the last values so far.")
         return list(groups)
@@ -178,7 +179,7 @@ def _unbroken(groups: Sequence[Group], notes: list[str]) -> list[Group]:
     """The runs that did not fail. Failed and killed runs count only if their group has no other run with a curve."""
     whole = {run.id for group in groups for run in group.runs if run.status not in ("failed", "killed")}
     counted = [
-        _only(group, whole) if any(run.id in whole and run.has_curve for run in group.runs) else group
+        _only(group, whole) if any(run.id in whole and has_curve(run) for run in group.runs) else group
         for group in groups
     ]
     if broken := _lost(groups, counted):
@@ -192,7 +193,7 @@ def _newest(groups: Sequence[Group], roles: Roles, notes: list[str]) -> list[Gro
     for group in groups:
         for run in group.runs:
             seed = run.id if run.seed is None else roles.seed(run)
-            newest[group.optimizer, group.settings, run.panel_hash, seed] = run.id
+            newest[group.optimizer, group.settings, run.info.panel_hash, seed] = run.id
     counted = [_only(group, {*newest.values()}) for group in groups]
     if older := _lost(groups, counted):
         labels = _labels(older)
@@ -244,7 +245,8 @@ def _pairing_notes(groups: Sequence[Group], contrasts: Sequence[Contrast], roles
         return
     a, b = contrasts[0].baseline, contrasts[0].candidate
     panels = [
-        {run.panel_hash for group in groups for run in group.runs if name in (group.name, run.id)} for name in (a, b)
+        {run.info.panel_hash for group in groups for run in group.runs if name in (group.name, run.id)}
+        for name in (a, b)
     ]
     if not panels[0] & panels[1]:
         reason = f"The runs of {a} and {b} were measured on different panels"
@@ -258,7 +260,7 @@ def _only(group: Group, ids: Iterable[str]) -> Group:
     return replace(group, runs=tuple(run for run in group.runs if run.id in ids))
 
 
-def _lost(before: Iterable[Group], after: Iterable[Group]) -> list[RunSeries]:
+def _lost(before: Iterable[Group], after: Iterable[Group]) -> list[Run]:
     """The runs that are in groups before, and in none after."""
     ids = {run.id for group in after for run in group.runs}
     return [run for group in before for run in group.runs if run.id not in ids]
@@ -273,11 +275,11 @@ def _same(pairs: Sequence[tuple[str, str]], side: int) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def _seed_order(run: RunSeries) -> tuple[bool, int]:
+def _seed_order(run: Run) -> tuple[bool, int]:
     return run.seed is None, run.seed or 0
 
 
-def _labels(runs: Sequence[RunSeries]) -> str:
+def _labels(runs: Sequence[Run]) -> str:
     labels = [clip(run.label, 60) for run in runs[:LABELS]]
     more = [f"and {len(runs) - LABELS} more"] if len(runs) > LABELS else []
     return ", ".join([*labels, *more])

@@ -16,19 +16,20 @@ from itertools import product
 
 import numpy as np
 
+from hilbert_monitor.runs.run import Curve, Run
+
 from .averages import RatioCurve, mean_curve, ratio_curve
 from .axes import axis_of
 from .final_values import SampleStatistics, final_statistics, ratio, same_panel, sample_statistics
 from .grouping import Group, Roles, optimizer_order, short_names
 from .plot_options import Axis
-from .series import RunSeries, Series
 
 RATIO_CURVES = ("diameter", "perturbation_rms")
 """The curves whose ratio is of interest."""
 RATIO_METRICS = ("step_diameter", "perturbation_rms")
 """The metrics of the table whose ratio is of interest."""
 
-Pair = tuple[RunSeries, RunSeries]
+Pair = tuple[Run, Run]
 """A run of the baseline and a run of the candidate that belong together."""
 
 
@@ -48,7 +49,7 @@ class Side:
     name: str
     optimizer: str
     settings: tuple[str | None, ...]
-    runs: tuple[RunSeries, ...]
+    runs: tuple[Run, ...]
     is_run: bool = False
 
 
@@ -100,14 +101,14 @@ def pair_up(a: Side, b: Side, roles: Roles) -> list[Pair]:
     """
     everyone = a.is_run or b.is_run
     one_each = len(a.runs) == len(b.runs) == 1
-    partners: dict[tuple[object, ...], list[RunSeries]] = {}
+    partners: dict[tuple[object, ...], list[Run]] = {}
     for run in b.runs:
-        partners.setdefault((run.panel_hash, None if everyone else roles.seed(run)), []).append(run)
+        partners.setdefault((run.info.panel_hash, None if everyone else roles.seed(run)), []).append(run)
     return [
         (run, partner)
         for run in a.runs
         if everyone or run.seed is not None or one_each
-        for partner in partners.get((run.panel_hash, None if everyone else roles.seed(run)), [])
+        for partner in partners.get((run.info.panel_hash, None if everyone else roles.seed(run)), [])
     ]
 
 
@@ -197,13 +198,13 @@ def _differing_settings(a: Side, b: Side, roles: Roles) -> dict[str, str]:
     return {names[key]: f"{one or 'none'} against {other or 'none'}" for key, one, other in both if one != other}
 
 
-def _paired(a: Side, b: Side, pairs: Sequence[Pair]) -> tuple[list[RunSeries], list[RunSeries]]:
+def _paired(a: Side, b: Side, pairs: Sequence[Pair]) -> tuple[list[Run], list[Run]]:
     """The runs of each side that are in a pair, each of them once; all runs if there is no pair."""
     first, second = ({pair[i].id: pair[i] for pair in pairs}.values() or side.runs for i, side in enumerate((a, b)))
     return list(first), list(second)
 
 
-def _final_ratios(a: list[RunSeries], b: list[RunSeries]) -> dict[str, float | None]:
+def _final_ratios(a: list[Run], b: list[Run]) -> dict[str, float | None]:
     """Ratios of the mean final values. Hilbert RMS has one only if all runs share a panel."""
     ratios = {name: ratio(*(final_statistics(runs, name).mean for runs in (a, b))) for name in RATIO_METRICS}
     if not same_panel((*a, *b)):
@@ -222,11 +223,11 @@ def _current_ratio(pairs: Sequence[Pair], name: str) -> CurrentRatio:
 
 def _difference(pairs: Sequence[Pair]) -> SampleStatistics:
     """Mean and deviation over the pairs of the difference in validation loss, at the last step where both have one."""
-    differences = (_last_difference(a.validation_loss, b.validation_loss) for a, b in pairs)
+    differences = (_last_difference(a.curve("validation_loss"), b.curve("validation_loss")) for a, b in pairs)
     return sample_statistics(value for value in differences if value is not None and math.isfinite(value))
 
 
-def _last_difference(a: Series, b: Series) -> float | None:
+def _last_difference(a: Curve, b: Curve) -> float | None:
     """The second curve minus the first, at their last common step."""
     _, rows_a, rows_b = np.intersect1d(a.steps, b.steps, return_indices=True)
     return float(b.values[rows_b[-1]]) - float(a.values[rows_a[-1]]) if len(rows_a) else None
@@ -245,8 +246,8 @@ def _count_below(a: Side, b: Side, pairs: Sequence[Pair]) -> tuple[int, int]:
     return sum(theirs[x] < ours[x] for x in common), len(common)
 
 
-def _complete_means(runs: list[RunSeries], axis: Axis) -> dict[float, float]:
+def _complete_means(runs: list[Run], axis: Axis) -> dict[float, float]:
     """The mean validation loss by x coordinate, where every run has one."""
-    curve = mean_curve([run.validation_loss for run in runs], axis, spread=False)
+    curve = mean_curve([run.curve("validation_loss") for run in runs], axis, spread=False)
     complete = (curve.runs == len(runs)) & np.isfinite(curve.mean)
     return dict(zip(curve.x[complete].tolist(), curve.mean[complete].tolist(), strict=True))

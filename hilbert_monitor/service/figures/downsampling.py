@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tsdownsample import MinMaxDownsampler
 
-from hilbert_monitor.service.following.columns import Floats
+from hilbert_monitor.runs.table import Floats
 
 POINTS = 2000
 """Largest number of points in a trace."""

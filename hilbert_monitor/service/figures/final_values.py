@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hilbert_monitor.runs.metrics import CATALOGUE
+from hilbert_monitor.runs.record import METRICS as ALL_METRICS
+from hilbert_monitor.runs.run import Run
 
-from .series import RunSeries
-
-METRIC_NAMES = {metric.field: metric.name for metric in CATALOGUE}
+METRIC_NAMES = {metric.field: metric.name for metric in ALL_METRICS}
 """The name of each metric, by the field of a StepRecord."""
 
 METRICS = {METRIC_NAMES[field]: field for field in ("validation_loss", "diameter", "perturbation_rms")}
@@ -42,12 +41,12 @@ def sample_statistics(values: Iterable[float]) -> SampleStatistics:
     return SampleStatistics(mean, math.sqrt(variance) if math.isfinite(variance) else None, count)
 
 
-def final_value(run: RunSeries, metric: str) -> float | None:
+def final_value(run: Run, metric: str) -> float | None:
     """A run's last value of a metric of the table."""
     return run.curve(METRICS[metric]).last
 
 
-def final_statistics(runs: Iterable[RunSeries], metric: str) -> SampleStatistics:
+def final_statistics(runs: Iterable[Run], metric: str) -> SampleStatistics:
     """Mean and deviation of the final values that are finite. Hilbert RMS needs runs with the same panel."""
     runs = list(runs)
     if metric == "perturbation_rms" and not same_panel(runs):
@@ -56,9 +55,9 @@ def final_statistics(runs: Iterable[RunSeries], metric: str) -> SampleStatistics
     return sample_statistics(value for value in finals if value is not None and math.isfinite(value))
 
 
-def same_panel(runs: Iterable[RunSeries]) -> bool:
+def same_panel(runs: Iterable[Run]) -> bool:
     """Whether all runs with perturbations measured them on the same panel."""
-    return len({run.panel_hash for run in runs if len(run.perturbation_rms)}) < 2
+    return len({run.info.panel_hash for run in runs if len(run.curve("perturbation_rms"))}) < 2
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

@@ -14,15 +14,16 @@ A number that differs in every run splits too: in a random search that is the le
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from hilbert_monitor.runs.run import Run
 from hilbert_monitor.service.following.text import clip
 
-from .series import RunSeries, Settings
+from .series import has_curve
 
 FIRST = ("AdamW", "RowNorm")
 """The optimizers that come first, in this order; the others follow by name."""
@@ -50,12 +51,12 @@ class Roles:
     values: dict[str, Values] = field(default_factory=dict, compare=False, repr=False)
     """The settings of each run in which not all runs agree, by its id."""
 
-    def settings(self, run: RunSeries) -> tuple[str | None, ...]:
+    def settings(self, run: Run) -> tuple[str | None, ...]:
         """A run's values of the keys that split; None where it does not have the key."""
         values = self.values.get(run.id, {})
         return tuple(values.get(key) for key in self.splitting)
 
-    def seed(self, run: RunSeries) -> tuple[int | str | None, ...]:
+    def seed(self, run: Run) -> tuple[int | str | None, ...]:
         """A run's seed, and the further seeds of its configuration."""
         values = self.values.get(run.id, {})
         return run.seed, *(values.get(key) for key in self.seeding)
@@ -72,12 +73,12 @@ class Group:
     """The values of the keys that split."""
     chosen: str | None
     """The value of the key that a reader chose to split by."""
-    runs: tuple[RunSeries, ...]
+    runs: tuple[Run, ...]
 
 
-def find_roles(runs: Sequence[RunSeries]) -> Roles:
+def find_roles(runs: Sequence[Run]) -> Roles:
     """Find out what each key that differs means. Runs without a curve have no say, unless none has one."""
-    judged = [run for run in runs if run.has_curve] or list(runs)
+    judged = [run for run in runs if has_curve(run)] or list(runs)
     values = differing([run.settings for run in runs])
     settings = {run.id: own for run, own in zip(runs, values, strict=True)}
     keys = sorted({key for run in judged for key in settings[run.id]})
@@ -90,14 +91,14 @@ def find_roles(runs: Sequence[RunSeries]) -> Roles:
     return Roles(**{role: tuple(names) for role, names in roles.items()}, values=settings)
 
 
-def _count_different(runs: Sequence[RunSeries], columns: dict[str, list[str | None]]) -> int:
+def _count_different(runs: Sequence[Run], columns: dict[str, list[str | None]]) -> int:
     """How many runs differ in more than a name that each run has for itself. Others are one run, made again."""
     names = {key for key, texts in columns.items() if len({*texts}) == len(runs) and all(map(_is_name, texts))}
     told = [texts for key, texts in columns.items() if key not in names]
     return len({*zip([run.optimizer for run in runs], [run.seed for run in runs], *told, strict=True)})
 
 
-def _role(key: str, texts: Sequence[str | None], runs: Sequence[RunSeries], different: int) -> str:
+def _role(key: str, texts: Sequence[str | None], runs: Sequence[Run], different: int) -> str:
     if SEED.search(key) or all(text == str(run.seed) for run, text in zip(runs, texts, strict=True)):
         return "seeding"
     pairs = {(run.optimizer, text) for run, text in zip(runs, texts, strict=True)}
@@ -118,7 +119,7 @@ def _is_name(text: str | None) -> bool:
     return False
 
 
-def group_runs(runs: Sequence[RunSeries], roles: Roles, by: str = "") -> list[Group]:
+def group_runs(runs: Sequence[Run], roles: Roles, by: str = "") -> list[Group]:
     """The groups of some runs: AdamW and RowNorm first, then by optimizer and settings.
 
     Args:
@@ -127,7 +128,7 @@ def group_runs(runs: Sequence[RunSeries], roles: Roles, by: str = "") -> list[Gr
         by: a key of the configuration or of the environment that a reader chose to split by too.
     """
     chosen = setting_values(runs, by) if by else dict.fromkeys((run.id for run in runs), None)
-    members: dict[tuple[Any, ...], list[RunSeries]] = {}
+    members: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
         members.setdefault((run.optimizer, roles.settings(run), chosen[run.id]), []).append(run)
     keys = sorted(members, key=lambda key: (optimizer_order(key[0]), *map(natural_order, (key[2], *key[1]))))
@@ -168,18 +169,19 @@ def short_names(keys: Iterable[str]) -> dict[str, str]:
     return {key: clip(last if lasts.count(last) == 1 else key, SHOWN) for key, last in zip(keys, lasts, strict=True)}
 
 
-def differing(settings: Sequence[Settings]) -> list[Values]:
+def differing(settings: Sequence[Mapping[str, str]]) -> list[Values]:
     """The settings of each run that not all runs have."""
-    common = frozenset.intersection(*settings) if settings else frozenset()
-    return [dict(own - common) for own in settings]
+    items = [frozenset(own.items()) for own in settings]
+    common = frozenset.intersection(*items) if items else frozenset()
+    return [dict(own - common) for own in items]
 
 
-def setting_values(runs: Sequence[RunSeries], key: str) -> dict[str, str | None]:
+def setting_values(runs: Sequence[Run], key: str) -> dict[str, str | None]:
     """The value of a key in each run, by its id. The configuration goes before the environment."""
-    return {run.id: (dict(run.environment) | dict(run.settings)).get(key) for run in runs}
+    return {run.id: {**run.environment, **run.settings}.get(key) for run in runs}
 
 
-def offered_keys(runs: Sequence[RunSeries], roles: Roles) -> list[str]:
+def offered_keys(runs: Sequence[Run], roles: Roles) -> list[str]:
     """The keys that runs can be split by: those that differ. Those that split them anyway come first."""
     environment = {key for own in differing([run.environment for run in runs]) for key in own}
     return [
@@ -191,7 +193,7 @@ def offered_keys(runs: Sequence[RunSeries], roles: Roles) -> list[str]:
     ]
 
 
-def differences(runs: Sequence[RunSeries], roles: Roles) -> str:
+def differences(runs: Sequence[Run], roles: Roles) -> str:
     """Sentences that say in what the runs differ besides optimizer and seed; empty if in nothing."""
     following = [key for key in roles.following if not all(_names_optimizer(run, roles, key) for run in runs)]
     optimizers = listed(sorted({clip(run.optimizer, SHOWN) for run in runs}, key=optimizer_order))
@@ -203,7 +205,7 @@ def differences(runs: Sequence[RunSeries], roles: Roles) -> str:
     return " ".join(filter(None, sentences))
 
 
-def _names_optimizer(run: RunSeries, roles: Roles, key: str) -> bool:
+def _names_optimizer(run: Run, roles: Roles, key: str) -> bool:
     return run.optimizer.lower() in (roles.values[run.id].get(key) or "").lower()
 
 

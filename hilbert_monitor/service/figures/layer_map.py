@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from hilbert_monitor.runs.layers import LayerRecord
-from hilbert_monitor.service.following.columns import Floats, Table
+from hilbert_monitor.runs.record import LayerRecord
+from hilbert_monitor.runs.table import Floats, Table
 
 COLUMNS = 240
 """Columns of the map, at most: of the steps that share one, the largest value is shown."""

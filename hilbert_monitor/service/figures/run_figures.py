@@ -1,4 +1,4 @@
-"""Figures of one run, as plain dicts in plotly's form: one for each panel of `runs.panels` that the run's page draws.
+"""Figures of one run, as plain dicts in plotly's form: one for each panel of `run_panels` that the run's page draws.
 
 Values that are not finite have no place on an axis. They are gaps in their curve, and a cross at the top marks each.
 Alerts have marks, and attempts lines. Marks stand on a y axis of their own, from 0 at the bottom to 1 at the top.
@@ -12,20 +12,18 @@ from typing import Any, get_args
 
 import numpy as np
 
-from hilbert_monitor.runs import panels
-from hilbert_monitor.runs.metrics import Line, Metric
-from hilbert_monitor.runs.panels import RunPanel, drawn_in
-from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.service.following.columns import MISSING, SECONDS, Floats, Table, present
+from hilbert_monitor.runs.record import Line, Metric
+from hilbert_monitor.runs.run import Curve, Run
+from hilbert_monitor.runs.table import MISSING, SECONDS, Floats, Table, present
 from hilbert_monitor.service.following.text import label
 
-from . import style
+from . import run_panels, style
 from .downsampling import downsample
 from .plot_options import PLAIN, Axis, PlotOptions
-from .series import Series, origin, series_of
+from .run_panels import RunPanel, drawn_in
 from .style import GREY, Figure, Trace, colour
 
-PANELS = {panel.name: panel for panel in panels.PANELS if panel.on_page}
+PANELS = {panel.name: panel for panel in run_panels.PANELS if panel.on_page}
 """The panels of a run's page, by name and in their order there."""
 MARKS = 500
 """Marks of one kind in a figure, at most: the newest alerts, and an even choice of values that are not finite."""
@@ -44,14 +42,10 @@ Values = Mapping[str, Floats]
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """What the figures of a run are made of."""
+    """A run, and the options that its figures are drawn with."""
 
-    table: Table
-    info: RunInfo
-    attempts: Sequence[RunInfo]
-    alerts: Sequence[Alert]
+    run: Run
     options: PlotOptions
-    began: float
 
     @property
     def axis(self) -> Axis:
@@ -61,65 +55,55 @@ class RunData:
     @property
     def color(self) -> str:
         """The colour of the run's optimizer."""
-        return colour(self.info.head_optimizer or "unknown")
+        return colour(self.run.optimizer)
 
-    def series(self, values: Floats) -> Series:
+    def series(self, values: Floats) -> Curve:
         """The curve of a column."""
-        return series_of(self.table, values, self.began)
+        return Curve.of(self.run.table, values, self.run.start_time)
 
     def where(self, steps: Floats, times: Floats) -> Floats:
         """Places on the axis of steps that need not have a record; nan where that is not known."""
         if self.axis == "updates":
             return steps
         if self.axis == "time":
-            return (times - self.began) / 3600
-        tokens = self.table.column("tokens")
+            return (times - self.run.start_time) / 3600
+        tokens = self.run.table.column("tokens")
         known = np.isfinite(tokens)
         if not known.any():
             return np.full(len(steps), np.nan)
-        return np.interp(steps, self.table.steps[known], tokens[known])
+        return np.interp(steps, self.run.table.steps[known], tokens[known])
 
 
-def figures(
-    table: Table, info: RunInfo, attempts: Sequence[RunInfo], alerts: Sequence[Alert], options: PlotOptions = PLAIN
-) -> dict[str, Figure]:
-    """The figures of a run that have a curve, by the names of their panels.
+def figures(run: Run, options: PlotOptions = PLAIN) -> dict[str, Figure]:
+    """Return the figures of a run that have a curve, by the names of their panels.
 
     Args:
-        table: the run's records.
-        info: what its newest attempt says of it.
-        attempts: what each attempt says of it, the oldest first.
-        alerts: those that count.
+        run: to draw.
         options: how curves are drawn; one run has neither groups nor seeds.
     """
-    run = _run_data(table, info, attempts, alerts, options)
-    drawn = {panel.name: DRAW.get(panel.name, _draw)(run, panel, _columns(panel, table)) for panel in PANELS.values()}
+    data = _run_data(run, options)
+    drawn = {
+        panel.name: DRAW.get(panel.name, _draw)(data, panel, _columns(panel, run.table)) for panel in PANELS.values()
+    }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def curves(
-    panel: str, table: Table, info: RunInfo, attempts: Sequence[RunInfo], options: PlotOptions = PLAIN
-) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-    """Every value of a panel in the range of the options, as the header and the rows of a table; nothing is thinned.
+def curves(panel: str, run: Run, options: PlotOptions = PLAIN) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
+    """Return every value of a panel in the range of the options: the header and the rows of a table, nothing thinned.
 
     Args:
         panel: one of PANELS.
-        table: the run's records.
-        info: what its newest attempt says of it.
-        attempts: what each attempt says of it, the oldest first.
+        run: to list.
         options: which part of which axis.
     """
-    run, columns = _run_data(table, info, attempts, (), options), _columns(PANELS[panel], table)
-    return ("step", "tokens", "hours", *columns), _rows(run, list(columns.values()))
+    columns = _columns(PANELS[panel], run.table)
+    return ("step", "tokens", "hours", *columns), _rows(_run_data(run, options), list(columns.values()))
 
 
-def _run_data(
-    table: Table, info: RunInfo, attempts: Sequence[RunInfo], alerts: Sequence[Alert], options: PlotOptions
-) -> RunData:
-    began = origin(table, attempts[0].started if attempts else None)
+def _run_data(run: Run, options: PlotOptions) -> RunData:
     if options.axis is None:
-        options = replace(options, axis="tokens" if np.isfinite(table.column("tokens")).all() else "updates")
-    return RunData(table, info, attempts, alerts, options, began)
+        options = replace(options, axis="tokens" if np.isfinite(run.table.column("tokens")).all() else "updates")
+    return RunData(run, options)
 
 
 def _columns(panel: RunPanel, table: Table) -> Values:
@@ -132,13 +116,13 @@ def _columns(panel: RunPanel, table: Table) -> Values:
     return columns if columns.keys() - others else {}
 
 
-def _rows(run: RunData, columns: Sequence[Floats]) -> Iterator[tuple[Any, ...]]:
-    table, hours = run.table, (run.table.column("time") - run.began) / 3600
+def _rows(data: RunData, columns: Sequence[Floats]) -> Iterator[tuple[Any, ...]]:
+    table, hours = data.run.table, (data.run.table.column("time") - data.run.start_time) / 3600
     some = np.zeros(len(table), bool)
     for column in columns:
         some |= present(column)
-    x = {"updates": table.steps.astype(np.float64), "tokens": table.column("tokens"), "time": hours}[run.axis]
-    rows = np.intersect1d(np.flatnonzero(some), style.inside(x, run.options))
+    x = {"updates": table.steps.astype(np.float64), "tokens": table.column("tokens"), "time": hours}[data.axis]
+    rows = np.intersect1d(np.flatnonzero(some), style.inside(x, data.options))
     tokens = [None if number is None else int(number) for number in style.numbers(table.column("tokens")[rows])]
     listed = [_listed(column[rows]) for column in columns]
     yield from zip(table.steps[rows].tolist(), tokens, style.numbers(hours[rows]), *listed, strict=True)
@@ -152,34 +136,34 @@ def _listed(column: Floats) -> list[float | None]:
 # Panels
 
 
-def _draw(run: RunData, panel: RunPanel, columns: Values) -> Figure | None:
+def _draw(data: RunData, panel: RunPanel, columns: Values) -> Figure | None:
     """A panel as its metrics say: each line in its layer, on the axis and in the unit that they have."""
     metrics = [metric for metric in drawn_in(panel) if metric.field in columns]
-    log = run.options.logarithmic(any(metric.axis == "log" for metric in drawn_in(panel)))
-    traces = _lines(run, metrics, columns, log=log)
+    log = data.options.logarithmic(any(metric.log for metric in drawn_in(panel)))
+    traces = _lines(data, metrics, columns, log=log)
     yaxis: dict[str, Any] = {}
     if any(metric.unit == "ratio" for metric in metrics):
         yaxis["tickformat"] = style.SHARE_TICKS
     if panel.skips_start and not log:
-        late = style.late_range(traces, run.options)
+        late = style.late_range(traces, data.options)
         yaxis |= {"range": late} if late else {}
-    return _figure(run, panel.axis_title, traces, columns, log=log, **yaxis)
+    return _figure(data, panel.axis_title, traces, columns, log=log, **yaxis)
 
 
-def _draw_cost(run: RunData, panel: RunPanel, columns: Values) -> Figure | None:
+def _draw_cost(data: RunData, panel: RunPanel, columns: Values) -> Figure | None:
     """Seconds of each part of measuring, and on the right what share of the run's time they are."""
     parts = [name for name in columns if name.startswith(SECONDS)]
     if not parts:
-        return _draw(run, panel, columns)
-    log, traces = run.options.logarithmic(False), list[Trace]()
+        return _draw(data, panel, columns)
+    log, traces = data.options.logarithmic(False), list[Trace]()
     for number, name in enumerate(parts):
         color = COLOURS[number % len(COLOURS)]
-        traces += _curve(run, columns[name], name.removeprefix(SECONDS), color, log=log, width=1.5)
+        traces += _curve(data, columns[name], name.removeprefix(SECONDS), color, log=log, width=1.5)
     for trace in traces:
         trace["says"] = "%{y:.3~s}s"
     shares = [metric for metric in drawn_in(panel) if metric.field in columns]
-    traces += [trace | {"yaxis": "y3"} for trace in _lines(run, shares, columns, log=False)]
-    figure = _figure(run, "Seconds", traces, columns, log=log)
+    traces += [trace | {"yaxis": "y3"} for trace in _lines(data, shares, columns, log=False)]
+    figure = _figure(data, "Seconds", traces, columns, log=log)
     if figure and shares:
         right = {"overlaying": "y", "side": "right", "showgrid": False, "rangemode": "tozero", "tickformat": ".2~%"}
         figure["layout"]["yaxis3"] = right | {"tickmode": "auto", "title": {"text": panel.axis_title}}
@@ -193,7 +177,7 @@ DRAW: dict[str, Callable[[RunData, RunPanel, Values], Figure | None]] = {"cost":
 # Traces
 
 
-def _lines(run: RunData, metrics: Sequence[Metric], columns: Values, *, log: bool) -> list[Trace]:
+def _lines(data: RunData, metrics: Sequence[Metric], columns: Values, *, log: bool) -> list[Trace]:
     """The lines of some metrics, the strongest on top. Metrics with the same label look alike."""
     traces: list[Trace] = []
     for line in LAYERS:
@@ -201,32 +185,32 @@ def _lines(run: RunData, metrics: Sequence[Metric], columns: Values, *, log: boo
         for number, text in enumerate(labels):
             group = [metric for metric in metrics if metric.line == line and metric.label == text]
             if line == "band":
-                traces += _band(run, text, [columns[metric.field] for metric in group], run.color, log=log)
+                traces += _band(data, text, [columns[metric.field] for metric in group], data.color, log=log)
                 continue
-            look = _look(run, line, number)
+            look = _look(data, line, number)
             for metric in group:
-                options = run.options if metric.is_smoothed else replace(run.options, smooth=0.0)
-                curve = _curve(replace(run, options=options), columns[metric.field], text, log=log, **look)
+                options = data.options if metric.smoothed else replace(data.options, smooth=0.0)
+                curve = _curve(replace(data, options=options), columns[metric.field], text, log=log, **look)
                 traces += [trace | ({"says": PERCENT} if metric.unit == "ratio" else {}) for trace in curve]
     return traces
 
 
-def _look(run: RunData, line: Line, number: int) -> dict[str, Any]:
+def _look(data: RunData, line: Line, number: int) -> dict[str, Any]:
     """Colour, width, dash and opacity of the line with this number among those of its layer."""
     if line == "strong":
-        color, dash = style.shade(run.color, number)
+        color, dash = style.shade(data.color, number)
         return {"color": color, "width": 2, "dash": dash}
     looks: dict[Line, dict[str, Any]] = {
         "reference": {"color": GREY, "width": 1.5, "dash": "dash"},
-        "faint": {"color": run.color, "width": 1, "opacity": 0.5},
-        "dotted": {"color": run.color, "width": 1.25, "dash": "dot"},
+        "faint": {"color": data.color, "width": 1, "opacity": 0.5},
+        "dotted": {"color": data.color, "width": 1.25, "dash": "dot"},
         "other": {"color": COLOURS[number % len(COLOURS)], "width": 1.75, "dash": "dot"},
     }
     return looks[line]
 
 
 def _curve(
-    run: RunData,
+    data: RunData,
     values: Floats,
     name: str,
     color: str,
@@ -237,25 +221,25 @@ def _curve(
     opacity: float = 1.0,
 ) -> list[Trace]:
     """A line, and behind a smooth one the values that it is the average of."""
-    series, text = run.series(values), label(name)
+    series, text = data.series(values), label(name)
     traces = []
-    for smooth in sorted({0.0, run.options.smooth}):
-        strong = smooth == run.options.smooth
-        trace = style.line(series, run.options, log=log, smooth=smooth)
+    for smooth in sorted({0.0, data.options.smooth}):
+        strong = smooth == data.options.smooth
+        trace = style.line(series, data.options, log=log, smooth=smooth)
         trace |= {"type": "scatter", "name": text, "legendgroup": text, "opacity": opacity * (1.0 if strong else 0.35)}
         trace |= {"line": {"color": color, "width": width if strong else 1, "dash": dash if strong else "solid"}}
         traces.append(trace | ({"meta": text} if strong else {"hoverinfo": "skip"}))
     return traces
 
 
-def _band(run: RunData, name: str, bounds: Sequence[Floats], color: str, *, log: bool) -> list[Trace]:
+def _band(data: RunData, name: str, bounds: Sequence[Floats], color: str, *, log: bool) -> list[Trace]:
     """The area between a lower and an upper bound, where there are both."""
     if len(bounds) != 2:
         return []
     both = present(bounds[0]) & present(bounds[1])
-    lower, upper = (run.series(np.where(both, values, MISSING)).with_x(run.axis) for values in bounds)
-    x, text = lower.x(run.axis), label(name)
-    part, breaks = style.window(x, run.options), style.line_breaks(lower, run.axis)
+    lower, upper = (data.series(np.where(both, values, MISSING)).with_x(data.axis) for values in bounds)
+    x, text = lower.x(data.axis), label(name)
+    part, breaks = style.window(x, data.options), style.line_breaks(lower, data.axis)
     x, breaks = x[part], breaks[part]
     low, high = style.plottable(lower.values[part], log), style.plottable(upper.values[part], log)
     places = downsample([low, high]) if len(x) else np.empty(0, np.int64)
@@ -266,74 +250,74 @@ def _band(run: RunData, name: str, bounds: Sequence[Floats], color: str, *, log:
     traces = []
     for rows in style.unbroken_parts(places, breaks):
         texts = [f"{a:.4g} to {b:.4g}" for a, b in zip(low[rows].tolist(), high[rows].tolist(), strict=True)]
-        traces += [style.xy(x, low, rows, run.axis) | edge]
-        traces += [style.xy(x, high, rows, run.axis, hover=texts) | edge | fill]
+        traces += [style.xy(x, low, rows, data.axis) | edge]
+        traces += [style.xy(x, high, rows, data.axis, hover=texts) | edge | fill]
     return traces
 
 
 def _figure(
-    run: RunData, title: str, traces: list[Trace], columns: Values, *, log: bool, **yaxis: Any
+    data: RunData, title: str, traces: list[Trace], columns: Values, *, log: bool, **yaxis: Any
 ) -> Figure | None:
     """A figure with its marks; None without a curve."""
     if not any(len(trace["x"]) for trace in traces) and not any(present(values).any() for values in columns.values()):
         return None
     style.name_groups(traces)
-    marks = _nonfinite_marks(run, columns) + _alert_marks(run)
-    figure = style.figure(title, traces + marks, run.options, log=log, **yaxis)
-    figure["layout"] |= {"yaxis2": dict(MARKS_AXIS), "shapes": _attempt_lines(run)}
+    marks = _nonfinite_marks(data, columns) + _alert_marks(data)
+    figure = style.figure(title, traces + marks, data.options, log=log, **yaxis)
+    figure["layout"] |= {"yaxis2": dict(MARKS_AXIS), "shapes": _attempt_lines(data)}
     return figure
 
 
 # Marks
 
 
-def _nonfinite_marks(run: RunData, columns: Values) -> list[Trace]:
+def _nonfinite_marks(data: RunData, columns: Values) -> list[Trace]:
     """Crosses where a column is not finite."""
     crosses: list[Floats] = []
     texts: list[str] = []
     for name, values in columns.items():
         rows = np.flatnonzero(present(values) & ~np.isfinite(values))
-        x = run.where(run.table.steps[rows].astype(np.float64), run.table.column("time")[rows])
-        seen = style.inside(x, run.options)
+        x = data.where(data.run.table.steps[rows].astype(np.float64), data.run.table.column("time")[rows])
+        seen = style.inside(x, data.options)
         seen = seen[np.unique(np.linspace(0, len(seen) - 1, MARKS).astype(np.int64))] if len(seen) > MARKS else seen
         crosses.append(x[seen])
-        pairs = zip(values[rows[seen]].tolist(), run.table.steps[rows[seen]].tolist(), strict=True)
+        pairs = zip(values[rows[seen]].tolist(), data.run.table.steps[rows[seen]].tolist(), strict=True)
         texts += [f"{label(name.removeprefix(SECONDS))} {value} at step {step:,}" for value, step in pairs]
     x = np.concatenate(crosses) if crosses else np.empty(0)
     marker = {"symbol": "x", "size": 8, "color": RED}
-    return [_marks(run, x, 1.0, texts, marker, "not finite")] if len(x) else []
+    return [_marks(data, x, 1.0, texts, marker, "not finite")] if len(x) else []
 
 
-def _alert_marks(run: RunData) -> list[Trace]:
+def _alert_marks(data: RunData) -> list[Trace]:
     """Marks of the alerts, and a line down from each of the newest."""
-    alerts = list(run.alerts)
+    alerts = list(data.run.alerts)
     steps = np.array([alert.step for alert in alerts], np.float64)
-    x = run.where(steps, np.array([alert.time for alert in alerts], np.float64))
-    seen = style.inside(x, run.options)[-MARKS:]
+    x = data.where(steps, np.array([alert.time for alert in alerts], np.float64))
+    seen = style.inside(x, data.options)[-MARKS:]
     if not len(seen):
         return []
     texts = [f"{label(alerts[i].kind)} at step {alerts[i].step:,}: {alerts[i].value:.4g}" for i in seen.tolist()]
-    marks = _marks(run, x[seen], 0.97, texts, {"symbol": "triangle-down", "size": 9, "color": RED}, "alerts")
-    places = style.places(x[seen], run.axis)[-LINES:]
+    marks = _marks(data, x[seen], 0.97, texts, {"symbol": "triangle-down", "size": 9, "color": RED}, "alerts")
+    places = style.places(x[seen], data.axis)[-LINES:]
     lines: Trace = {"type": "scatter", "mode": "lines", "yaxis": "y2", "hoverinfo": "skip", "showlegend": False}
     lines |= {"x": [end for place in places for end in (place, place, None)], "y": [0, 0.97, None] * len(places)}
     return [lines | {"line": {"color": RED, "width": 1}, "opacity": 0.3, "legendgroup": "alerts"}, marks]
 
 
-def _marks(run: RunData, x: Floats, height: float, texts: list[str], marker: dict[str, Any], name: str) -> Trace:
+def _marks(data: RunData, x: Floats, height: float, texts: list[str], marker: dict[str, Any], name: str) -> Trace:
     trace: Trace = {"type": "scatter", "mode": "markers", "yaxis": "y2", "name": name, "legendgroup": name}
-    trace |= {"x": style.places(x, run.axis), "y": [height] * len(x), "customdata": texts, "cliponaxis": False}
+    trace |= {"x": style.places(x, data.axis), "y": [height] * len(x), "customdata": texts, "cliponaxis": False}
     return trace | {"marker": marker, "meta": name, "says": "", "showlegend": True}
 
 
-def _attempt_lines(run: RunData) -> list[dict[str, Any]]:
+def _attempt_lines(data: RunData) -> list[dict[str, Any]]:
     """Dotted lines where a further attempt began."""
-    later = list(run.attempts[1:])[-LINES:]
+    later = list(data.run.attempts[1:])[-LINES:]
     steps = np.array([attempt.first_step for attempt in later], np.float64)
-    x = run.where(steps, np.array([attempt.started for attempt in later], np.float64))
-    seen = style.inside(x, run.options)
+    x = data.where(steps, np.array([attempt.started for attempt in later], np.float64))
+    seen = style.inside(x, data.options)
     shapes = []
-    for number, place in zip(seen.tolist(), style.places(x[seen], run.axis), strict=True):
+    for number, place in zip(seen.tolist(), style.places(x[seen], data.axis), strict=True):
         text = {"text": f"attempt {later[number].attempt}", "font": {"size": 10}, "textposition": "end", "textangle": 0}
         ends = {"type": "line", "x0": place, "x1": place, "y0": 0, "y1": 1, "yref": "y domain"}
         line = {"color": GREY, "width": 1, "dash": "dot"}

@@ -12,11 +12,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hilbert_monitor.service.following.columns import Floats
+from hilbert_monitor.runs.run import Curve
+from hilbert_monitor.runs.table import Floats
 
 from .downsampling import POINTS, downsample, log_downsample
 from .plot_options import Axis, PlotOptions
-from .series import Series, pauses
+from .series import pauses, smoothed
 
 Theme = Literal["light", "dark"]
 Trace = dict[str, Any]
@@ -197,14 +198,14 @@ def name_groups(traces: list[Trace]) -> list[Trace]:
 # Lines
 
 
-def line(series: Series, options: PlotOptions, *, log: bool, points: int = POINTS, smooth: float = 0.0) -> Trace:
+def line(series: Curve, options: PlotOptions, *, log: bool, points: int = POINTS, smooth: float = 0.0) -> Trace:
     """x, y and mode of a downsampled curve, with a gap where a value cannot be drawn. The result is cached."""
     axis = options.x_axis
     key = ("line", axis, options.x0, options.x1, options.log_x, log, points, smooth)
     trace: Trace | None = series.cache.get(key)
     if trace is None:
         curve = series.with_x(axis)
-        x, y = curve.x(axis), plottable(curve.smoothed(smooth), log)
+        x, y = curve.x(axis), plottable(smoothed(curve, smooth), log)
         rows, breaks = window(x, options), line_breaks(curve, axis)
         x, y, breaks = x[rows], y[rows], breaks[rows]
         trace = xy(x, y, drawn_rows([y], x, options, breaks, points), axis, breaks)
@@ -214,7 +215,7 @@ def line(series: Series, options: PlotOptions, *, log: bool, points: int = POINT
     return dict(trace)
 
 
-def line_breaks(curve: Series, axis: Axis) -> Breaks:
+def line_breaks(curve: Curve, axis: Axis) -> Breaks:
     """Where the line of a curve is broken: over time, at pauses."""
     return pauses(curve.steps, curve.x(axis)) if axis == "time" else np.zeros(len(curve), bool)
 

@@ -27,7 +27,8 @@ from msgspec import Struct
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from .columns import NUMBERS, PAIRS, Table
+from hilbert_monitor.runs.table import NUMBERS, PAIRS, Table
+
 from .private_folder import PrivateFolder, place_of
 
 FORMAT = zlib.crc32(",".join(("3", *NUMBERS, *PAIRS)).encode())

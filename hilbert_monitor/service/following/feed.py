@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hilbert_monitor.runs.json_values import plain
+from hilbert_monitor.runs.files import to_json
 
 REMEMBERED = 16 << 20
 """Bytes of events that are stored for listeners that reconnect."""
@@ -53,7 +53,7 @@ class Feed:
 
     def publish(self, name: str, data: Any) -> None:
         """Send an event to all listeners, from any thread."""
-        text = msgspec.json.encode(plain(data)).decode()
+        text = msgspec.json.encode(to_json(data)).decode()
         with self._lock:
             self._count += 1
             self._events.append(Event(self._id(self._count), name, text))

@@ -11,14 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hilbert_monitor.runs.json_values import clean
-from hilbert_monitor.runs.log import ALERTS, END, HEARTBEAT, INFO, STEPS, News, RunReader, RunState
-from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.runs.states import ENDED, LIVE
+from hilbert_monitor.runs.files import replace_surrogates
+from hilbert_monitor.runs.reader import ALERTS, END, ENDED, HEARTBEAT, INFO, LIVE, STEPS, Batch, RunReader, RunState
+from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.runs.run import UNKNOWN, Run
+from hilbert_monitor.runs.table import TableBuilder
+from hilbert_monitor.service.following.summary import summary
 
 from .cache import Cache, CachedTable
-from .columns import Columns
-from .snapshot import UNKNOWN, RunSnapshot, summary
 from .text import clip
 
 FILES = (INFO, STEPS, ALERTS, END)
@@ -56,8 +56,8 @@ class RunFollower:
     """
 
     def __init__(self, folder: Path, root: Path, cache: Cache | None = None) -> None:
-        self.folder, self.root, self.id = folder, root, clean(folder.name)
-        self.snapshot: RunSnapshot | None = None
+        self.folder, self.root, self.id = folder, root, replace_surrogates(folder.name)
+        self.snapshot: Run | None = None
         """What is known of the run; None while the folder is no run."""
         self.size = 0
         """Bytes of the log of its steps."""
@@ -81,7 +81,7 @@ class RunFollower:
 
     def _forget(self) -> None:
         """Begin again at the start of the log."""
-        self._columns, self._offset, self._end, self._torn, self._cached_rows = Columns(), 0, 0, 0, 0
+        self._columns, self._offset, self._end, self._torn, self._cached_rows = TableBuilder(), 0, 0, 0, 0
         self._alerts: tuple[Alert, ...] = ()
         self._alerts_offset = self._alerts_torn = 0
         self._seen: tuple[Look, ...] = (None,) * len(FILES)
@@ -100,7 +100,7 @@ class RunFollower:
                 self._look()
                 self._load()
 
-    def advance(self, now: float, deadline: float = math.inf, news: list[News] | None = None) -> bool:
+    def advance(self, now: float, deadline: float = math.inf, news: list[Batch[StepRecord]] | None = None) -> bool:
         """Read on in the log; return whether there is a new snapshot.
 
         Whatever is wrong with a run becomes its `problem`, and is no other run's.
@@ -123,7 +123,7 @@ class RunFollower:
         self._rest(now, time.monotonic() - began)
         return is_new
 
-    def _advance(self, now: float, deadline: float, news: list[News] | None) -> bool:
+    def _advance(self, now: float, deadline: float, news: list[Batch[StepRecord]] | None) -> bool:
         seen = self._look()
         self.gone_since = None
         if seen == self._seen and not self.behind and now - self._asked < self._patience(now):
@@ -213,7 +213,7 @@ class RunFollower:
             raise Trouble(f"its {os.path.basename(path)} is not a plain file: it is not read")
         return _look_of(status)
 
-    def _read(self, seen: tuple[Look, ...], deadline: float, news: list[News] | None) -> int:
+    def _read(self, seen: tuple[Look, ...], deadline: float, news: list[Batch[StepRecord]] | None) -> int:
         """Read new lines; return how many times the columns changed."""
         changed, known = 0, self._attempts
         if seen[0] != self._seen[0] or not known:
@@ -224,7 +224,7 @@ class RunFollower:
         if self.behind:
             size = self.size
             for part in self._reader.follow(self._offset):
-                self._torn += self._columns.take(part, self._expected_rows())
+                self._torn += self._columns.append(part, self._expected_rows())
                 self._offset, self._torn, changed = part.offset, self._torn + part.torn, changed + 1
                 if news is not None:
                     news.append(part)
@@ -245,7 +245,7 @@ class RunFollower:
     def _read_alerts(self) -> None:
         known = set(self._alerts)
         for part in self._reader.follow_alerts(self._alerts_offset):
-            self._alerts = (*part.left_of(list(self._alerts)), *part.alerts)
+            self._alerts = (*part.kept(self._alerts), *part.records)
             self._alerts_offset, self._alerts_torn = part.offset, self._alerts_torn + part.torn
         self.new_alerts = [alert for alert in self._alerts if alert not in known]
 
@@ -267,13 +267,14 @@ class RunFollower:
         old = self.snapshot
         if changed:
             self._save(state)
-        new = RunSnapshot(
+        new = Run(
             id=self.id,
             info=self._attempts[-1] if self._attempts else RunInfo(id=self.id),
             attempts=self._attempts,
             state=state,
             problem=problem,
             table=self._columns.table if changed or old is None else old.table,
+            curves={} if changed or old is None else old.curves,
             alerts=self._alerts,
             torn=self._torn + self._alerts_torn,
             heartbeat=self._seen[1][2] / 1e9 if self._seen[1] else 0.0,
@@ -293,7 +294,7 @@ class RunFollower:
             return
         cached = self._cache.load(self.folder.name, self.folder / STEPS)
         if cached is not None:
-            self._columns, self._offset, self._torn = Columns(cached.table), cached.offset, cached.torn
+            self._columns, self._offset, self._torn = TableBuilder(cached.table), cached.offset, cached.torn
             self._end, self._cached_rows = cached.offset, len(cached.table)
 
     def _save(self, state: RunState) -> None:
@@ -306,7 +307,7 @@ class RunFollower:
         read = CachedTable(self._columns.table, self._offset, self._torn)
         table = self._cache.save(self.folder.name, self.folder / STEPS, read)
         if table is not None:
-            self._columns = Columns(table)
+            self._columns = TableBuilder(table)
 
 
 def _look_of(status: os.stat_result) -> Look:
@@ -331,6 +332,6 @@ def _another(known: tuple[RunInfo, ...], now: tuple[RunInfo, ...]) -> bool:
     return bool(known and now) and known[0].started != now[0].started
 
 
-def _apart_from_table(run: RunSnapshot) -> tuple[object, ...]:
+def _apart_from_table(run: Run) -> tuple[object, ...]:
     """The parts of a snapshot that can change while the table stays the same."""
     return run.info, run.attempts, run.state, run.problem, run.alerts, run.torn, run.heartbeat, run.indexed

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hilbert_monitor.runs.log import News, RunReader
-from hilbert_monitor.runs.record import Alert
+from hilbert_monitor.runs.reader import Batch, RunReader
+from hilbert_monitor.runs.record import Alert, StepRecord
+from hilbert_monitor.runs.run import Run
 
 from .cache import Cache
 from .feed import Feed
 from .follower import RunFollower
-from .snapshot import RunSnapshot
 
 PIECE = 200
 """Records that an event carries, at most."""
@@ -51,9 +51,9 @@ _log = logging.getLogger(__name__)
 class _Change(NamedTuple):
     """A new snapshot, and what its events tell."""
 
-    run: RunSnapshot
+    run: Run
     summary: dict[str, Any]
-    news: list[News]
+    news: list[Batch[StepRecord]]
     is_whole: bool
     """Whether the listeners have all records before the news."""
     alerts: list[Alert]
@@ -76,7 +76,7 @@ class Index:
         """The folder in which runs are looked for."""
         self._only = root.resolve().name if is_run else None
         """The name of the only run that is followed, if it is one."""
-        self.runs: Mapping[str, RunSnapshot] = MappingProxyType({})
+        self.runs: Mapping[str, Run] = MappingProxyType({})
         """The runs by id. The mapping is replaced and never changed: an answer reads it once and is consistent."""
         self.version = 0
         """Grows with every change of any run."""
@@ -227,7 +227,7 @@ class Index:
     def _advance(self, followed: RunFollower, now: float, deadline: float = math.inf) -> None:
         """Read on in a run's log, and note what changed."""
         self._sign = time.monotonic()
-        known, news = followed.snapshot, list[News]()
+        known, news = followed.snapshot, list[Batch[StepRecord]]()
         current = known is not None and known.indexed == 1.0
         if followed.advance(now, deadline, news if current else None):
             run, alerts = followed.snapshot, followed.new_alerts if known is not None else []
@@ -295,12 +295,12 @@ def _events(change: _Change) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "run", {"id": run.id, "version": run.version, "summary": change.summary}
 
 
-def _pieces(run: RunSnapshot, news: list[News], *, whole: bool) -> Iterator[dict[str, Any]]:
+def _pieces(run: Run, news: list[Batch[StepRecord]], *, whole: bool) -> Iterator[dict[str, Any]]:
     """Events with the new records of a log; one that asks to reload, if they are too many."""
     if not whole or sum(len(one.records) for one in news) > PIECE:
         if run.indexed == 1.0:
             yield {"run": run.id, "reload": True}
         return
     for one in news:
-        if one.records or one.attempts:
+        if one.records or one.keep is not None:
             yield {"run": run.id, "keep": one.keep, "records": [msgspec.to_builtins(record) for record in one.records]}

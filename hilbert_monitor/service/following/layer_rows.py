@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from hilbert_monitor.runs.layers import LAYERS, LayerRecord, read_layers
+from hilbert_monitor.runs.reader import LAYERS, RunReader
+from hilbert_monitor.runs.record import LayerRecord
 
 
 def layers_of(folder: Path) -> tuple[LayerRecord, ...]:
@@ -20,6 +21,6 @@ def layers_of(folder: Path) -> tuple[LayerRecord, ...]:
 @lru_cache(maxsize=32)
 def _read(folder: Path, changed: int, size: int) -> tuple[LayerRecord, ...]:
     try:
-        return tuple(read_layers(folder))
+        return tuple(RunReader(folder).layers())
     except OSError:
         return ()

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hilbert_monitor.runs.run import SIZES
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:
@@ -42,7 +44,7 @@ def _ratios(diameter: float, rms: float) -> dict[str, Figure]:
 
 PAPER = {
     "190M": Published(
-        parameters=185_680_896,
+        parameters=SIZES["190M"],
         updates=7_083,
         tokens=3_713_531_904,
         optimizers={
@@ -53,7 +55,7 @@ PAPER = {
         difference=Figure(0.0153, 0.0027),
     ),
     "380M": Published(
-        parameters=379_184_640,
+        parameters=SIZES["380M"],
         updates=14_464,
         tokens=7_583_301_632,
         optimizers={
@@ -64,7 +66,7 @@ PAPER = {
         difference=Figure(0.0091, 0.0007),
     ),
     "640M": Published(
-        parameters=639_797_248,
+        parameters=SIZES["640M"],
         updates=24_406,
         tokens=12_795_772_928,
         optimizers={
@@ -75,8 +77,3 @@ PAPER = {
         difference=Figure(0.0057, 0.0012),
     ),
 }
-
-
-def model_of_size(parameters: object) -> str | None:
-    """The paper's name for a model of so many parameters, if it has one."""
-    return next((name for name, published in PAPER.items() if published.parameters == parameters), None)

@@ -9,13 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from hilbert_monitor.runs.run import clip as clip
+
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 """Characters that a spreadsheet takes for the start of a formula. The last four are full-width forms of the first."""
-
-
-def clip(text: str, limit: int) -> str:
-    """Cut a text to at most `limit` characters."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def label(text: str, limit: int = 60) -> str:

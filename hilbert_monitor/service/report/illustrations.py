@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hilbert_monitor.runs.panels import PANELS
-from hilbert_monitor.service.figures import compare_figures
+from hilbert_monitor.runs.run import Run
+from hilbert_monitor.service.figures import compare_figures, run_figures
 from hilbert_monitor.service.figures.comparison import Comparison
 from hilbert_monitor.service.figures.final_values import METRIC_NAMES
 from hilbert_monitor.service.figures.plot_options import PlotOptions
+from hilbert_monitor.service.figures.run_panels import PANELS
 from hilbert_monitor.service.figures.style import Figure
 
 from .markup import plural
-from .summary import ReportedRun
 from .svg import svg
 
 NAMED = 4
@@ -41,10 +41,12 @@ class Illustration:
         return svg(self.figure, self.name)
 
 
-def illustrations(runs: Sequence[ReportedRun], comparisons: Sequence[Comparison]) -> list[list[Illustration]]:
+def illustrations(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> list[list[Illustration]]:
     """The figures of each comparison that have a curve."""
-    if len(runs) == 1 and runs[0].panels:
-        return [_of_run(runs[0].panels)]
+    if len(runs) == 1:
+        panels = {name: figure for name, figure in run_figures.figures(runs[0]).items() if name != "cost"}
+        if panels:
+            return [_of_run(panels)]
     found = [_of_comparison(c) for c in comparisons]
     if len(found) < 2:
         return found

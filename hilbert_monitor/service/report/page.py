@@ -11,6 +11,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from hilbert_monitor import __version__
+from hilbert_monitor.runs.run import Run
 from hilbert_monitor.service.figures.comparison import Comparison
 from hilbert_monitor.service.figures.style import Figure, Theme, template
 
@@ -19,7 +20,6 @@ from .markup import plural
 from .model_section import model_section
 from .run_sections import alerts_section, efficiency_section, remarks_section, runs_section
 from .settings_section import settings_section, software_section
-from .summary import ReportedRun
 from .svg import extra_rows
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -31,7 +31,7 @@ HEIGHT, ROW = 380, 19
 THEMES: tuple[Theme, ...] = ("light", "dark")
 
 
-def page(runs: Sequence[ReportedRun], comparisons: Sequence[Comparison], *, now: float | None = None) -> str:
+def page(runs: Sequence[Run], comparisons: Sequence[Comparison], *, now: float | None = None) -> str:
     """The HTML of the report.
 
     Args:

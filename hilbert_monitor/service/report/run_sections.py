@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from hilbert_monitor.runs.record import Alert
+from hilbert_monitor.runs.run import Run, settings
 from hilbert_monitor.service.figures.final_values import METRICS, final_value
-from hilbert_monitor.service.figures.series import CURVES, RunSeries
-from hilbert_monitor.service.following.run_settings import settings
+from hilbert_monitor.service.figures.series import CURVES
 from hilbert_monitor.service.following.text import clip
 
 from .markup import DASH, optimizer_cell, plural, table, text, with_minus
 from .settings_section import differences, item_of_runs
-from .summary import ReportedRun
+from .summary import efficiency
 
 ALERTS = 30
 """The largest number of alerts of a run on the page; it shows the last ones."""
@@ -27,29 +27,29 @@ EFFICIENCY_HEADS = ("Run", "LM head", "For the moment", "For the batch's gradien
 # Runs
 
 
-def runs_section(runs: Sequence[ReportedRun], counted: Collection[str]) -> str:
+def runs_section(runs: Sequence[Run], counted: Collection[str]) -> str:
     """A table of all runs, with their states and final values. `counted` has the ids of those that enter a mean."""
     differing = differences(runs)
-    rows = [_run_row(run, run.series.id in counted, _own_settings(run, differing)) for run in sorted(runs, key=_rank)]
+    rows = [_run_row(run, run.id in counted, _own_settings(run, differing)) for run in sorted(runs, key=_rank)]
     caption = "The lowest validation loss first" if len(runs) > 1 else ""
     return f"<section><h2>Runs</h2>{table(RUN_HEADS, rows, caption)}</section>"
 
 
-def _rank(run: ReportedRun) -> tuple[str, float]:
+def _rank(run: Run) -> tuple[str, float]:
     """Runs are in the order of their models, and of their validation losses."""
-    loss = final_value(run.series, "validation_loss")
-    return run.series.model, math.inf if loss is None or math.isnan(loss) else loss
+    loss = final_value(run, "validation_loss")
+    return run.model, math.inf if loss is None or math.isnan(loss) else loss
 
 
-def _own_settings(run: ReportedRun, differing: Sequence[str]) -> str:
+def _own_settings(run: Run, differing: Sequence[str]) -> str:
     """The settings of a run that other runs do not share, with the last parts of their keys: "lr=0.001"."""
     own = settings(run.info)
     pairs = [f"{key.rpartition('.')[2]}={clip(own[key], 40)}" for key in differing if key in own]
     return clip(", ".join(pairs), 200)
 
 
-def _run_row(run: ReportedRun, counted: bool, own_settings: str) -> tuple[str, Sequence[str]]:
-    s = run.series
+def _run_row(run: Run, counted: bool, own_settings: str) -> tuple[str, Sequence[str]]:
+    s = run
     reason = " ".join(filter(None, (run.state.error, run.state.message))) or run.problem
     error = f": {reason}" if reason else ""
     state = f'<em class="{s.status}">{s.status}</em><span>{text(error, 400)}</span>' + (
@@ -66,19 +66,20 @@ def _run_row(run: ReportedRun, counted: bool, own_settings: str) -> tuple[str, S
 # Efficiency
 
 
-def efficiency_section(runs: Sequence[ReportedRun]) -> str:
+def efficiency_section(runs: Sequence[Run]) -> str:
     """A table of how much descent the steps made for their diameter; empty if no run measured it."""
-    rows = [_efficiency_row(run) for run in runs if "efficiency_lower" in run.efficiency]
+    rows = [_efficiency_row(run) for run in runs if "efficiency_lower" in efficiency(run)]
     if not rows:
         return ""
     caption = "Descent as a share of the best that a step of the same diameter could have made: a mean over the run"
     return f"<section><h2>Step efficiency</h2>{table(EFFICIENCY_HEADS, rows, caption)}</section>"
 
 
-def _efficiency_row(run: ReportedRun) -> tuple[str, Sequence[str]]:
-    shares = [_percent_interval(run.efficiency, name) for name in ("moment_efficiency", "efficiency")]
-    waste = f"{run.efficiency['gauge_waste']:.2%}" if "gauge_waste" in run.efficiency else DASH
-    return text(run.series.label), (optimizer_cell(run.series.optimizer), *shares, waste)
+def _efficiency_row(run: Run) -> tuple[str, Sequence[str]]:
+    means = efficiency(run)
+    shares = [_percent_interval(means, name) for name in ("moment_efficiency", "efficiency")]
+    waste = f"{means['gauge_waste']:.2%}" if "gauge_waste" in means else DASH
+    return text(run.label), (optimizer_cell(run.optimizer), *shares, waste)
 
 
 def _percent_interval(efficiency: Mapping[str, float], name: str) -> str:
@@ -91,17 +92,17 @@ def _percent_interval(efficiency: Mapping[str, float], name: str) -> str:
 # Alerts and remarks
 
 
-def alerts_section(runs: Sequence[ReportedRun]) -> str:
+def alerts_section(runs: Sequence[Run]) -> str:
     """The last alerts of each run."""
     lists = "".join(_alert_list(run) for run in runs if run.alerts)
     return f"<section><h2>Alerts</h2>{lists or '<p>None.</p>'}</section>"
 
 
-def _alert_list(run: ReportedRun) -> str:
+def _alert_list(run: Run) -> str:
     alerts = run.alerts[-ALERTS:]
     items = "".join(f"<li><b>{alert.step:,}</b> {text(_alert_text(alert), 600)}</li>" for alert in alerts)
     cut = f"<p>The last {len(alerts)} of {len(run.alerts):,}.</p>" if len(alerts) < len(run.alerts) else ""
-    return f'<h3>{text(run.series.label)}</h3>{cut}<ul class="alerts">{items}</ul>'
+    return f'<h3>{text(run.label)}</h3>{cut}<ul class="alerts">{items}</ul>'
 
 
 def _alert_text(alert: Alert) -> str:
@@ -111,19 +112,19 @@ def _alert_text(alert: Alert) -> str:
     return alert.message or f"{alert.kind}: {alert.value:.4g}{tokens}"
 
 
-def remarks_section(runs: Sequence[ReportedRun]) -> str:
+def remarks_section(runs: Sequence[Run]) -> str:
     """What the monitor remarked about the runs, and which curves have values that cannot be drawn."""
-    runs_of_remark: dict[str, list[ReportedRun]] = {}
+    runs_of_remark: dict[str, list[Run]] = {}
     for run in runs:
-        for remark in (*run.info.remarks, *_nonfinite_remarks(run.series)):
+        for remark in (*run.info.remarks, *_nonfinite_remarks(run)):
             runs_of_remark.setdefault(remark, []).append(run)
     items = "".join(item_of_runs(remark, 1000, some, runs) for remark, some in runs_of_remark.items())
     return f"<section><h2>Remarks</h2><ul>{items}</ul></section>" if items else ""
 
 
-def _nonfinite_remarks(series: RunSeries) -> Iterator[str]:
+def _nonfinite_remarks(run: Run) -> Iterator[str]:
     for name in CURVES:
-        curve = series.curve(name)
+        curve = run.curve(name)
         steps = curve.steps[~np.isfinite(curve.values)]
         if len(steps):
             yield f"{name} is nan or infinite at {plural(len(steps), 'step')}, first at {steps[0]:,}."

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hilbert_monitor.service.following.run_settings import settings
+from hilbert_monitor.runs.run import Run, settings
 from hilbert_monitor.service.following.text import clip
 
 from .markup import DASH, plural, text
-from .summary import ReportedRun
 
 SETTINGS = 200
 """The largest number of settings in a table."""
@@ -16,11 +15,11 @@ NAMES = 6
 """The largest number of runs that a value names."""
 VERSIONS = "versions."
 
-Values = Mapping[str, Sequence[ReportedRun]]
+Values = Mapping[str, Sequence[Run]]
 """The values of a setting, and the runs that have each."""
 
 
-def settings_section(runs: Sequence[ReportedRun]) -> str:
+def settings_section(runs: Sequence[Run]) -> str:
     """The settings: first those that are not the same in all runs, then those that are."""
     values = {key: some for key, some in _values(runs).items() if not key.startswith(VERSIONS)}
     differing = {key: some for key, some in values.items() if len(some) > 1}
@@ -33,46 +32,46 @@ def settings_section(runs: Sequence[ReportedRun]) -> str:
     return f"<section><h2>Settings</h2>{first}{_table(shared, runs, 'What all runs share')}</section>"
 
 
-def software_section(runs: Sequence[ReportedRun]) -> str:
+def software_section(runs: Sequence[Run]) -> str:
     """The versions of the programs that the runs were made with, as far as they say."""
     versions = {key.removeprefix(VERSIONS): some for key, some in _values(runs).items() if key.startswith(VERSIONS)}
     return f"<section><h2>Software</h2>{_table(versions, runs)}</section>" if versions else ""
 
 
-def differences(runs: Sequence[ReportedRun]) -> list[str]:
+def differences(runs: Sequence[Run]) -> list[str]:
     """The keys of the settings that differ between runs, but for those of their software."""
     return [key for key, some in _values(runs).items() if len(some) > 1 and not key.startswith(VERSIONS)]
 
 
-def item_of_runs(value: str, limit: int, some: Sequence[ReportedRun], runs: Sequence[ReportedRun]) -> str:
+def item_of_runs(value: str, limit: int, some: Sequence[Run], runs: Sequence[Run]) -> str:
     """A list item: a text, and the names of those runs that it is about."""
     names = f" <small>{_names(some, runs)}</small>" if len(runs) > 1 else ""
     return f"<li>{text(value, limit)}{names}</li>"
 
 
-def _names(some: Sequence[ReportedRun], runs: Sequence[ReportedRun]) -> str:
+def _names(some: Sequence[Run], runs: Sequence[Run]) -> str:
     if len(some) == len(runs):
         return "all runs"
-    names = ", ".join(clip(run.series.label, 40) for run in some[:NAMES])
+    names = ", ".join(clip(run.label, 40) for run in some[:NAMES])
     if len(some) > NAMES:
         names = f"{plural(len(some), 'run')}, such as {names}"
     return text(names, 400)
 
 
-def _values(runs: Sequence[ReportedRun]) -> dict[str, Values]:
+def _values(runs: Sequence[Run]) -> dict[str, Values]:
     """The values of each setting, by key."""
     all_settings = [settings(run.info) for run in runs]
     return {key: _of_key(key, runs, all_settings) for key in sorted({key for own in all_settings for key in own})}
 
 
-def _of_key(key: str, runs: Sequence[ReportedRun], all_settings: Sequence[Mapping[str, str]]) -> Values:
-    values: dict[str, list[ReportedRun]] = {}
+def _of_key(key: str, runs: Sequence[Run], all_settings: Sequence[Mapping[str, str]]) -> Values:
+    values: dict[str, list[Run]] = {}
     for run, own in zip(runs, all_settings, strict=True):
         values.setdefault(own.get(key, DASH), []).append(run)
     return values
 
 
-def _table(values: Mapping[str, Values], runs: Sequence[ReportedRun], title: str = "") -> str:
+def _table(values: Mapping[str, Values], runs: Sequence[Run], title: str = "") -> str:
     """A table with a row for each key; empty without one."""
     if not values:
         return ""
@@ -82,7 +81,7 @@ def _table(values: Mapping[str, Values], runs: Sequence[ReportedRun], title: str
     return f'{cut}<table class="settings">{caption}<tbody>{rows}</tbody></table>'
 
 
-def _rows(values: Mapping[str, Values], runs: Sequence[ReportedRun]) -> Iterator[str]:
+def _rows(values: Mapping[str, Values], runs: Sequence[Run]) -> Iterator[str]:
     for key in list(values)[:SETTINGS]:
         of_value = values[key]
         if len(of_value) == 1:

@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hilbert_monitor.runs.log import RunReader, RunState, find_runs
-from hilbert_monitor.runs.record import Alert, RunInfo
-from hilbert_monitor.service.figures import run_figures
+from hilbert_monitor.runs.run import Run, load_runs
 from hilbert_monitor.service.figures.comparison import BASELINE, CANDIDATE, Comparison
 from hilbert_monitor.service.figures.contrasts import Contrast
 from hilbert_monitor.service.figures.final_values import METRIC_NAMES, METRICS, SampleStatistics, final_value
-from hilbert_monitor.service.figures.series import CURVES, RunSeries, read_run, read_table, run_series
-from hilbert_monitor.service.figures.style import Figure
-from hilbert_monitor.service.following.columns import Table
+from hilbert_monitor.service.figures.series import CURVES
 from hilbert_monitor.service.following.published import PAPER, Published
 from hilbert_monitor.service.following.published import Figure as PublishedFigure
-from hilbert_monitor.service.following.snapshot import UNKNOWN
 from hilbert_monitor.service.following.text import clip, csv_lines
 
 from .sides import sides
@@ -38,57 +32,23 @@ EFFICIENCY_FIELDS = (
 """The fields of a StepRecord that say how well a step uses its diameter."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReportedRun:
-    """A run as a report needs it."""
-
-    series: RunSeries
-    info: RunInfo
-    state: RunState
-    alerts: tuple[Alert, ...] = ()
-    efficiency: Mapping[str, float] = field(default_factory=dict)
-    """Means over the run of those EFFICIENCY_FIELDS that were measured."""
-    problem: str = ""
-    """Why the run cannot be read, in a sentence; else empty."""
-    panels: Mapping[str, Figure] = field(default_factory=dict)
-    """The figures of the run's page, by panel, if the report is about this run alone."""
-
-
-def load(root: str | os.PathLike[str]) -> list[ReportedRun]:
+def load(root: str | os.PathLike[str]) -> list[Run]:
     """Read the runs in a folder, or the single run whose folder it is.
 
     Raises:
         ValueError: there is no such folder, or no run in it.
     """
-    if not Path(root).is_dir():
-        raise ValueError(f"there is no folder '{root}': give the one that runs are logged to")
-    readers = [RunReader(root)] if RunReader(root).attempts else find_runs(root)
-    if not readers:
+    runs = load_runs(root)
+    if not runs:
         raise ValueError(f"there are no runs in '{root}': train with HilbertMonitor(run_dir='{root}') first")
-    return [_load_run(reader, alone=len(readers) == 1) for reader in readers]
+    return runs
 
 
-def _load_run(reader: RunReader, *, alone: bool) -> ReportedRun:
-    """A run, or that it cannot be read: anything may be in a log, and it must not cost the report of the others."""
-    try:
-        state, table = reader.state(), read_table(reader)
-        series = read_run(reader, state, table)
-        alerts, efficiency = tuple(reader.alerts()), dict(_mean_efficiency(table))
-        panels = run_figures.figures(table, reader.info, reader.attempts, alerts) if alone else {}
-        panels = {name: figure for name, figure in panels.items() if name != "cost"}  # that of the monitor
-        return ReportedRun(series, reader.info, state, alerts, efficiency, panels=panels)
-    except Exception as error:
-        info = reader.info
-        series = replace(run_series(info, UNKNOWN, Table()), status="unreadable")
-        return ReportedRun(series, info, UNKNOWN, problem=clip(f"{type(error).__name__}: {error}", 500))
-
-
-def _mean_efficiency(table: Table) -> Iterator[tuple[str, float]]:
-    for name in EFFICIENCY_FIELDS:
-        values = table.column(name)
-        finite = values[np.isfinite(values)]
-        if len(finite):
-            yield name, float(finite.mean())
+def efficiency(run: Run) -> dict[str, float]:
+    """Return the means over a run of those EFFICIENCY_FIELDS that were measured."""
+    columns = {name: run.table.column(name) for name in EFFICIENCY_FIELDS}
+    finite = {name: values[np.isfinite(values)] for name, values in columns.items()}
+    return {name: float(values.mean()) for name, values in finite.items() if len(values)}
 
 
 def headline(comparison: Comparison) -> str:
@@ -128,7 +88,7 @@ def _group_lines(comparison: Comparison) -> Iterator[str]:
 # JSON
 
 
-def as_json(runs: Sequence[ReportedRun], comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def as_json(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """The numbers of the report, by model. A number that does not exist is None."""
     counted = {run.id for c in comparisons for run in c.counted}
     return {
@@ -138,11 +98,11 @@ def as_json(runs: Sequence[ReportedRun], comparisons: Sequence[Comparison]) -> d
         "contrasts": {c.model: [_contrast_json(contrast) for contrast in c.contrasts] for c in comparisons},
         "about": {c.model: c.about for c in comparisons},
         "notes": {c.model: list(c.notes) for c in comparisons},
-        "runs": [_run_json(run, counted=run.series.id in counted) for run in runs],
+        "runs": [_run_json(run, counted=run.id in counted) for run in runs],
     }
 
 
-def write_json(runs: Sequence[ReportedRun], comparisons: Sequence[Comparison], path: Path) -> None:
+def write_json(runs: Sequence[Run], comparisons: Sequence[Comparison], path: Path) -> None:
     """Write the numbers of the report to a JSON file."""
     path.write_text(json.dumps(as_json(runs, comparisons), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -162,13 +122,23 @@ def _difference_json(c: Contrast) -> dict[str, Any]:
     return {**statistics, "below": c.below, "checkpoints": c.checkpoints}
 
 
-def _run_json(run: ReportedRun, *, counted: bool) -> dict[str, Any]:
-    s = run.series
-    description = {"id": s.id, "name": s.name, "model": s.model, "optimizer": s.optimizer, "seed": s.seed}
-    state = {"panel_hash": s.panel_hash, "status": s.status, "step": s.step, "error": run.problem or run.state.error}
-    finals = {metric: _finite(final_value(s, metric)) for metric in METRICS}
-    more = {"counted": counted, "alerts": len(run.alerts), "worth": {**run.efficiency}}
-    return {**description, **state, **finals, **more}
+def _run_json(run: Run, *, counted: bool) -> dict[str, Any]:
+    finals = {metric: _finite(final_value(run, metric)) for metric in METRICS}
+    return {
+        "id": run.id,
+        "name": run.name,
+        "model": run.model,
+        "optimizer": run.optimizer,
+        "seed": run.seed,
+        "panel_hash": run.info.panel_hash,
+        "status": run.status,
+        "step": run.step,
+        "error": run.problem or run.state.error,
+        **finals,
+        "counted": counted,
+        "alerts": len(run.alerts),
+        "worth": efficiency(run),
+    }
 
 
 def _finite(value: float | None) -> float | None:

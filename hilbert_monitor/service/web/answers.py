@@ -13,19 +13,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hilbert_monitor.runs.json_values import plain
+from hilbert_monitor.runs.files import to_json
 from hilbert_monitor.runs.record import Alert, RunInfo
+from hilbert_monitor.runs.run import Run, settings
+from hilbert_monitor.runs.table import NUMBERS, PAIR_COLUMNS, SECONDS, WHOLE, Floats, Table, present
 from hilbert_monitor.service.figures.downsampling import downsample
 from hilbert_monitor.service.figures.layer_map import layer_map
-from hilbert_monitor.service.following.columns import NUMBERS, PAIR_COLUMNS, SECONDS, WHOLE, Floats, Table, present
 from hilbert_monitor.service.following.layer_rows import layers_of
-from hilbert_monitor.service.following.pace import last_step, pace_of
-from hilbert_monitor.service.following.run_settings import settings
-from hilbert_monitor.service.following.snapshot import RunSnapshot, summary
+from hilbert_monitor.service.following.summary import summary
 
 from .notebook import NOTHING, Acknowledgement, Remarks, alert_key
 
-Runs = Mapping[str, RunSnapshot]
+Runs = Mapping[str, Run]
 AlertState = Literal["all", "open", "acknowledged"]
 
 TOKENS = 50
@@ -49,7 +48,7 @@ class Page:
 
 def runs(
     index: Runs,
-    wanted: Callable[[RunSnapshot], bool] | None = None,
+    wanted: Callable[[Run], bool] | None = None,
     *,
     limit: int | None = None,
     after: str = "",
@@ -62,7 +61,7 @@ def runs(
         limit: how many lines, at most.
         after: id of the last run of the page before. KeyError if there is no such run.
     """
-    matches: Sequence[RunSnapshot] = sorted(index.values(), key=newest, reverse=True)
+    matches: Sequence[Run] = sorted(index.values(), key=newest, reverse=True)
     if wanted is not None:
         matches = [run for run in matches if wanted(run)]
     first = 0
@@ -71,30 +70,30 @@ def runs(
         first = next((place for place, run in enumerate(matches) if newest(run) < last), len(matches))
     stop = len(matches) if limit is None else first + limit
     part = matches[first:stop]
-    return Page([plain(summary(run)) for run in part], len(matches), part[-1].id if stop < len(matches) else None)
+    return Page([to_json(summary(run)) for run in part], len(matches), part[-1].id if stop < len(matches) else None)
 
 
-def newest(run: RunSnapshot) -> tuple[Any, ...]:
+def newest(run: Run) -> tuple[Any, ...]:
     """The key that runs are sorted by; the largest is the newest run."""
     return _order(run.info.started, run.id)
 
 
-def stamp(run: RunSnapshot) -> tuple[Any, ...]:
+def stamp(run: Run) -> tuple[Any, ...]:
     """A key that changes whenever the run does, and that no other run has."""
     return run.id, run.version, run.info.started, len(run.table)
 
 
-def layers(one: RunSnapshot, root: Path) -> dict[str, Any]:
+def layers(one: Run, root: Path) -> dict[str, Any]:
     """The heat map of a run's layers, read from its folder."""
     found = layer_map(layers_of(root / one.id), one.table, one.info.head_name)
-    return {"id": one.id, "version": one.version, **plain(found)}
+    return {"id": one.id, "version": one.version, **to_json(found)}
 
 
-def run(one: RunSnapshot, remarks: Remarks = NOTHING) -> dict[str, Any]:
+def run(one: Run, remarks: Remarks = NOTHING) -> dict[str, Any]:
     """Everything about a run but its curves."""
     pairs, tokens = _tokens(one.table)
     seen = remarks.by_alert()
-    answer: dict[str, Any] = plain(
+    answer: dict[str, Any] = to_json(
         {
             "summary": summary(one),
             "remarks": remarks_answer(one, remarks),
@@ -111,7 +110,7 @@ def run(one: RunSnapshot, remarks: Remarks = NOTHING) -> dict[str, Any]:
     return answer
 
 
-def remarks_answer(run: RunSnapshot, remarks: Remarks) -> dict[str, Any]:
+def remarks_answer(run: Run, remarks: Remarks) -> dict[str, Any]:
     """What people say about a run. Acknowledged alerts that a resumed run no longer has are left out."""
     known = {alert_key(alert) for alert in run.alerts} if remarks.acknowledged else ()
     acknowledged = [one for one in remarks.acknowledged if alert_key(one) in known]
@@ -125,7 +124,7 @@ def remarks_answer(run: RunSnapshot, remarks: Remarks) -> dict[str, Any]:
 
 def alerts(
     index: Runs,
-    remarks: Callable[[RunSnapshot], Remarks] = lambda run: NOTHING,
+    remarks: Callable[[Run], Remarks] = lambda run: NOTHING,
     *,
     run: str = "",
     kind: str = "",
@@ -142,7 +141,7 @@ def alerts(
         state: `open` leaves out alerts that are acknowledged, and archived runs unless one is asked for by its id.
         limit: how many alerts are listed, at most.
     """
-    lines: list[tuple[RunSnapshot, Alert, Acknowledgement | None]] = []
+    lines: list[tuple[Run, Alert, Acknowledgement | None]] = []
     acknowledged = 0
     for one in index.values():
         if not one.alerts or (run and one.id != run):
@@ -157,16 +156,16 @@ def alerts(
             if state == "all" or (state == "open") == (acknowledgement is None):
                 lines.append((one, alert, acknowledgement))
     lines.sort(key=lambda line: _order(line[1].time, line[0].id, line[1].step), reverse=True)
-    listed = [plain(_run_alert(*line)) for line in lines[:limit]]
+    listed = [to_json(_run_alert(*line)) for line in lines[:limit]]
     return {"alerts": listed, "count": len(lines), "acknowledged": acknowledged}
 
 
-def difference(a: RunSnapshot, b: RunSnapshot) -> dict[str, Any]:
+def difference(a: Run, b: Run) -> dict[str, Any]:
     """The settings in which two runs differ."""
     ours, theirs = settings(a.info), settings(b.info)
     keys = [*ours, *(key for key in theirs if key not in ours)]
     rows = [{"key": key, "a": ours.get(key), "b": theirs.get(key)} for key in keys if ours.get(key) != theirs.get(key)]
-    answer: dict[str, Any] = plain({"a": a.id, "b": b.id, "rows": rows, "same": len(keys) - len(rows)})
+    answer: dict[str, Any] = to_json({"a": a.id, "b": b.id, "rows": rows, "same": len(keys) - len(rows)})
     return answer
 
 
@@ -186,7 +185,7 @@ def fields(table: Table, asked: Sequence[str]) -> list[str]:
     return [name for name in dict.fromkeys(wanted) if name != "step"]
 
 
-def records(one: RunSnapshot, names: Sequence[str], rows: slice, points: int) -> dict[str, Any]:
+def records(one: Run, names: Sequence[str], rows: slice, points: int) -> dict[str, Any]:
     """Columns of some rows, thinned to about `points`: the rows where a column is smallest or largest stay."""
     columns = {name: one.table.column(name)[rows] for name in names}
     steps = one.table.steps[rows]
@@ -265,7 +264,7 @@ def _sign(acknowledgement: Acknowledgement | None) -> dict[str, Any] | None:
     return None if acknowledgement is None else {"by": acknowledgement.by, "at": acknowledgement.at}
 
 
-def _run_alert(run: RunSnapshot, alert: Alert, acknowledgement: Acknowledgement | None) -> dict[str, Any]:
+def _run_alert(run: Run, alert: Alert, acknowledgement: Acknowledgement | None) -> dict[str, Any]:
     source = {"run": run.id, "name": run.info.name, "optimizer": run.info.head_optimizer or "unknown"}
     return {**source, "status": run.status, **_all_fields(alert), "acknowledged": _sign(acknowledgement)}
 
@@ -274,14 +273,13 @@ def _parts(table: Table) -> Iterator[str]:
     return (name for name in table.columns if name.startswith(SECONDS))
 
 
-def _pace(run: RunSnapshot) -> dict[str, Any]:
-    pace, last, step = pace_of(run.table), last_step(run.info), run.state.step
-    left = None
-    if pace.steps and last is not None and step is not None and run.status == "running":
-        left = max(last - step, 0) / pace.steps
+def _pace(run: Run) -> dict[str, Any]:
+    speed, last, left = run.speed, run.last_step, None
+    if speed.steps and last is not None and run.step is not None and run.status == "running":
+        left = max(last - run.step, 0) / speed.steps
     return {
-        "steps_per_second": pace.steps,
-        "tokens_per_second": pace.tokens,
+        "steps_per_second": speed.steps,
+        "tokens_per_second": speed.tokens,
         "last_step": last,
         "seconds_left": left,
     }

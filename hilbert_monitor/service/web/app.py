@@ -18,9 +18,9 @@ from starlette.responses import Response, StreamingResponse
 
 from hilbert_monitor import __version__
 from hilbert_monitor.runs.alerts import KINDS
+from hilbert_monitor.runs.run import Run, ShownStatus
 from hilbert_monitor.service.figures import compare_figures
 from hilbert_monitor.service.following.index import Index
-from hilbert_monitor.service.following.snapshot import RunSnapshot, ShownStatus, model_of
 from hilbert_monitor.service.following.text import csv_lines
 
 from . import answers, compare_schema, run_columns, schema, search
@@ -158,11 +158,11 @@ def _add_runs(app: FastAPI, responder: Responder) -> None:
         notebook.refresh()
         fields, wanted = {"status": status, "optimizer": optimizer, "model": model}, search.parse(q)
 
-        def is_wanted(run: RunSnapshot) -> bool:
+        def is_wanted(run: Run) -> bool:
             named = {
                 "status": run.status,
                 "optimizer": run.info.head_optimizer or "unknown",
-                "model": model_of(run.info),
+                "model": run.model,
             }
             if any(value and value != named[name] for name, value in fields.items()):
                 return False
@@ -274,7 +274,7 @@ def _add_columns(app: FastAPI, responder: Responder) -> None:
 def _add_figures(app: FastAPI, responder: Responder) -> None:
     index, figures, notebook = responder.index, responder.figures, responder.notebook
 
-    def compared(known: Mapping[str, RunSnapshot], named: str) -> Mapping[str, RunSnapshot]:
+    def compared(known: Mapping[str, Run], named: str) -> Mapping[str, Run]:
         """The runs to choose from: not the archived ones, unless runs are named."""
         notebook.refresh()
         archived = () if named else notebook.archived(known)
@@ -309,7 +309,6 @@ def _add_figures(app: FastAPI, responder: Responder) -> None:
     ) -> Response:
         version, known = index.version, index.runs
         choice = choose(compared(known, runs), model, ids(runs))
-        figures.forget_others(known.keys())
         key = (*choice.versions, options, choices)
         return responder.cached(request, key, lambda: figures.compared(choice, options, choices, version))
 

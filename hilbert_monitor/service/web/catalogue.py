@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
+from hilbert_monitor.runs.run import SHOWN_STATUSES
 from hilbert_monitor.service.figures.compare_figures import METRIC_PANELS
 from hilbert_monitor.service.figures.run_figures import PANELS
 from hilbert_monitor.service.figures.style import COLOURS
-from hilbert_monitor.service.following.snapshot import SHOWN_STATUSES
 
 NAME = "catalogue.js"
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hilbert_monitor.runs.json_values import plain
+from hilbert_monitor.runs.files import to_json
+from hilbert_monitor.runs.run import Run
 from hilbert_monitor.service.figures import compare_figures, compare_tables, run_figures
 from hilbert_monitor.service.figures.axes import axes, with_axis
 from hilbert_monitor.service.figures.comparison import Comparison, compare
@@ -14,8 +14,6 @@ from hilbert_monitor.service.figures.contrasts import Contrast
 from hilbert_monitor.service.figures.final_values import SampleStatistics
 from hilbert_monitor.service.figures.looks import looks
 from hilbert_monitor.service.figures.plot_options import Choices, PlotOptions
-from hilbert_monitor.service.figures.series import RunSeries, RunSeriesCache
-from hilbert_monitor.service.following.snapshot import RunSnapshot, model_of
 from hilbert_monitor.service.following.text import csv_lines
 
 from .answers import newest, stamp
@@ -30,7 +28,7 @@ class Choice(NamedTuple):
     models: dict[str, int]
     """All models, with their numbers of runs."""
     model: str | None
-    runs: tuple[RunSnapshot, ...]
+    runs: tuple[Run, ...]
     unknown: tuple[str, ...]
     """Ids that were asked for and that no run has."""
 
@@ -40,7 +38,7 @@ class Choice(NamedTuple):
         return self.model, tuple(self.models.items()), self.unknown, tuple(map(stamp, self.runs))
 
 
-def choose(index: Mapping[str, RunSnapshot], model: str = "", ids: Collection[str] = ()) -> Choice:
+def choose(index: Mapping[str, Run], model: str = "", ids: Collection[str] = ()) -> Choice:
     """Choose the runs to compare: those of a model, by default that of the newest run.
 
     Args:
@@ -52,32 +50,29 @@ def choose(index: Mapping[str, RunSnapshot], model: str = "", ids: Collection[st
     usable = [run for run in candidates if run.attempts and (len(run.table) or not run.problem)]
     models: dict[str, int] = {}
     for run in usable:
-        name = model_of(run.info)
+        name = run.model
         models[name] = models.get(name, 0) + 1
     last = max(usable, key=newest, default=None)
-    chosen = model or (model_of(last.info) if last else None)
+    chosen = model or (last.model if last else None)
     return Choice(
         models=dict(sorted(models.items())),
         model=chosen,
-        runs=tuple(run for run in usable if model_of(run.info) == chosen),
+        runs=tuple(run for run in usable if run.model == chosen),
         unknown=tuple(id for id in dict.fromkeys(ids) if id not in index),
     )
 
 
 class FigureAnswers:
-    """Draws runs. The series of a run are loaded once as long as the run does not change."""
+    """Draws runs."""
 
-    def __init__(self) -> None:
-        self._loaded, self._lock = RunSeriesCache(), threading.Lock()
-
-    def of_run(self, run: RunSnapshot, options: PlotOptions) -> dict[str, Any]:
+    def of_run(self, run: Run, options: PlotOptions) -> dict[str, Any]:
         """The figures of one run."""
-        drawn = run_figures.figures(run.table, run.info, run.attempts, run.alerts, options)
+        drawn = run_figures.figures(run, options)
         return {"id": run.id, "version": run.version, "figures": drawn}
 
-    def run_csv(self, run: RunSnapshot, panel: str, options: PlotOptions) -> Iterator[str]:
+    def run_csv(self, run: Run, panel: str, options: PlotOptions) -> Iterator[str]:
         """Every value of the curves of a run's panel."""
-        return csv_lines(*run_figures.curves(panel, run.table, run.info, run.attempts, options))
+        return csv_lines(*run_figures.curves(panel, run, options))
 
     def compared(self, choice: Choice, options: PlotOptions, choices: Choices, version: int) -> dict[str, Any]:
         """The runs of one model, compared."""
@@ -88,29 +83,14 @@ class FigureAnswers:
             "version": version,
             **_numbers(comparison, choice),
         }
-        return {**plain(answer), "figures": _figures(comparison, options, choices) if comparison.groups else {}}
+        return {**to_json(answer), "figures": _figures(comparison, options, choices) if comparison.groups else {}}
 
     def compared_csv(self, choice: Choice, panel: str, options: PlotOptions, choices: Choices) -> Iterator[str]:
         """Every value of the curves of a panel."""
         return csv_lines(*compare_tables.panel_table(panel, self._compare(choice, choices), options))
 
-    def forget_others(self, ids: Collection[str]) -> None:
-        """Free the series of all runs but these."""
-        with self._lock:
-            self._loaded.keep_only(ids)
-
-    def series(self, run: RunSnapshot) -> RunSeries:
-        """The curves of a run."""
-        with self._lock:
-            return self._load(run)
-
     def _compare(self, choice: Choice, choices: Choices) -> Comparison:
-        with self._lock:
-            series = [self._load(run) for run in choice.runs]
-        return next(iter(compare(series, live=True, choices=choices)), NOTHING)
-
-    def _load(self, run: RunSnapshot) -> RunSeries:
-        return self._loaded.get(run.id, run.info, run.state, run.table, run.attempts[0].started)
+        return next(iter(compare(choice.runs, live=True, choices=choices)), NOTHING)
 
 
 def _figures(comparison: Comparison, options: PlotOptions, choices: Choices) -> dict[str, Any]:
@@ -158,14 +138,10 @@ def _groups(comparison: Comparison) -> list[dict[str, Any]]:
     ]
 
 
-def _measured(runs: Collection[RunSeries]) -> list[str]:
+def _measured(runs: Collection[Run]) -> list[str]:
     """The metrics that some run has, by field."""
-    columns = {name for run in runs if run.table is not None for name in run.table.columns}
-    return [
-        field
-        for field, metric in compare_figures.METRIC_PANELS.items()
-        if ({*metric.formula.fields} if metric.formula else {field}) <= columns
-    ]
+    columns = {name for run in runs for name in run.table.columns}
+    return [field for field, metric in compare_figures.METRIC_PANELS.items() if {*metric.fields} <= columns]
 
 
 def _contrast(contrast: Contrast) -> dict[str, Any]:

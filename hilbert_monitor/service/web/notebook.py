@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from hilbert_monitor.runs.json_values import clean
+from hilbert_monitor.runs.files import replace_surrogates
 from hilbert_monitor.runs.record import Alert
+from hilbert_monitor.runs.run import Run
 from hilbert_monitor.service.following.private_folder import PrivateFolder, place_of
-from hilbert_monitor.service.following.snapshot import RunSnapshot
 
 VARIABLE = "HILBERT_MONITOR_DATA"
 """Environment variable with the folder in which notebooks are."""
@@ -121,12 +121,12 @@ class Notebook:
             self.problem = f"'{path}' cannot be used ({getattr(error, 'strerror', None) or error})"
             _log.warning("notes, tags and acknowledgements are not offered: %s; --data names another", self.problem)
 
-    def of(self, run: RunSnapshot) -> Remarks:
+    def of(self, run: Run) -> Remarks:
         """What is said about a run."""
         remarks = self._runs.get(run.id)
         return NOTHING if remarks is None or remarks.began != _began(run) else remarks
 
-    def archived(self, runs: Mapping[str, RunSnapshot]) -> set[str]:
+    def archived(self, runs: Mapping[str, Run]) -> set[str]:
         """The ids of those runs that are archived."""
         return {id for id in self._runs if id in runs and self.of(runs[id]).archived}
 
@@ -136,7 +136,7 @@ class Notebook:
             with self._lock, suppress(OSError):
                 self._read()
 
-    def change(self, runs: Iterable[RunSnapshot], changed: Callable[[RunSnapshot, Remarks], Remarks]) -> None:
+    def change(self, runs: Iterable[Run], changed: Callable[[Run, Remarks], Remarks]) -> None:
         """Change what is said about some runs. OSError if it cannot be kept: then nothing has changed.
 
         Args:
@@ -181,7 +181,7 @@ class Notebook:
 
 def tidy(text: str) -> str:
     """Text as it is kept: without blanks around it and without characters that UTF-8 cannot hold."""
-    return clean(text).replace("\x00", "").strip()
+    return replace_surrogates(text).replace("\x00", "").strip()
 
 
 def acknowledge(
@@ -209,5 +209,5 @@ def _number(time: float | None) -> float | None:
     return time if time is not None and math.isfinite(time) else None
 
 
-def _began(run: RunSnapshot) -> float:
+def _began(run: Run) -> float:
     return (_number(run.attempts[0].started) or 0.0) if run.attempts else 0.0

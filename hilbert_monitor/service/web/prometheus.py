@@ -18,11 +18,10 @@ import msgspec
 import numpy as np
 
 from hilbert_monitor.runs.exposition import BUCKETS, CollectorRegistry, Exposition, Samples, choose_encoder
-from hilbert_monitor.runs.metrics import CATALOGUE
-from hilbert_monitor.runs.record import RunInfo
-from hilbert_monitor.runs.states import LIVE, LOST_AFTER, PACED_BY, STALLED_AFTER, patience
-from hilbert_monitor.service.following.columns import SECONDS, Floats, Table, present
-from hilbert_monitor.service.following.snapshot import RunSnapshot
+from hilbert_monitor.runs.reader import LIVE, LOST_AFTER, RECENT_STEPS, STALLED_AFTER, stall_limit
+from hilbert_monitor.runs.record import METRICS, RunInfo
+from hilbert_monitor.runs.run import Run
+from hilbert_monitor.runs.table import SECONDS, Floats, Table, present
 
 RECENT, RECENT_TROUBLE = 600.0, 3600.0
 """Seconds for which a run that has ended is still exported, so that scrapes see how it ended. One that failed or was
@@ -39,7 +38,7 @@ class PrometheusExport:
         everything: whether to export runs too that serve their own metrics, for a Prometheus that cannot reach them.
     """
 
-    def __init__(self, runs: Callable[[], Iterable[RunSnapshot]], *, everything: bool = False) -> None:
+    def __init__(self, runs: Callable[[], Iterable[Run]], *, everything: bool = False) -> None:
         self.runs, self.everything = runs, everything
         self._registry = CollectorRegistry()
         self._registry.register(Exposition(lambda: [samples(run) for run in self._exported()]))
@@ -64,7 +63,7 @@ class PrometheusExport:
             if self._is_target(run)
         ]
 
-    def _exported(self) -> Iterator[RunSnapshot]:
+    def _exported(self) -> Iterator[Run]:
         """The runs that are exported from their logs. A copy of a run that is there too is no run of its own."""
         runs = list(self.runs())
         folders = {run.id for run in runs}
@@ -75,14 +74,14 @@ class PrometheusExport:
             if is_read and not is_copy and not self._is_target(run) and _is_recent(run, seconds):
                 yield run
 
-    def _is_target(self, run: RunSnapshot) -> bool:
+    def _is_target(self, run: Run) -> bool:
         """Whether Prometheus scrapes the run itself."""
         if self.everything or run.problem or run.status == "killed" or not _address(run.info):
             return False
         return _is_recent(run, LINGERING)
 
 
-def _is_recent(run: RunSnapshot, seconds: float) -> bool:
+def _is_recent(run: Run, seconds: float) -> bool:
     """Whether a run is live, or ended less than so many seconds ago. That it was killed may be noticed late."""
     if run.status in LIVE:
         return True
@@ -90,10 +89,10 @@ def _is_recent(run: RunSnapshot, seconds: float) -> bool:
     return abs(time.time() - run.state.ended) < seconds + late
 
 
-def samples(run: RunSnapshot) -> Samples:
+def samples(run: Run) -> Samples:
     """The samples of a run, from its log."""
     table = run.table
-    latest = {metric.name: table.last(metric.field) for metric in CATALOGUE}
+    latest = {metric.name: table.last(metric.field) for metric in METRICS}
     diameters = _diameters(table)
     places = np.searchsorted(BUCKETS, diameters)
     return Samples(
@@ -115,11 +114,11 @@ def samples(run: RunSnapshot) -> Samples:
     )
 
 
-def stalled_after(run: RunSnapshot) -> float:
+def stalled_after(run: Run) -> float:
     """Seconds without a step after which a run counts as stalled."""
     first = int(np.searchsorted(run.table.steps, run.info.first_step, "right"))  # of the present attempt
-    times = run.table.column("time")[max(first, len(run.table) - PACED_BY) :]
-    return patience(times.tolist(), STALLED_AFTER if run.info.stalled_after is None else run.info.stalled_after)
+    times = run.table.column("time")[max(first, len(run.table) - RECENT_STEPS) :]
+    return stall_limit(times.tolist(), STALLED_AFTER if run.info.stalled_after is None else run.info.stalled_after)
 
 
 def _diameters(table: Table) -> Floats:

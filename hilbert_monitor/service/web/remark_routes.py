@@ -11,9 +11,9 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from hilbert_monitor.runs.json_values import plain
+from hilbert_monitor.runs.files import to_json
 from hilbert_monitor.runs.record import Alert
-from hilbert_monitor.service.following.snapshot import RunSnapshot
+from hilbert_monitor.runs.run import Run
 
 from . import remark_schema as schema
 from .answers import remarks_answer
@@ -29,9 +29,7 @@ def add_remarks(app: FastAPI, responder: Responder) -> None:
     """Add the routes."""
     notebook, index = responder.notebook, responder.index
 
-    def changed(
-        request: Request, runs: Sequence[RunSnapshot], change: Callable[[RunSnapshot, Remarks], Remarks]
-    ) -> Response:
+    def changed(request: Request, runs: Sequence[Run], change: Callable[[Run, Remarks], Remarks]) -> Response:
         """Change remarks, tell everybody, and answer with the new ones."""
         if notebook.problem:
             raise HTTPException(403, f"Notes, tags and acknowledgements cannot be kept here: {notebook.problem}.")
@@ -39,7 +37,7 @@ def add_remarks(app: FastAPI, responder: Responder) -> None:
             notebook.change(runs, change)
         except OSError as error:
             raise HTTPException(503, f"This could not be kept: {error.strerror or error}.") from None
-        answer = {"runs": {run.id: plain(remarks_answer(run, notebook.of(run))) for run in runs}}
+        answer = {"runs": {run.id: to_json(remarks_answer(run, notebook.of(run))) for run in runs}}
         index.feed.publish("remarks", answer)
         return json_response(request, answer)
 
@@ -51,11 +49,11 @@ def add_remarks(app: FastAPI, responder: Responder) -> None:
 
         def make() -> dict[str, Any]:
             said = {
-                run.id: plain(remarks_answer(run, remarks))
+                run.id: to_json(remarks_answer(run, remarks))
                 for run in known.values()
                 if not (remarks := notebook.of(run)).is_empty
             }
-            return {"offered": not notebook.problem, "problem": plain(notebook.problem), "runs": said}
+            return {"offered": not notebook.problem, "problem": to_json(notebook.problem), "runs": said}
 
         return responder.cached(request, (notebook.version, index.version), make)
 
@@ -98,7 +96,7 @@ def _with(remarks: Remarks, change: schema.RemarksChange) -> Remarks:
     return msgspec.structs.replace(remarks, **fields)
 
 
-def _alerts(run: RunSnapshot, wanted: Sequence[schema.AlertKey] | None) -> Sequence[Alert]:
+def _alerts(run: Run, wanted: Sequence[schema.AlertKey] | None) -> Sequence[Alert]:
     """The alerts of a run that are meant; HTTPException if it does not have one of them."""
     if wanted is None:
         return run.alerts

@@ -10,8 +10,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hilbert_monitor.runs.run import Run
 from hilbert_monitor.service.following.index import Index
-from hilbert_monitor.service.following.snapshot import RunSnapshot
 
 from .assets import respond
 from .figure_answers import FigureAnswers
@@ -27,7 +27,7 @@ class Responder:
         self.index, self.notebook = index, notebook
         self.cache, self.figures, self.settings = ResponseCache(), FigureAnswers(), SettingsIndex()
 
-    def run(self, id: str, runs: Mapping[str, RunSnapshot] | None = None) -> RunSnapshot:
+    def run(self, id: str, runs: Mapping[str, Run] | None = None) -> Run:
         """A run by its id; HTTPException if there is none. Ids are looked up in the index alone, never on the disk."""
         snapshot = (self.index.runs if runs is None else runs).get(id)
         if snapshot is None:
@@ -35,7 +35,7 @@ class Responder:
             raise HTTPException(404, f"There is no run {name!r}: /api/runs lists those that there are.")
         return snapshot
 
-    def remarks(self, run: RunSnapshot) -> Remarks:
+    def remarks(self, run: Run) -> Remarks:
         """What people say about a run."""
         return self.notebook.of(run)
 

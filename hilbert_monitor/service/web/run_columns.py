@@ -6,11 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from sys import intern
 from typing import Any
 
-from hilbert_monitor.runs.json_values import plain
-from hilbert_monitor.runs.metrics import CATALOGUE
-from hilbert_monitor.runs.record import RunInfo
-from hilbert_monitor.service.following.run_settings import settings
-from hilbert_monitor.service.following.snapshot import RunSnapshot
+from hilbert_monitor.runs.files import to_json
+from hilbert_monitor.runs.record import METRICS, RunInfo
+from hilbert_monitor.runs.run import Run, settings
 
 LAST = "last:"
 """What the name of a column of last values begins with; any other name is the key of a setting."""
@@ -24,7 +22,7 @@ class SettingsIndex:
     def __init__(self) -> None:
         self._known: dict[str, tuple[RunInfo, dict[str, str]]] = {}
 
-    def of(self, run: RunSnapshot) -> dict[str, str]:
+    def of(self, run: Run) -> dict[str, str]:
         """The settings of a run as a flat list of keys and texts."""
         known = self._known.get(run.id)
         if known is None or known[0] is not run.info:
@@ -32,13 +30,13 @@ class SettingsIndex:
             self._known[run.id] = known
         return known[1]
 
-    def forget_others(self, runs: Mapping[str, RunSnapshot]) -> None:
+    def forget_others(self, runs: Mapping[str, Run]) -> None:
         """Forget runs that are gone."""
         if len(self._known) > len(runs):
             self._known = {id: known for id, known in self._known.items() if id in runs}
 
 
-def available(runs: Mapping[str, RunSnapshot], index: SettingsIndex) -> dict[str, Any]:
+def available(runs: Mapping[str, Run], index: SettingsIndex) -> dict[str, Any]:
     """The columns that there are: settings, those that differ between runs first, and fields of records."""
     values: dict[str, set[str]] = {}
     counts: dict[str, int] = {}
@@ -48,7 +46,7 @@ def available(runs: Mapping[str, RunSnapshot], index: SettingsIndex) -> dict[str
             counts[key] = counts.get(key, 0) + 1
     varying = {key for key in values if len(values[key]) > 1 or counts[key] < len(runs)}
     keys = sorted(values, key=lambda key: (key not in varying, key))[:KEYS]
-    fields = {metric.field: metric for metric in CATALOGUE}
+    fields = {metric.field: metric for metric in METRICS}
     return {
         "settings": [{"name": key, "runs": counts[key], "values": len(values[key])} for key in keys],
         "fields": [
@@ -57,7 +55,7 @@ def available(runs: Mapping[str, RunSnapshot], index: SettingsIndex) -> dict[str
     }
 
 
-def cells(runs: Iterable[RunSnapshot], names: Sequence[str], index: SettingsIndex) -> dict[str, dict[str, Any]]:
+def cells(runs: Iterable[Run], names: Sequence[str], index: SettingsIndex) -> dict[str, dict[str, Any]]:
     """The cells of some columns by the id of their run; runs that have none are left out."""
     columns: dict[str, dict[str, Any]] = {name: {} for name in names}
     for run in runs:
@@ -65,5 +63,5 @@ def cells(runs: Iterable[RunSnapshot], names: Sequence[str], index: SettingsInde
             is_last = name.startswith(LAST)
             cell = run.table.last(name.removeprefix(LAST)) if is_last else index.of(run).get(name)
             if cell is not None:
-                column[run.id] = plain(cell)
+                column[run.id] = to_json(cell)
     return columns

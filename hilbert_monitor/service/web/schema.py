@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, RootModel
 
 from hilbert_monitor.runs.alerts import KINDS
-from hilbert_monitor.runs.metrics import CATALOGUE
+from hilbert_monitor.runs.record import METRICS
+from hilbert_monitor.runs.run import ShownStatus
 from hilbert_monitor.service.figures import run_figures
-from hilbert_monitor.service.following.snapshot import ShownStatus
 
 Number = float | Literal["nan", "inf", "-inf"]
 Figures = dict[str, dict[str, Any]]
@@ -227,14 +227,14 @@ class RunAnswer(Answer):
 
 
 class Records(Answer):
-    """Columns of a run's records."""
+    """TableBuilder of a run's records."""
 
     id: str
     version: Version
     of: int = Field(description="How many records the range has; the answer may hold fewer.")
     columns: dict[str, list[Number | None]] = Field(
         description="Each as long as `step`; null where a record does not have the field.\n\n"
-        + "\n".join(f"- `{metric.field}`: {metric.help}" for metric in CATALOGUE if metric.formula is None),
+        + "\n".join(f"- `{metric.field}`: {metric.help}" for metric in METRICS if metric.formula is None),
         examples=[{"step": [1, 2, 3], "train_loss": [10.4, "nan", None]}],
     )
 
@@ -317,7 +317,7 @@ class FieldColumn(Answer):
 
 
 class RunColumns(Answer):
-    """Columns that the table of runs may have: settings that differ between runs first."""
+    """TableBuilder that the table of runs may have: settings that differ between runs first."""
 
     settings: list[SettingColumn]
     fields: list[FieldColumn]

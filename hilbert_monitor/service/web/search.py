@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-from hilbert_monitor.service.following.columns import FORMULAS, NUMBERS
-from hilbert_monitor.service.following.snapshot import RunSnapshot, model_of
+from hilbert_monitor.runs.run import Run
+from hilbert_monitor.runs.table import DERIVED, NUMBERS
 
 from .notebook import NOTHING, Remarks
 
@@ -77,7 +77,7 @@ class SearchedRun:
         remarks: what people say about it.
     """
 
-    def __init__(self, run: RunSnapshot, settings: Mapping[str, str], remarks: Remarks = NOTHING) -> None:
+    def __init__(self, run: Run, settings: Mapping[str, str], remarks: Remarks = NOTHING) -> None:
         self.run, self.settings, self.remarks = run, settings, remarks
 
     def matches(self, wanted: Filter) -> bool:
@@ -125,7 +125,7 @@ class SearchedRun:
             yield float(self.run.state.step)
         elif key == "alerts":
             yield float(len(self.run.alerts))
-        elif (key in NUMBERS or key in FORMULAS) and (last := self.run.table.last(key)) is not None:
+        elif (key in NUMBERS or key in DERIVED) and (last := self.run.table.last(key)) is not None:
             yield last
 
     @cached_property
@@ -135,7 +135,7 @@ class SearchedRun:
             "id": self.run.id,
             "name": info.name,
             "optimizer": info.head_optimizer or "unknown",
-            "model": model_of(info),
+            "model": self.run.model,
             "status": self.run.status,
             "seed": "" if info.seed is None else str(info.seed),
             "panel_hash": info.panel_hash,

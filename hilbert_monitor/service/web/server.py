@@ -27,7 +27,7 @@ import uvicorn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from hilbert_monitor.runs.log import find_runs
+from hilbert_monitor.runs.reader import find_runs
 from hilbert_monitor.service.following.cache import cache_folder
 from hilbert_monitor.service.following.index import Index
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hilbert_monitor.runs.run import Curve
 from hilbert_monitor.service.figures.averages import align, mean_curve, ratio_curve
-from hilbert_monitor.service.figures.series import Series
 
 VALUES = st.one_of(st.floats(-1e3, 1e3), st.sampled_from([math.nan, math.inf, -math.inf]))
 CURVE = st.dictionaries(st.integers(1, 12), VALUES, max_size=12)
@@ -18,7 +18,7 @@ CURVE = st.dictionaries(st.integers(1, 12), VALUES, max_size=12)
 def series(values):
     """A curve from {step: value}. A step has ten tokens and takes a second."""
     steps = sorted(values)
-    return Series(steps, [10.0 * s for s in steps], [100.0 + s for s in steps], [values[s] for s in steps], 100.0)
+    return Curve(steps, [10.0 * s for s in steps], [100.0 + s for s in steps], [values[s] for s in steps], 100.0)
 
 
 @given(st.lists(CURVE, max_size=6), st.sampled_from(["updates", "tokens", "time"]))
@@ -54,7 +54,7 @@ def run_of(values, pace, pause=()):
     """A curve from {step: value} of a run whose steps take `pace` seconds; (step, seconds) is a pause before a step."""
     steps = sorted(values)
     times = [100.0 + pace * step + sum(seconds for at, seconds in pause if step >= at) for step in steps]
-    return Series(steps, [], times, [values[step] for step in steps], 100.0)
+    return Curve(steps, [], times, [values[step] for step in steps], 100.0)
 
 
 def test_a_point_is_at_the_mean_time_of_its_step_also_where_one_run_measured_nothing():

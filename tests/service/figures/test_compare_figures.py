@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hilbert_monitor.runs.run import Curve
+from hilbert_monitor.runs.table import Table
 from hilbert_monitor.service.figures import compare_figures
 from hilbert_monitor.service.figures.compare_tables import panel_table
 from hilbert_monitor.service.figures.comparison import Comparison, compare
 from hilbert_monitor.service.figures.downsampling import POINTS
 from hilbert_monitor.service.figures.plot_options import Choices, PlotOptions
-from hilbert_monitor.service.figures.series import RunSeries, Series
 from hilbert_monitor.service.figures.style import UNIFIED, colour
-from hilbert_monitor.service.following.columns import Table
-from tests.support.run_series import curve, make_run, moving_average
+from tests.support.run_series import curve, make_run, moving_average, run_of
 
 SEEDS = PlotOptions(seeds=True)
 NOTHING = Comparison(model="", groups=(), optimizers={}, contrasts=(), excluded=(), notes=())
@@ -142,7 +142,7 @@ def test_without_runs_every_figure_and_table_is_empty(panel, group):
 
 
 def test_markup_in_names_is_escaped():
-    hostile = RunSeries(id="a", name="<b>x</b>" * 2000, optimizer="<a href='http://x'>y</a>", diameter=curve([1.0]))
+    hostile = run_of("a", name="<b>x</b>" * 2000, optimizer="<a href='http://x'>y</a>", diameter=curve([1.0]))
     for options in (PlotOptions(), PlotOptions(group="run"), PlotOptions(smooth=0.5, seeds=True)):
         for trace in compare_figures.diameter(compared([hostile]), options)["data"]:
             assert "<" not in trace["name"] + trace["meta"] + trace["legendgroup"]
@@ -276,7 +276,7 @@ def test_the_time_axis_is_in_hours_since_the_run_started():
 
 def test_runs_of_different_pace_are_averaged_by_step_at_their_mean_time():
     slow, fast = (
-        RunSeries(id=i, optimizer="AdamW", seed=n, diameter=curve(values, pace=pace))
+        run_of(i, optimizer="AdamW", seed=n, diameter=curve(values, pace=pace))
         for n, (i, values, pace) in enumerate([("slow", [1.0, 2.0], 54.0), ("fast", [3.0, 6.0, 9.0], 36.0)])
     )
     mean = mean_of(figures.diameter([slow, fast], PlotOptions(axis="time")), "AdamW")
@@ -286,7 +286,7 @@ def test_runs_of_different_pace_are_averaged_by_step_at_their_mean_time():
 
 def test_a_mean_whose_time_jumps_back_has_a_gap_there():
     slow, fast = (
-        RunSeries(id=i, optimizer="AdamW", seed=n, diameter=curve(values, pace=pace))
+        run_of(i, optimizer="AdamW", seed=n, diameter=curve(values, pace=pace))
         for n, (i, values, pace) in enumerate([("slow", [1.0, 2.0], 720.0), ("fast", [3.0, 6.0, 9.0], 36.0)])
     )
     mean = mean_of(figures.diameter([slow, fast], PlotOptions(axis="time")), "AdamW")
@@ -295,8 +295,8 @@ def test_a_mean_whose_time_jumps_back_has_a_gap_there():
 
 
 def test_points_without_a_token_count_are_left_out_of_a_token_axis():
-    series = Series([1, 2, 3], [10.0, math.nan, 30.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
-    only = RunSeries(id="a", diameter=series)
+    series = Curve([1, 2, 3], [10.0, math.nan, 30.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
+    only = run_of("a", diameter=series)
     assert list(figures.diameter([only], PlotOptions(axis="tokens")).data[0].x) == [10, 30]
     assert list(figures.diameter([only]).data[0].x) == [1, 2, 3]
 
@@ -424,7 +424,7 @@ def test_any_metric_of_the_catalogue_has_a_panel_on_its_own_axis_and_in_its_unit
     table = Table(
         np.arange(1, 4), {"efficiency_lower": np.array([0.4, 0.5, 0.6]), "row_norm": np.array([1.0, 2.0, 4.0])}
     )
-    run = RunSeries(id="a", optimizer="AdamW", table=table)
+    run = run_of("a", optimizer="AdamW", table=table)
     options = PlotOptions(axis="updates")
     shares, norms, none = (
         checked(compare_figures.metric_panel(name))([run], options)
@@ -459,7 +459,7 @@ def test_a_line_over_time_has_a_gap_at_a_pause_and_the_band_too():
         steps = np.arange(1, 41)
         times = 5e8 + 10.0 * steps + 36_000 * (steps > 20)
         values = np.linspace(1, 2, 40) + seed
-        return RunSeries(id=str(seed), optimizer="AdamW", seed=seed, diameter=Series(steps, [], times, values, 5e8))
+        return run_of(str(seed), optimizer="AdamW", seed=seed, diameter=Curve(steps, [], times, values, 5e8))
 
     line = figures.diameter([paused(0)], PlotOptions(axis="time")).data[0]
     assert [i for i, y in enumerate(line.y) if y is None] == [20]
@@ -473,7 +473,7 @@ def test_a_line_over_time_has_a_gap_at_a_pause_and_the_band_too():
 def test_both_ends_of_a_gap_are_drawn_however_long_the_curve_is():
     steps = np.arange(1, 50_001)
     times = 5e8 + steps + 1e6 * (steps > 33_333)
-    run = RunSeries(id="a", optimizer="AdamW", diameter=Series(steps, [], times, np.ones(50_000), 5e8))
+    run = run_of("a", optimizer="AdamW", diameter=Curve(steps, [], times, np.ones(50_000), 5e8))
     line = figures.diameter([run], PlotOptions(axis="time")).data[0]
     gap = line.y.index(None)
     assert (line.x[gap - 1], line.x[gap + 1]) == pytest.approx((33_333 / 3600, (33_334 + 1e6) / 3600), abs=1e-4)

@@ -9,9 +9,8 @@ import pytest
 from hilbert_monitor.service.figures.compare_tables import panel_table
 from hilbert_monitor.service.figures.comparison import compare
 from hilbert_monitor.service.figures.plot_options import PLAIN, PlotOptions
-from hilbert_monitor.service.figures.series import RunSeries
 from hilbert_monitor.service.following.text import csv_lines
-from tests.support.run_series import curve, make_run, moving_average
+from tests.support.run_series import curve, make_run, moving_average, run_of
 
 
 def rows_of(panel, runs, options=PLAIN):
@@ -58,6 +57,6 @@ def test_the_table_of_ratios_has_the_number_of_pairs():
 
 
 def test_nan_and_infinity_are_written_and_formulas_are_quoted():
-    bad = RunSeries(id="=1+1", optimizer="@x", seed=1, diameter=curve([math.nan, math.inf]))
+    bad = run_of("=1+1", optimizer="@x", seed=1, diameter=curve([math.nan, math.inf]))
     rows = rows_of("diameter", [bad], PlotOptions(group="run"))
     assert [(r["run"], r["optimizer"], r["value"]) for r in rows] == [("'=1+1", "'@x", "nan"), ("'=1+1", "'@x", "inf")]

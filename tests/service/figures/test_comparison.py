@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hilbert_monitor.runs.run import Curve
 from hilbert_monitor.service.figures.axes import axes, axis_of
 from hilbert_monitor.service.figures.comparison import compare
 from hilbert_monitor.service.figures.contrasts import CurrentRatio
 from hilbert_monitor.service.figures.final_values import SampleStatistics, sample_statistics
-from hilbert_monitor.service.figures.series import RunSeries, Series
-from tests.support.run_series import make_run
+from tests.support.run_series import make_run, run_of
 
 DIAMETERS = {"AdamW": [0.5, 0.25, 0.75], "RowNorm": [0.015625, 0.03125, 0.046875]}
 
@@ -218,6 +218,6 @@ def test_runs_of_different_models_are_not_paired():
 def test_an_axis_exists_if_every_point_has_an_x_coordinate_on_it():
     complete = make_run(diameter=[1.0, 2.0])
     assert axes([complete]) == ("updates", "tokens", "time")
-    without_tokens = RunSeries(id="x", diameter=Series([1], [], [1.0], [1.0]))
+    without_tokens = run_of("x", diameter=Curve([1], [], [1.0], [1.0]))
     assert axes([complete, without_tokens]) == ("updates", "time")
     assert (axis_of([complete]), axis_of([complete, without_tokens])) == ("tokens", "updates")

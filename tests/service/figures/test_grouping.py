@@ -58,7 +58,7 @@ def test_runs_of_a_group_differ_in_seeds_and_names_alone(specs):
     for group in group_runs(runs, roles):
         assert len({run.optimizer for run in group.runs}) == 1
         for run in group.runs:
-            different = {key for key, _ in run.settings ^ group.runs[0].settings}
+            different = {key for key, _ in run.settings.items() ^ group.runs[0].settings.items()}
             assert different <= {*roles.seeding, *roles.naming}
 
 

@@ -1,13 +1,12 @@
 """The map of a run's layers: multiples of what is usual, the head in D(S), and no more columns than a page has."""
 
-import msgspec
 import pytest
 
-from hilbert_monitor.runs.layers import LAYERS, Layer, LayerFile, LayerRecord, read_layers
-from hilbert_monitor.runs.log import News
-from hilbert_monitor.runs.record import StepRecord
+from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.reader import Batch
+from hilbert_monitor.runs.record import Layer, LayerRecord, RunInfo, StepRecord
+from hilbert_monitor.runs.table import Table, TableBuilder
 from hilbert_monitor.service.figures.layer_map import COLUMNS, layer_map
-from hilbert_monitor.service.following.columns import Columns, Table
 from hilbert_monitor.service.following.layer_rows import layers_of
 
 
@@ -38,9 +37,9 @@ def test_a_long_run_keeps_its_peaks():
 
 
 def test_the_head_stands_first_in_its_own_ruler():
-    columns = Columns()
+    columns = TableBuilder()
     records = [StepRecord(step=step, time=float(step), diameter_lower=0.1 * step) for step in range(1, 40)]
-    columns.take(News(records=records, attempts=[], torn=0, offset=0))
+    columns.append(Batch(records=records, keep=None, torn=0, offset=0))
     rows = layer_map([*layers(3)], columns.table, "lm_head")["rows"]
     assert (rows[0]["name"], rows[0]["ruler"]) == ("lm_head", "D(S)")
     assert rows[0]["cells"] == [0.5, 1.0, 1.5]
@@ -49,30 +48,10 @@ def test_the_head_stands_first_in_its_own_ruler():
 # The file
 
 
-def test_an_attempt_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path):
-    first = LayerFile(tmp_path, 1, 0)
+def test_layers_of_a_run_are_read_from_its_folder(tmp_path):
+    writer = RunWriter.open(tmp_path, RunInfo(name="run"))
     for record in layers(5):
-        first.append(record)
-    first.close()
-    second = LayerFile(tmp_path, 2, 20)
-    second.append(LayerRecord(step=30, time=1.0, layers={}))
-    second.close()
-    assert [record.step for record in read_layers(tmp_path)] == [10, 20, 30]
-    assert [record.step for record in layers_of(tmp_path)] == [10, 20, 30]
-
-
-def test_a_torn_line_costs_itself_alone_and_values_survive(tmp_path):
-    file = LayerFile(tmp_path, 1, 0)
-    records = [*layers(2)]
-    odd = msgspec.structs.replace(
-        records[1], layers={"c": Layer(kind="vector", step=float("nan"), weight=float("inf"))}
-    )
-    file.append(records[0])
-    file.append(odd)
-    file.close()
-    with (tmp_path / LAYERS).open("ab") as raw:
-        raw.write(b'{"step": 3, "ti')
-    first, second = read_layers(tmp_path)
-    assert first == records[0]
-    assert second.layers["c"].step != second.layers["c"].step
-    assert second.layers["c"].weight == float("inf")
+        writer.layers(record)
+    assert [record.step for record in layers_of(writer.folder)] == [10, 20, 30, 40, 50]
+    assert layers_of(tmp_path) == ()
+    writer.close()

@@ -7,12 +7,13 @@ import math
 import plotly.graph_objects as go
 import pytest
 
-from hilbert_monitor.runs.log import News
+from hilbert_monitor.runs.reader import Batch
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.runs.run import Run
+from hilbert_monitor.runs.table import TableBuilder
 from hilbert_monitor.service.figures import run_figures as service
 from hilbert_monitor.service.figures.downsampling import POINTS
 from hilbert_monitor.service.figures.plot_options import PlotOptions
-from hilbert_monitor.service.following.columns import Columns, Table
 from hilbert_monitor.service.following.text import csv_lines
 
 BEGAN = 1_000_000.0
@@ -21,9 +22,13 @@ HOSTILE = "<b onclick=x>" * 100
 
 
 def table(records):
-    columns = Columns()
-    columns.take(News(records=list(records), attempts=[], torn=0, offset=0))
+    columns = TableBuilder()
+    columns.append(Batch(records=list(records), keep=None, torn=0, offset=0))
     return columns.table
+
+
+def run_of(records, infos, alerts=()):
+    return Run(id="a", info=infos[-1], attempts=tuple(infos), table=table(records), alerts=tuple(alerts))
 
 
 def record(step, **values):
@@ -36,7 +41,7 @@ def drawn(records, options=UPDATES, attempts=1, alerts=(), **info):
         RunInfo(id="a", attempt=n, first_step=10 * n - 10, started=BEGAN + 360 * (n - 1), **info)
         for n in range(1, attempts + 1)
     ]
-    figures = service.figures(table(records), infos[-1], infos, alerts, options)
+    figures = service.figures(run_of(records, infos, alerts), options)
     json.dumps(figures, allow_nan=False)
     return {name: go.Figure(figure) for name, figure in figures.items()}
 
@@ -54,7 +59,7 @@ def test_a_figure_without_a_curve_is_left_out():
     assert drawn([]) == {}
     assert list(drawn([record(1, train_loss=1.0)])) == ["loss"]
     assert list(drawn([record(1, diameter=1.0, ceiling=2.0)])) == ["diameter", "saturation"]
-    assert service.figures(Table(), RunInfo(), (), ()) == {}
+    assert service.figures(Run(id="a")) == {}
 
 
 def test_all_figures_are_there_when_a_run_measures_all():
@@ -186,9 +191,7 @@ def test_absurd_numbers_are_drawn_or_left_out_but_never_raise():
 
 def test_the_table_of_a_panel_has_every_value():
     records = [record(s, diameter=1.0 / s if s % 2 else None, ceiling=math.nan) for s in range(1, 3001)]
-    lines = service.curves(
-        "diameter", table(records), RunInfo(), [RunInfo(started=BEGAN)], PlotOptions(axis="updates", x1=2500)
-    )
+    lines = service.curves("diameter", run_of(records, [RunInfo(started=BEGAN)]), PlotOptions(axis="updates", x1=2500))
     rows = list(csv.DictReader("".join(csv_lines(*lines)).splitlines()))
     assert list(rows[0]) == ["step", "tokens", "hours", "diameter", "ceiling"]
     assert [r["diameter"] for r in rows] == [str(1.0 / s) if s % 2 else "" for s in range(1, 2501)]
@@ -202,6 +205,6 @@ def test_the_table_of_a_panel_has_every_value():
 
 @pytest.mark.parametrize("panel", tuple(service.PANELS))
 def test_the_table_of_an_empty_run_has_a_header(panel):
-    header, rows = service.curves(panel, Table(), RunInfo(), ())
+    header, rows = service.curves(panel, Run(id="a"))
     assert header[:3] == ("step", "tokens", "hours")
     assert list(rows) == []

@@ -5,11 +5,12 @@ import os
 import numpy as np
 import pytest
 
-from hilbert_monitor.runs.log import STEPS, RunReader, RunWriter
+from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.reader import STEPS, RunReader
 from hilbert_monitor.runs.record import RunInfo, StepRecord
+from hilbert_monitor.runs.table import TableBuilder
 from hilbert_monitor.service.following import follower
 from hilbert_monitor.service.following.cache import Cache, CachedTable, cache_folder
-from hilbert_monitor.service.following.columns import Columns
 from hilbert_monitor.service.following.index import Index
 
 
@@ -28,9 +29,9 @@ def run(tmp_path):
 
 
 def cached(folder):
-    columns, offset = Columns(), 0
+    columns, offset = TableBuilder(), 0
     for news in RunReader(folder).follow():
-        columns.take(news)
+        columns.append(news)
         offset = news.offset
     return CachedTable(columns.table, offset, 0)
 
@@ -59,12 +60,12 @@ def test_a_table_from_the_disk_grows(run, tmp_path):
     cache = Cache.open(tmp_path / "cache")
     cache.save("run", run / STEPS, cached(run))
     loaded = cache.load("run", run / STEPS)
-    columns = Columns(loaded.table)
+    columns = TableBuilder(loaded.table)
     writer = RunWriter.open(tmp_path / "runs", RunInfo(id="run", name="run"), first_step=200)
     writer.write(StepRecord(step=201, time=0, train_loss=7.0))
     writer.close()
     for news in RunReader(run).follow(loaded.offset):
-        columns.take(news)
+        columns.append(news)
     assert equal(columns.table, cached(run).table)
     assert columns.table.last("train_loss") == 7.0
 

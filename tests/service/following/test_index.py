@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from hilbert_monitor.runs.log import RunReader, RunWriter
+from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from hilbert_monitor.service.following import follower
 from hilbert_monitor.service.following import index as indexing
 from hilbert_monitor.service.following.index import Index
+from tests.support.run_logs import by_hand
 
 
 def write(root, name="run", steps=10, first=1, **about):
@@ -436,20 +438,18 @@ def counted(function, calls):
 
 
 def test_a_killed_run_at_rest_wakes_by_its_heartbeat(root):
-    writer = write(root, pid=1)
-    old = time.time() - 1000
-    os.utime(writer.folder / "heartbeat", (old, old))
+    folder, old = by_hand(root / "run"), time.time() - 1000
+    os.utime(folder / "heartbeat", (old, old))
     index = Index(root)
     index.refresh()
     assert index.runs["run"].status == "killed"
     index.refresh(rested=False)
     assert not index._awake
-    os.utime(writer.folder / "heartbeat")
+    os.utime(folder / "heartbeat")
     index.refresh(rested=False)
     index._followed["run"]._asked = 0.0  # its state is determined again after seconds
     index.refresh()
     assert index.runs["run"].status == "running"
-    writer.close()
 
 
 def test_many_changes_replace_the_mapping_once(root):

@@ -16,7 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hilbert_monitor.cli import app
-from hilbert_monitor.runs.log import RunReader, RunWriter
+from hilbert_monitor.runs.log import RunWriter
+from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from hilbert_monitor.service.figures.comparison import compare
 from hilbert_monitor.service.following.published import PAPER
@@ -57,12 +58,12 @@ def write_six_runs(root):
 
 
 def comparisons_of(root):
-    return compare(run.series for run in summary.load(root))
+    return compare(summary.load(root))
 
 
 def page_of(root):
     runs = summary.load(root)
-    return page.page(runs, compare(run.series for run in runs))
+    return page.page(runs, compare(runs))
 
 
 def invoke(*args):
@@ -369,7 +370,7 @@ def test_the_report_never_loads_torch(tmp_path):
         "from hilbert_monitor.service.report import summary, page\n"
         "from hilbert_monitor.service.figures import compare_figures, comparison\n"
         f"runs = summary.load({str(tmp_path)!r})\n"
-        "page.page(runs, comparison.compare(run.series for run in runs))\n"
+        "page.page(runs, comparison.compare(runs))\n"
         "print(*sys.modules)"
     )
     process = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
@@ -389,8 +390,8 @@ def test_a_run_that_cannot_be_read_is_named_and_costs_no_other(tmp_path, monkeyp
     follow = RunReader.follow
     monkeypatch.setattr(RunReader, "follow", lambda self: 1 / 0 if self.folder.name == "bad" else follow(self))
     runs = {run.info.id: run for run in summary.load(tmp_path / "runs")}
-    assert (runs["bad"].series.status, runs["good"].series.status) == ("unreadable", "finished")
-    assert "ZeroDivisionError" in page.page([*runs.values()], compare(run.series for run in runs.values()))
+    assert (runs["bad"].status, runs["good"].status) == ("unreadable", "finished")
+    assert "ZeroDivisionError" in page.page([*runs.values()], compare(runs.values()))
     assert "ZeroDivisionError" in str(summary.as_json([*runs.values()], []))
 
 
@@ -400,9 +401,9 @@ def test_a_run_that_was_asked_to_stop_is_shown_and_in_no_mean(tmp_path):
     end = tmp_path / "stopped" / "end.jsonl"
     end.write_text(end.read_text().replace("}", ',"stopped":"SIGTERM"}'))
     runs = summary.load(tmp_path)
-    (comparison,) = compare(run.series for run in runs)
+    (comparison,) = compare(runs)
     assert [run.id for run in comparison.counted] == ["done"]
     assert '<em class="stopped">stopped</em>' in page.page(runs, [comparison])
-    (live,) = compare((run.series for run in runs), live=True)
+    (live,) = compare(runs, live=True)
     assert {run.id for run in live.counted} == {"done", "stopped"}
     assert live.notes == ()

@@ -10,9 +10,10 @@ import pytest
 
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.runs.run import Run
+from hilbert_monitor.runs.table import NUMBERS
 from hilbert_monitor.service.figures.run_figures import PANELS as RUN_PANELS
-from hilbert_monitor.service.following.columns import NUMBERS
-from hilbert_monitor.service.following.snapshot import RunSnapshot, summary
+from hilbert_monitor.service.following.summary import summary
 from hilbert_monitor.service.web import schema
 from tests.support.services import FORMULA, IMAGE, SCRIPT, client_of, record, write_run, write_zoo
 
@@ -499,7 +500,7 @@ def test_nothing_else_can_be_changed(zoo, method, path):
 def test_the_schema_has_the_fields_that_answers_have():
     assert schema.Info.model_fields.keys() == {*RunInfo.__struct_fields__}
     assert schema.AlertAnswer.model_fields.keys() == {*Alert.__struct_fields__}
-    assert schema.RunSummary.model_fields.keys() == summary(RunSnapshot(id="a", info=RunInfo(id="a"))).keys()
+    assert schema.RunSummary.model_fields.keys() == summary(Run(id="a", info=RunInfo(id="a"))).keys()
 
 
 def test_every_route_and_parameter_is_described(zoo):

@@ -5,9 +5,9 @@ import re
 from importlib.resources import files
 
 import hilbert_monitor.service.web
-from hilbert_monitor.runs.panels import PANELS
-from hilbert_monitor.runs.states import STATUSES
+from hilbert_monitor.runs.reader import STATUSES
 from hilbert_monitor.service.figures import style
+from hilbert_monitor.service.figures.run_panels import PANELS
 from hilbert_monitor.service.web import catalogue
 from hilbert_monitor.service.web.assets import Assets
 

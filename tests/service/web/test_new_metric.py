@@ -1,4 +1,4 @@
-"""A metric that is added to the catalogue and to the record is everywhere, and no other file has to know of it."""
+"""A metric is one field of the record: it is everywhere, and no other file has to know of it."""
 
 import csv
 import io
@@ -11,26 +11,27 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SETUP = """
-import json, sys
-from hilbert_monitor.runs import metrics, record
-from hilbert_monitor.runs.formula import Formula
+import importlib.util, json, sys
+from pathlib import Path
 
-class StepRecord(record.StepRecord, frozen=True, kw_only=True, omit_defaults=True):
-    head_temperature: float | None = None
-    head_sensors: int | None = None
-
-record.StepRecord = StepRecord
-metrics.CATALOGUE = (
-    *metrics.CATALOGUE,
-    metrics.Metric(name="head_temperature_celsius", field="head_temperature", panel="learning_rate",
-                   label="temperature", help="Temperature of the LM head."),
-    metrics.Metric(name="head_sensors", field="head_sensors", panel="rows", label="sensors", help="Sensors."),
-    metrics.Metric(name="sensor_share", field="sensor_share", panel="shares", label="share of a sensor", unit="ratio",
-                   help="Share of a sensor.", formula=Formula(over=("head_temperature",), under=("head_sensors",))),
+FIELDS = (
+    '    head_temperature: Annotated[float | None, Metric("head_temperature_celsius", panel="learning_rate",'
+    ' label="temperature", help="Temperature of the LM head.")] = None\\n'
+    '    head_sensors: Annotated[int | None, Metric("head_sensors", panel="rows", label="sensors", help="Sensors.")]'
+    ' = None\\n'
 )
+FORMULA = (
+    '    Metric("sensor_share", field="sensor_share", panel="shares", label="share of a sensor", unit="ratio",'
+    ' help="Share of a sensor.", formula=lambda head_temperature, head_sensors: head_temperature / head_sensors), '
+)
+spec = importlib.util.find_spec("hilbert_monitor.runs.record")
+record = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+text = Path(spec.origin).read_text().replace("    seconds: dict", FIELDS + "    seconds: dict")
+text = text.replace("FORMULAS = (SATURATION,", "FORMULAS = (" + FORMULA + "SATURATION,")
+exec(compile(text, spec.origin, "exec"), record.__dict__)
+StepRecord = record.StepRecord
 """
 WHERE_IT_IS = """
-from pathlib import Path
 from starlette.testclient import TestClient
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.record import RunInfo
@@ -46,11 +47,11 @@ index.refresh()
 client = TestClient(create_app(index), base_url="http://localhost")
 sys.path[:0] = [str(project / "docs"), str(project / "dashboards" / "grafana")]
 import generate, run as grafana
-from hilbert_monitor.service.following.columns import NUMBERS, WHOLE
+from hilbert_monitor.runs.table import NUMBERS, WHOLE
 
 figures = client.get("/api/runs/run/figures").json()["figures"]
 print(json.dumps({
-    "logged": {metric.logged: value for metric, value in metrics.values(StepRecord(
+    "logged": {metric.logged: value for metric, value in record.measured(StepRecord(
         step=1, time=0.0, head_temperature=20.0, head_sensors=4))},
     "numbers": NUMBERS,
     "whole": sorted(WHOLE),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .metrics import CATALOGUE, GUIDES, Metric
+from hilbert_monitor.runs.record import DERIVED_LINES, METRICS, Metric
 
 Section = Literal["Geometry", "What a step is worth", "Blow-ups", "Training", "Cost of measuring"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
@@ -195,6 +195,6 @@ PANELS = (
 
 def drawn_in(panel: RunPanel) -> tuple[Metric, ...]:
     """The metrics that a panel draws: those of others first, then its own."""
-    known = (*CATALOGUE, *GUIDES)
+    known = (*METRICS, *DERIVED_LINES)
     others = (metric for metric in known if metric.name in panel.beside)
     return (*others, *(metric for metric in known if metric.panel == panel.name))

@@ -1,4 +1,4 @@
-"""Columns that grow, against a plain dictionary of records."""
+"""TableBuilder that grow, against a plain dictionary of records."""
 
 import math
 
@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hilbert_monitor.runs.log import Marker, News
+from hilbert_monitor.runs.reader import Batch
 from hilbert_monitor.runs.record import StepRecord
-from hilbert_monitor.service.following.columns import MISSING, NUMBERS, Columns, Table, present
+from hilbert_monitor.runs.table import MISSING, NUMBERS, Table, TableBuilder, present
 
 floats = st.none() | st.floats(allow_nan=True, allow_infinity=True)
 records = st.builds(
@@ -24,8 +24,8 @@ records = st.builds(
 pieces = st.tuples(st.lists(records, max_size=8, unique_by=lambda r: r.step), st.none() | st.integers(0, 40))
 
 
-def news(new, keep=None):
-    return News(records=new, attempts=[] if keep is None else [Marker(2, keep)], torn=0, offset=0)
+def batch(new, keep=None):
+    return Batch(records=new, keep=keep, torn=0, offset=0)
 
 
 def same(a, b):
@@ -49,21 +49,21 @@ def check(table, expected):
 
 
 @given(st.lists(pieces, max_size=8))
-def test_columns_hold_what_a_dictionary_by_step_would(written):
-    columns, expected, given_out = Columns(), {}, []
+def test_tables_hold_what_a_dictionary_by_step_would(written):
+    columns, expected, given_out = TableBuilder(), {}, []
     for new, keep in written:
         if keep is not None:
             expected = {step: record for step, record in expected.items() if step <= keep}
         expected |= {record.step: record for record in new}
-        columns.take(news(new, keep))
+        columns.append(batch(new, keep))
         given_out.append((columns.table, dict(expected)))
     for table, then in given_out:  # what was given out has not changed since
         check(table, then)
 
 
 def test_a_value_that_is_nan_is_not_one_that_is_missing():
-    columns = Columns()
-    columns.take(news([StepRecord(step=1, time=0, train_loss=math.nan), StepRecord(step=2, time=0)]))
+    columns = TableBuilder()
+    columns.append(batch([StepRecord(step=1, time=0, train_loss=math.nan), StepRecord(step=2, time=0)]))
     assert present(columns.table.column("train_loss")).tolist() == [True, False]
     assert math.isnan(columns.table.last("train_loss"))
     assert columns.table.last("diameter") is None
@@ -77,39 +77,39 @@ def test_missing_survives_copies_files_and_python(tmp_path):
 
 
 def test_the_last_value_is_found_far_back():
-    columns = Columns()
-    columns.take(news([StepRecord(step=1, time=0, diameter=2.0)]))
-    columns.take(news([StepRecord(step=s, time=0) for s in range(2, 10_000)]))
+    columns = TableBuilder()
+    columns.append(batch([StepRecord(step=1, time=0, diameter=2.0)]))
+    columns.append(batch([StepRecord(step=s, time=0) for s in range(2, 10_000)]))
     assert columns.table.last("diameter") == 2.0
     assert Table().last("diameter") is None
 
 
 def test_texts_of_tokens_are_kept_and_clipped():
-    columns = Columns()
+    columns = TableBuilder()
     before = columns.table
-    columns.take(news([StepRecord(step=1, time=0, pair=(3, 4), pair_text=("a", "b" * 500))]))
+    columns.append(batch([StepRecord(step=1, time=0, pair=(3, 4), pair_text=("a", "b" * 500))]))
     assert columns.table.texts == {3: "a", 4: "b" * 80}
     assert before.texts == {}
 
 
 def test_a_log_cannot_make_columns_without_end():
-    columns = Columns()
+    columns = TableBuilder()
     for step in range(1, 40):
-        columns.take(news([StepRecord(step=step, time=0, seconds={f"part {step}-{i}": 0.1 for i in range(9)})]))
+        columns.append(batch([StepRecord(step=step, time=0, seconds={f"part {step}-{i}": 0.1 for i in range(9)})]))
     assert len(columns.table.columns) < 40
 
 
 def test_texts_belong_to_the_records_that_have_a_pair_and_texts():
     pairs = [((1, 2), ("a", "b")), ((3, 4), None), (None, ("x", "y")), (None, None), ((5, 1), ("c", "z"))]
-    columns = Columns()
-    columns.take(news([StepRecord(step=s, time=0, pair=p, pair_text=t) for s, (p, t) in enumerate(pairs)]))
+    columns = TableBuilder()
+    columns.append(batch([StepRecord(step=s, time=0, pair=p, pair_text=t) for s, (p, t) in enumerate(pairs)]))
     assert columns.table.texts == {1: "z", 2: "b", 5: "c"}
 
 
 def test_a_number_that_fits_into_no_column_costs_its_record_alone():
-    columns = Columns()
+    columns = TableBuilder()
     whole = [StepRecord(step=step, time=step, train_loss=0.5 * step) for step in range(1, 30)]
     whole[3] = StepRecord(step=4, time=4, train_loss=2.0, tokens=10**400)
     whole[20] = StepRecord(step=21, time=21, pair=(1, 10**400))
-    assert columns.take(news([*whole, StepRecord(step=2**70, time=0)])) == 3
+    assert columns.append(batch([*whole, StepRecord(step=2**70, time=0)])) == 3
     check(columns.table, {record.step: record for record in whole if record.step not in (4, 21)})

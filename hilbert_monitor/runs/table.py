@@ -18,9 +18,8 @@ import numpy as np
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from hilbert_monitor.runs.log import News
-from hilbert_monitor.runs.metrics import CATALOGUE, GUIDES
-from hilbert_monitor.runs.record import Pair, StepRecord
+from .reader import Batch, RunReader
+from .record import DERIVED_LINES, FORMULAS, Pair, StepRecord
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -45,7 +44,7 @@ PAIRS = _fields(Pair, Pair | None)
 PAIR_COLUMNS = tuple(f"{name}.{end}" for name in PAIRS for end in (0, 1))
 WHOLE = {*_fields(int, int | None), *PAIR_COLUMNS}
 """Columns of whole numbers."""
-FORMULAS = {metric.field: metric.formula for metric in (*CATALOGUE, *GUIDES) if metric.formula is not None}
+DERIVED = {metric.field: metric for metric in (*FORMULAS, *DERIVED_LINES)}
 """Columns that are worked out of others when they are asked for."""
 SECONDS = "seconds."
 """Seconds that a part of measuring took are the column "seconds.PART"."""
@@ -100,21 +99,22 @@ class Table:
 
     def _rows(self, name: str, rows: slice) -> Floats | None:
         """Some rows of a column; None without it, or without a column that it follows from."""
-        formula = FORMULAS.get(name)
-        if formula is None:
-            values = self.columns.get(name)
-            return None if values is None else values[rows]
-        if not self.columns.keys() >= {*formula.fields}:
+        metric = DERIVED.get(name)
+        if metric is None or metric.formula is None:
+            column = self.columns.get(name)
+            return None if column is None else column[rows]
+        if not self.columns.keys() >= {*metric.fields}:
             return None
-        parts = {field: self.columns[field][rows] for field in formula.fields}
+        parts = [self.columns[field][rows] for field in metric.fields]
         with np.errstate(all="ignore"):
-            known = np.logical_and.reduce([present(part) for part in parts.values()])
-            known &= np.not_equal(formula.divisor(parts.__getitem__), 0)
-            return np.where(known, formula.apply(parts.__getitem__), MISSING)
+            values = np.asarray(metric.formula(*parts), np.float64)
+        known = np.logical_and.reduce([present(part) for part in parts])
+        known &= np.isfinite(values) | ~np.logical_and.reduce([np.isfinite(part) for part in parts])
+        return np.where(known, values, MISSING)
 
 
-class Columns:
-    """Builds a run's Tables. A Table that was handed out never changes: rows are added behind its end.
+class TableBuilder:
+    """Builds the Tables of a run. A Table that was handed out never changes: rows are added behind its end.
 
     Args:
         table: the rows to start from.
@@ -140,20 +140,20 @@ class Columns:
         self._is_shared = True
         return Table(self._steps[: self._rows], columns, self._texts)
 
-    def take(self, news: News, expected: int = 0) -> int:
-        """Add the new records of a log; return how many were left out because a number in them fits into no column.
+    def append(self, batch: Batch[StepRecord], expected: int = 0) -> int:
+        """Add the new records of a log; return how many were skipped because a number in them is too large.
 
         Args:
-            news: the records.
+            batch: the records.
             expected: rows that there will be in the end, as far as that is known: room for them is reserved, so that
                 a long log is not copied as it grows. Room that is never filled takes no memory.
         """
         self._expected = expected
-        if news.keep is not None:
-            self._truncate(int(np.searchsorted(self._steps[: self._rows], news.keep, "right")))
-        if not news.records:
+        if batch.keep is not None:
+            self._truncate(int(np.searchsorted(self._steps[: self._rows], batch.keep, "right")))
+        if not batch.records:
             return 0
-        fields = _by_field(sorted(news.records, key=_step))
+        fields = _by_field(sorted(batch.records, key=_step))
         self._note_texts(fields)
         return self._add_fitting(fields)
 
@@ -284,3 +284,11 @@ def _room(values: Any, rows: int, wanted: int, expected: int) -> Any:
     grown[:known] = values[:known]
     grown[known:wanted] = MISSING if values.dtype == np.float64 else 0
     return grown
+
+
+def read_table(reader: RunReader) -> Table:
+    """Read the records of a run that count."""
+    builder = TableBuilder()
+    for batch in reader.follow():
+        builder.append(batch)
+    return builder.table

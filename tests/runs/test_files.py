@@ -1,0 +1,230 @@
+"""Values as JSON, lines that may be torn, files on a full disk, and the heartbeat."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hilbert_monitor.runs.files import (
+    Heartbeat,
+    LineFile,
+    Owner,
+    decode_lines,
+    encode_line,
+    is_locked,
+    read_blocks,
+    to_json,
+)
+from hilbert_monitor.runs.reader import as_record
+from hilbert_monitor.runs.record import Layer, LayerRecord, StepRecord
+from tests.support.forks import forked, outcome
+from tests.support.run_logs import aged, kill, step
+
+floats = st.none() | st.floats()
+texts = st.text(st.characters() | st.sampled_from("\ud800\udfff\n\r\x00\u2028\U0001f600"), max_size=8)
+pairs = st.none() | st.tuples(st.integers(0, 2**31), st.integers(0, 2**31))
+records = st.builds(
+    StepRecord,
+    step=st.integers(0, 2**53),
+    time=st.floats(),
+    skipped=texts,
+    tokens=st.none() | st.integers(0, 2**62),
+    train_loss=floats,
+    diameter=floats,
+    ceiling=floats,
+    pair=pairs,
+    pair_text=st.none() | st.tuples(texts, texts),
+    nonfinite_rows=st.none() | st.integers(0, 9),
+    seconds=st.dictionaries(texts, st.floats(), max_size=3),
+)
+
+
+@given(records)
+def test_any_record_survives_and_only_lone_surrogates_become_their_escapes(record):
+    line = encode_line(record)
+    assert b"\n" not in line
+    (item,) = decode_lines(line + b"\n", as_record)
+    escaped = repr(record)
+    for code in {ord(c) for text in _texts_of(record) for c in text if 0xD800 <= ord(c) < 0xE000}:
+        escaped = escaped.replace(f"\\u{code:x}", f"\\\\u{code:x}")
+    assert repr(item) == escaped
+
+
+def _texts_of(record):
+    return [record.skipped, *(record.pair_text or ()), *record.seconds]
+
+
+def test_numbers_that_are_not_finite_are_strings_in_nested_records_too():
+    record = LayerRecord(step=1, time=0.0, layers={"a": Layer(kind="vector", step=float("nan"), weight=float("-inf"))})
+    assert json.loads(encode_line(record))["layers"] == {"a": {"kind": "vector", "step": "nan", "weight": "-inf"}}
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+def test_values_that_json_has_no_form_for_become_text():
+    loop = []
+    loop.append(loop)
+    cases = (
+        (Path("/x/y"), "/x/y"),
+        (Unprintable(), "<Unprintable that cannot be shown>"),
+        (float("nan"), "nan"),
+        (10**5000, "<int that cannot be shown>"),
+        ({(1, 2): {3: None}}, {"(1, 2)": {"3": None}}),
+        ("\ud800\x00\U0001f600", "\\ud800\x00\U0001f600"),
+        ([True, 1, 1.5, None, ("a",), {1}], [True, 1, 1.5, None, ["a"], [1]]),
+    )
+    for value, expected in cases:
+        assert to_json(value) == expected, value
+    assert len(to_json(Path("z" * 10_000))) == 1000
+    assert msgspec.json.encode(to_json(loop))
+
+
+def test_lines_that_are_not_whole_count_as_torn_and_cost_no_other():
+    whole = encode_line(step(3))
+    for broken in (b'{"step": 3, "ti', b"\x00\x00", b"[1, 2]", b'{"time": 3}', b"[" * 5000, whole + whole):
+        assert decode_lines(whole + b"\n" + broken + b"\n" + whole + b"\n", as_record) == [step(3), None, step(3)]
+
+
+def test_a_line_without_an_end_takes_no_memory(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 26)  # zeros, and no newline
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + encode_line(step(1)) + b"\n")
+    blocks = [block for _, block in read_blocks(path)]
+    assert sum(map(len, blocks)) < (1 << 24) + (1 << 18)
+    assert decode_lines(b"".join(blocks), as_record)[-1] == step(1)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path, make):
+    make(tmp_path / "steps.jsonl")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=r"regular|directory"):
+        list(read_blocks(tmp_path / "steps.jsonl"))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_line_after_a_torn_one_begins_on_a_line_of_its_own(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(b'{"torn')
+    file = LineFile(path, head=b"head")
+    file.append(b"first")
+    file.append(b"second")
+    file.close()
+    assert path.read_bytes() == b'{"torn\nhead\nfirst\nsecond\n'
+
+
+def test_a_fork_in_the_middle_of_a_write_leaves_a_child_that_does_not_hang(tmp_path):
+    file, written = LineFile(tmp_path / "steps.jsonl"), threading.Event()
+
+    def work():
+        with pytest.raises(OSError, match="forked"):
+            file.append(b"child")
+
+    def write():
+        while not written.is_set():
+            file.append(b"x" * 1000)
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    assert [outcome(work) for _ in range(10)] == [0] * 10
+    written.set()
+    writing.join()
+    file.close()
+
+
+def test_a_child_that_is_forked_while_a_file_is_opened_does_not_hold_its_lock(tmp_path, monkeypatch):
+    opened, forked_meanwhile, really_open = threading.Event(), threading.Event(), os.open
+
+    def slow(path, flags, *args, **options):  # as a network file system may be
+        fd = really_open(path, flags, *args, **options)
+        if flags & os.O_APPEND and not opened.is_set():
+            opened.set()
+            forked_meanwhile.wait(60)
+        return fd
+
+    monkeypatch.setattr(os, "open", slow)
+    files = []
+    opening = threading.Thread(target=lambda: files.append(LineFile(tmp_path / "steps.jsonl")))
+    opening.start()
+    assert opened.wait(60)
+    child = forked(lambda: time.sleep(100))
+    try:
+        forked_meanwhile.set()
+        opening.join()
+        assert files[0].lock()
+        files[0].close()
+        assert is_locked(tmp_path / "steps.jsonl") is False
+    finally:
+        kill(child)
+
+
+# The heartbeat
+
+
+def test_only_a_change_is_a_sign_of_life_but_for_the_first_look(tmp_path):
+    path = tmp_path / "heartbeat"
+    heartbeat = Heartbeat(path)
+    heartbeat.take(Owner.new())
+    for beat, now, alive in (
+        (5000.0, 5600.0, True),  # a clock that is ten minutes behind
+        (5000.0, 5659.0, True),
+        (5000.0, 5661.0, False),
+        (5001.0, 5700.0, True),
+        (9000.0, 5800.0, True),
+        (100.0, 5850.0, True),
+        (100.0, 5911.0, False),
+    ):
+        aged(path, beat)
+        assert heartbeat.is_fresh(now, 60.0) is alive, (beat, now)
+    path.unlink()
+    assert not heartbeat.is_fresh(5912.0, 60.0)
+
+
+@pytest.mark.parametrize("beat", [1000.0, 9000.0])
+def test_a_first_look_at_a_time_far_from_ours_is_no_sign_of_life(tmp_path, beat):
+    heartbeat = Heartbeat(tmp_path / "heartbeat")
+    heartbeat.take(Owner.new())
+    aged(heartbeat.path, beat)
+    assert not heartbeat.is_fresh(5000.0, 60.0)
+    aged(heartbeat.path, beat + 5.0)
+    assert heartbeat.is_fresh(5005.0, 60.0)
+
+
+def test_a_heartbeat_that_another_process_has_taken_does_not_beat(tmp_path):
+    heartbeat, mine, other = Heartbeat(tmp_path / "heartbeat"), Owner.new(), Owner.new()
+    heartbeat.take(mine)
+    aged(heartbeat.path, 1.0)
+    assert heartbeat.beat(mine)
+    assert heartbeat.path.stat().st_mtime > 1.0
+    heartbeat.take(other)
+    aged(heartbeat.path, 1.0)
+    assert not heartbeat.beat(mine)
+    assert heartbeat.path.stat().st_mtime == 1.0
+    heartbeat.path.unlink()
+    assert heartbeat.beat(mine)  # a folder that is gone was not taken
+
+
+def test_an_owner_is_gone_only_if_its_own_machine_and_container_say_so():
+    here = Owner.new()
+    gone = forked(lambda: None)
+    os.waitpid(gone, 0)
+    assert not here.is_gone
+    replace = msgspec.structs.replace
+    for pid in (gone, 2**30, 2**70, 0, -1):
+        assert replace(here, pid=pid).is_gone
+        assert not replace(here, pid=pid, processes="pid:[1]").is_gone
+        assert not replace(here, pid=pid, machine="another").is_gone
+    assert here.is_on_this_machine
+    assert not Owner().is_on_this_machine
+    assert not Owner().is_gone
