@@ -88,20 +88,16 @@ def alerts() -> Iterator[tuple[str, ...]]:
             for rule in group["rules"]:
                 if "alert" in rule:
                     link = f"[{rule['alert']}](../dashboards/runbooks/{rule['alert']}.md)"
-                    yield link, rule["labels"]["severity"], meaning(rule["alert"], rule["labels"].get("source", ""))
+                    yield link, rule["labels"]["severity"], meaning(rule["alert"], rule["labels"]["severity"])
 
 
-def meaning(alert: str, source: str) -> str:
-    """When an alert fires: the first sentence of its runbook, and who decides."""
-    deciders = {
-        "verdict": " (decided by the rules in the training process)",
-        "history": " (decided by PromQL alone, from the run's own last hour and its learning rate)",
-        "gauge": " (decided by the last step that was scraped)",
-    }
+def meaning(alert: str, severity: str) -> str:
+    """When an alert fires: the first sentence of its runbook; for StepDiameterBlowUp, that of its severity."""
     text = (RUNBOOKS / f"{alert}.md").read_text()
-    paragraph = re.split(r"^## Meaning\s*", text, flags=re.M)[1].split("\n\n")[0]
-    sentence = re.split(r"(?<=[.])\s", " ".join(paragraph.split()))[0]
-    return sentence.rstrip(".") + deciders.get(source, "")
+    paragraphs = re.split(r"^## Meaning\s*", text, flags=re.M)[1].split("\n\n")
+    own = [p for p in paragraphs if p.startswith(f"{severity.capitalize()}: ")]
+    paragraph = own[0].partition(": ")[2] if own else paragraphs[0]
+    return re.split(r"(?<=[.])\s", " ".join(paragraph.split()))[0].rstrip(".")
 
 
 def arguments() -> Iterator[tuple[str, ...]]:

@@ -27,7 +27,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from .alerts import KINDS
+from .alerts import SEVERITIES
 from .families import FAMILIES, Family
 from .metrics import CATALOGUE, values
 from .process_bound import ProcessBound
@@ -76,9 +76,9 @@ class Samples:
     """How many diameters fall into each bucket, not cumulative."""
     total: float = 0.0
     """Sum of the diameters."""
-    alerts: dict[str, Alert] = field(default_factory=dict)
-    """The last blow-up of each kind."""
-    blowups: Counter[str] = field(default_factory=Counter)
+    alerts: dict[tuple[str, str], Alert] = field(default_factory=dict)
+    """The last blow-up of each kind and severity."""
+    blowups: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
 
 
@@ -112,8 +112,9 @@ class RunSamples(ProcessBound):
             return
         with self._lock:
             if isinstance(record, Alert):
-                self._samples.alerts[record.kind] = record
-                self._samples.blowups[record.kind] += 1
+                key = record.kind, record.severity
+                self._samples.alerts[key] = record
+                self._samples.blowups[key] += 1
             else:
                 self._take(record)
 
@@ -206,13 +207,14 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
     yield "nonfinite_increments_total", (), run.nonfinite
     yield "skipped_steps_total", (), run.skipped
     yield "clipped_steps_total", (), run.clipped
-    for kind in {*KINDS, *run.blowups}:  # from zero: a counter that appears with its first count has no increase
-        yield "blowups_total", (kind,), run.blowups[kind]
-    for kind, alert in run.alerts.items():
-        yield "blowup_value", (kind,), alert.value
-        yield "blowup_step", (kind,), alert.step
+    known = {(kind, severity) for kind, severities in SEVERITIES.items() for severity in severities}
+    for key in {*known, *run.blowups}:  # from zero: a counter that appears with its first count has no increase
+        yield "blowups_total", key, run.blowups[key]
+    for key, alert in run.alerts.items():
+        yield "blowup_value", key, alert.value
+        yield "blowup_step", key, alert.step
         if alert.expected is not None:
-            yield "blowup_expected", (kind,), alert.expected
+            yield "blowup_expected", key, alert.expected
     for part, seconds in run.seconds.items():
         yield "monitor_seconds_total", (part,), seconds
     for sink, count in run.failures.items():

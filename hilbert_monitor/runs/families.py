@@ -39,17 +39,25 @@ FAMILIES = (
         "Row diameters D(S) of all steps: exact where that was computed, else the certified lower bound.",
     ),
     Family(
-        "blowups", "counter", "Blow-ups: steps that broke one of the monitor's rules, by the rule's kind.", ("kind",)
+        "blowups",
+        "counter",
+        "Blow-ups: steps that broke one of the monitor's rules, by the rule's kind and its severity, page or notice.",
+        ("kind", "severity"),
     ),
-    Family("blowup_value", "gauge", "What was measured at the last blow-up of each kind.", ("kind",)),
+    Family(
+        "blowup_value",
+        "gauge",
+        "What was measured at the last blow-up of each kind and severity.",
+        ("kind", "severity"),
+    ),
     Family(
         "blowup_expected",
         "gauge",
-        "What was usual before the last blow-up of each kind: the median of the run's history at its learning rate; the"
-        " ceiling itself for kind ceiling, 0 for kind nonfinite.",
-        ("kind",),
+        "What was usual before the last blow-up of each kind and severity, at its learning rate; the ceiling for kind"
+        " ceiling, the expected learning rate for kind rate, 0 for kind nonfinite.",
+        ("kind", "severity"),
     ),
-    Family("blowup_step", "gauge", "Number of the step of the last blow-up of each kind.", ("kind",)),
+    Family("blowup_step", "gauge", "Step of the last blow-up of each kind and severity.", ("kind", "severity")),
     Family("nonfinite_increments", "counter", "Steps whose increment of the LM head held a nan or an infinity."),
     Family("skipped_steps", "counter", "Steps at which the optimizer moved nothing."),
     Family("clipped_steps", "counter", "Steps of which a TrustRegion held something back."),
