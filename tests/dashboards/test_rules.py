@@ -130,7 +130,11 @@ def test_a_group_reads_what_it_records_itself():
 @pytest.mark.parametrize(
     ("test", "old", "new"),
     [
-        ("a verdict fires", 'kind="diameter",severity="page"}[10m]) > 0', 'kind="diameter",severity="page"}[10m]) > 1e9'),
+        (
+            "a verdict fires",
+            'kind="diameter",severity="page"}[10m]) > 0',
+            'kind="diameter",severity="page"}[10m]) > 1e9',
+        ),
         ("a verdict fires", 'kind="diameter",severity="page"}[10m])', 'kind="diameter",severity="page"}[1m])'),
         (
             "a scrape gap",
@@ -144,10 +148,18 @@ def test_a_group_reads_what_it_records_itself():
         ),
         ("resumed twice", '_info{attempt="1"}', "_info"),
         ("a blow-up before", "_start_timestamp_seconds) < 300", "_start_timestamp_seconds) < 0"),
-        ("above the ceiling", 'kind="ceiling",severity="page"}[10m]) > 0', 'kind="ceiling",severity="page"}[10m]) > 1e9'),
+        (
+            "above the ceiling",
+            'kind="ceiling",severity="page"}[10m]) > 0',
+            'kind="ceiling",severity="page"}[10m]) > 1e9',
+        ),
         ("a learning rate that jumps", 'kind="rate",severity="page"', 'kind="rate",severity="notice"'),
         ("a learning rate that jumps", 'kind="diameter",severity="notice"', 'kind="diameter"'),
-        ("the perturbation", 'kind="perturbation",severity="notice"}[10m]) > 0', 'kind="perturbation",severity="notice"}[10m]) > 1e9'),
+        (
+            "the perturbation",
+            'kind="perturbation",severity="notice"}[10m]) > 0',
+            'kind="perturbation",severity="notice"}[10m]) > 1e9',
+        ),
         ("a nan, between", "(max_over_time(hilbert_nonfinite_rows[10m])) > 0", "(hilbert_nonfinite_rows) > 1e9"),
         ("a nan, between", "(max_over_time(hilbert_nonfinite_rows[10m])) > 0", "(hilbert_nonfinite_rows) >= 0"),
         ("a process that answers", "[6h]", "[1h]"),
