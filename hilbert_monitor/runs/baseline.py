@@ -45,7 +45,7 @@ CLIP, CLIPPED_VARIANCE, ROUND, BODY = 2.5, 0.9775599834528068, 3.0, 4.0
 move an average by up to ROUND, and teach nothing about the shape of the tail from BODY on."""
 SMALLEST_SPREAD = 1e-3
 EARLY, EARLY_STEP = 100, math.log(4.3)
-"""Before EARLY values no shape of the tail is known: a step beyond the floor by this factor is an event."""
+"""Before EARLY values no shape of the tail is known: such a step over the floor, and 4.5 spreads, is an event."""
 SETTLED, FALLEN = 50, 20
 """Events in a row, or values in a row far below the slow level, that become the new normal."""
 BURSTS, APART, FIRST_BURSTS, ENDED = 64, 10, 5, 0.005
@@ -267,7 +267,7 @@ class Baseline:
         record = min(self._records[0], 1.5 * self._records[1])  # one accident excuses no other
         if deviation < max(LEAST_PAGE + 2 * spread, (1.2 + 10 / self.count) * record):
             return False
-        return self.tail.largest_chance(deviation / spread) < 0.003 / self.count
+        return self.tail.largest_chance(deviation / spread) < 0.001 / self.count
 
     def add(self, value: float, *, exact: bool = False, pattern: str = "") -> None:
         """Learn from a value.
@@ -438,7 +438,7 @@ class Baseline:
         spread = self._spread(self._best)
         height = self.tail.height(probability * share, probability * BURST_SHARE, self.count, spread)
         if self.count < EARLY and len(self.tail.bursts) < 2:
-            height = min(height, (self.floor + EARLY_STEP) / self._spread(SLOW))
+            height = min(height, max((self.floor + EARLY_STEP) / self._spread(SLOW), 4.5))
         thresholds = []
         for i, (pattern, k) in enumerate(STATISTICS):
             z = -_NORMAL.inv_cdf(probability * SHARES[pattern])

@@ -88,8 +88,8 @@ def summary(run: RunSnapshot) -> dict[str, Any]:
         "attempts": len(run.attempts),
         "alerts": len(run.alerts),
         "last_alert": None
-            if last is None
-            else {"step": last.step, "kind": last.kind, "severity": last.severity, "time": last.time},
+        if last is None
+        else {"step": last.step, "kind": last.kind, "severity": last.severity, "time": last.time},
         "train_loss": table.last("train_loss"),
         "validation_loss": table.last("validation_loss"),
         "diameter": table.last("diameter"),
