@@ -1,6 +1,6 @@
 """The blow-up rules: records in, alerts out, nothing else. Replaying a log gives the alerts of the run again.
 
-An alert is a page or a notice. Pages are for what needs somebody now:
+An alert is a page or a notice. Pages need somebody now:
 
 - nonfinite: a step or a loss that is not finite;
 - ceiling: D(S) above what its optimizer can make, by a theorem;
@@ -8,8 +8,8 @@ An alert is a page or a notice. Pages are for what needs somebody now:
 - diameter: one D(S) per learning rate at least three times its usual level and beyond this run's own bursts.
 
 All that is slower or smaller is a notice: the level and the trend of D(S), the perturbation of the panel (the fixed
-set of validation positions), what its logits lose in the run's precision, and the layers. `Baseline` learns what is
-usual in each of them. `Rules` limits the false notices; false pages are rarer by a factor of a hundred.
+set of validation positions), what its logits lose in the run's precision, and the layers. `Baseline` learns the usual
+level of each. `Rules` limits the false notices; false pages are rarer by a factor of a hundred.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .record import Alert, Pair, StepRecord
 
 Kind = Literal["nonfinite", "ceiling", "rate", "diameter", "perturbation", "precision", "layer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""The rules, by what they look at."""
+"""Kinds of alerts: the quantity that the rule judges."""
 Severity = Literal["page", "notice"]
 SEVERITIES: dict[Kind, tuple[Severity, ...]] = {
     **dict.fromkeys(KINDS[:3], ("page",)),
@@ -45,7 +45,7 @@ CALM = 5
 """Normal values in a row that end a blow-up. While it lasts, only a value twice as large is reported again."""
 LEAST_LAYER, LAYER_SHARE = math.log(4), 0.03
 """A layer's step is an event from this factor over the usual on; share of all layers in the false alarms allowed."""
-LONGEST_GAP = 40
+LONGEST_GAP = 20
 """Steps between two values that count, at most: a value has the false alarms of the steps since the last one."""
 
 Texts = tuple[str, str] | None
@@ -53,7 +53,7 @@ Texts = tuple[str, str] | None
 
 @dataclass(frozen=True, kw_only=True, init=False)
 class Rules:
-    """What counts as a blow-up.
+    """Settings of the blow-up rules.
 
     Args:
         false_alarms_per_10k: false notices allowed in 10,000 steps of a run, of all series together. With fewer, a
@@ -81,7 +81,7 @@ class Series:
     Args:
         kind: of its alerts.
         name: in their messages.
-        baseline: learns what is usual.
+        baseline: learns its usual level and noise.
         share: of the false alarms that are allowed. The shares sum to less than one: tails of real runs are heavier
             than a few hundred values show.
     """
@@ -120,13 +120,13 @@ class Judge:
     """Applies the rules to the records of one run, in their order.
 
     Args:
-        rules: what counts as a blow-up.
+        rules: settings.
     """
 
     def __init__(self, rules: Rules | None = None) -> None:
         self.rules = rules or Rules()
         self.rates = LearningRates()
-        self.diameter = Series("diameter", "D(S)", Baseline(), 0.5)
+        self.diameter = Series("diameter", "D(S)", Baseline(), 0.4)
         self.perturbation = Series(
             "perturbation", "The panel's Hilbert RMS", Baseline(min_history=8, floor=math.log(3)), 0.05
         )
@@ -282,8 +282,18 @@ class Judge:
         }.get(series.kind, (None, None))
         message += "" if series.kind == "precision" else f", between {tokens(pair, text)}"
         message += f": {_advice(series.kind, record, event.pattern, pair)}"
-        how = {"severity": severity, "pattern": event.pattern, "rarity": rarity}
-        return _alert(record, series.kind, value, usual, message, pair, text, **how)
+        return _alert(
+            record,
+            series.kind,
+            value,
+            usual,
+            message,
+            pair,
+            text,
+            severity=severity,
+            pattern=event.pattern,
+            rarity=rarity,
+        )
 
     def _learn_bounds_ratio(self, record: StepRecord) -> None:
         lower, upper = record.diameter_lower, record.diameter_upper
@@ -370,7 +380,7 @@ def alerts_of(records: Iterable[StepRecord], rules: Rules | None = None) -> Iter
 
 
 def judged_diameter(record: StepRecord) -> tuple[float | None, bool]:
-    """Return the diameter that history judges, that of the stored step, and whether it is exact."""
+    """Return the diameter of the stored step, which history judges, and whether it is exact."""
     if record.stored_diameter is not None or record.stored_diameter_lower is not None:
         exact = record.stored_diameter is not None
         return record.stored_diameter if exact else record.stored_diameter_lower, exact
@@ -430,7 +440,7 @@ def _names(pair: Pair, text: Texts) -> tuple[str, str]:
 
 
 def _nonfinite_tokens(pair: Pair | None, text: Texts) -> str:
-    """Name the first row that is not finite: the pair has it beside row 0, or beside row 1 where it is row 0."""
+    """Name the first row that is not finite: the pair is (0, row), or (0, 1) for row 0."""
     assert pair is not None
     first, second = _names(pair, text)
     return f"token {second}" if pair[1] > 1 else f"token {first} or {second}"

@@ -1,4 +1,4 @@
-"""What is usual in a run, learned from its own values, and how far a value may stray from it.
+"""Baselines: learn the usual level and noise of a run from its values, and how far a value may stray from them.
 
 A value is the logarithm of a positive quantity, such as D(S) over the learning rate. Four exponential averages follow
 it, from the last value alone to the mean of the last hundred. The one that predicts best is the fast level, the slowest
@@ -33,7 +33,7 @@ SLOW = 3
 STATISTICS: tuple[tuple[Pattern, int], ...] = (("level", 1), ("level", 2), ("trend", 2))
 """Averages that are compared with an earlier level."""
 SHARES: dict[Pattern, float] = {"step": 0.8, "level": 0.065, "trend": 0.07}
-"""Share of each limit in the probability of a false alarm. Bursts have one of their own."""
+"""Share of each limit in the probability of a false alarm. Bursts have BURST_SHARE."""
 BURST_SHARE = 0.3
 LEAST_STEP, LEAST_TREND, LARGEST_TREND, LEAST_PAGE = (math.log(factor) for factor in (1.4, 1.75, 8, 3))
 """Smaller steps, trends and pages are none; growth beyond LARGEST_TREND is one even in a run that has always grown."""
@@ -42,10 +42,10 @@ MEMORY, LAG, LOWEST_EVERY, LOWEST_OF = 400, 200, 50, 40
 level is stored once in LOWEST_EVERY values, LOWEST_OF times."""
 CLIP, CLIPPED_VARIANCE, ROUND, BODY = 2.5, 0.9775599834528068, 3.0, 4.0
 """In spreads: deviations count for a variance up to CLIP (and E[min(z^2, CLIP^2)] = CLIPPED_VARIANCE for a normal z),
-move an average by up to ROUND, and teach nothing about the shape of the tail from BODY on."""
+move an average by up to ROUND, and shape the tail up to BODY."""
 SMALLEST_SPREAD = 1e-3
-EARLY, EARLY_STEP = 100, math.log(4.3)
-"""Before EARLY values no shape of the tail is known: such a step over the floor, and 4.5 spreads, is an event."""
+EARLY, EARLY_STEP = 100, math.log(6)
+"""Before EARLY values no shape of the tail is known: such a step of D(S), at least 4.5 spreads high, is an event."""
 SETTLED, FALLEN = 50, 20
 """Events in a row, or values in a row far below the slow level, that become the new normal."""
 BURSTS, APART, FIRST_BURSTS, ENDED = 64, 10, 5, 0.005
@@ -91,7 +91,7 @@ def _log_densities(z: float) -> tuple[float, ...]:
 
 
 class TailModel:
-    """How rare is a value so many spreads above its level? A mixture of four shapes, and the run's own bursts.
+    """Tail of a series: a mixture of four shapes, and the run's own bursts.
 
     Bayes' rule weighs the shapes by how well each predicted the values of the body. Gumbel's distribution is that of a
     maximum of many values, as D(S) is. Bursts are values beyond the body: a run may repeat its own.
@@ -180,7 +180,7 @@ class TailModel:
 
 
 class Limit(NamedTuple):
-    """The largest value that is no event of a pattern."""
+    """Largest value that raises no event of a pattern."""
 
     value: float
     pattern: Pattern
@@ -200,7 +200,7 @@ class Event(NamedTuple):
 
 
 class Baseline:
-    """What is usual in one series of a run.
+    """Usual level and noise of one series of a run.
 
     Args:
         min_history: values before there is a limit.
@@ -212,7 +212,7 @@ class Baseline:
         self.count = 0
         """Values so far."""
         self.offset = 0.0
-        """How far exact values are above lower bounds."""
+        """Distance of exact values above lower bounds."""
         self.tail = TailModel()
         self._first: list[tuple[float, bool]] = []
         self._levels, self._variances, self._best = [0.0] * len(GAINS), [0.0] * len(GAINS), SLOW
@@ -274,8 +274,8 @@ class Baseline:
 
         Args:
             value: judged before.
-            exact: it is no lower bound.
-            pattern: that of its event. A step is an accident: it teaches only how high accidents are.
+            exact: it is exact, not a lower bound.
+            pattern: pattern of its event, or empty. A step is an accident: it teaches only how high accidents are.
         """
         if not math.isfinite(value):
             return
@@ -307,7 +307,7 @@ class Baseline:
             self._lowest.clear()
 
     def state(self) -> dict[str, Any]:
-        """Return what was learned, in plain types."""
+        """Return the history in plain types."""
         plain = {name: getattr(self, name) for name in _LEARNED}
         plain = {name: list(value) if isinstance(value, deque) else value for name, value in plain.items()}
         return copy.deepcopy(plain | vars(self.tail))
@@ -431,14 +431,14 @@ class Baseline:
         return math.sqrt((400 * least + count * self._squares[i]) / (400 + count))
 
     def _renew_thresholds(self, probability: float) -> None:
-        """Compute the thresholds again, from time to time: those of the statistics, and the height of a step."""
+        """Update the thresholds of the statistics and the height of a step, every twenty values."""
         if self._thresholds and self.count < self._renewed + max(1, min(20, self._renewed // 10)):
             return
         share = SHARES["step"] * (1.0 if self._best == SLOW else 0.5)  # of two levels that are compared with
         spread = self._spread(self._best)
         height = self.tail.height(probability * share, probability * BURST_SHARE, self.count, spread)
-        if self.count < EARLY and len(self.tail.bursts) < 2:
-            height = min(height, max((self.floor + EARLY_STEP) / self._spread(SLOW), 4.5))
+        if self.count < EARLY and len(self.tail.bursts) < 2 and self.floor == LEAST_STEP:
+            height = min(height, max(EARLY_STEP / self._spread(SLOW), 4.5))
         thresholds = []
         for i, (pattern, k) in enumerate(STATISTICS):
             z = -_NORMAL.inv_cdf(probability * SHARES[pattern])
@@ -457,18 +457,18 @@ _LEARNED = (
 
 
 class LearningRates:
-    """The learning rates of a run: which one the schedule led to expect.
+    """Learning rates of a run: predicts the next one from the schedule so far.
 
     Schedules need no setting: they go on as they went (warm-up, cosine, cycles), they fall (decay, in steps or on a
     plateau), and a scheduler may return to a rate that the run has had (restarts). Two questions are asked of a rate.
     Did it jump from one step to the next? And is it above all rates so far, and has grown faster than the square of
     the time over the last 8, 32 or 128 steps? The second sees exponential growth, which looks straight from one step
-    to the next, from 1 % a step on. Slower growth is seen only where it begins.
+    to the next, if it is at least 1 % a step. Slower growth is seen only where it begins.
     """
 
     ACCIDENT, SPANS, SAME, SMALL = 1.5, (8, 32, 128), 1.001, 0.01
     """A rate above the expected one by ACCIDENT is an accident; warm-ups by epochs have steps of up to 1.4. SPANS are
-    records over which growth is looked for. Rates are the same up to SAME, and harmless below SMALL of the highest."""
+    numbers of records to look for growth in. Rates are the same up to SAME, and harmless below SMALL of the highest."""
 
     def __init__(self) -> None:
         self._last: deque[tuple[int, float]] = deque(maxlen=2 * max(self.SPANS))
