@@ -167,7 +167,7 @@ def test_the_pattern_says_what_was_broken():
     noise = noisy(1000, seed=1, spread=0.5)
     spike = [r * (100 if t == 700 else 1) for t, r in enumerate(noise)]
     level = [r * (2 if t >= 700 else 1) for t, r in enumerate(noise)]
-    trend = [r * 2 ** (max(0, t - 500) / 150) for t, r in enumerate(noise)]
+    trend = [r * 2 ** (max(0, t - 1500) / 100) for t, r in enumerate(noisy(2000, seed=1, spread=0.5))]
     patterns = [next(alerts_of(record(t + 1, ratio=r) for t, r in enumerate(x))).pattern for x in (spike, level, trend)]
     assert patterns[0] == "step"
     assert patterns[1] == "level"
@@ -499,13 +499,13 @@ def test_a_notice_that_becomes_a_page_is_reported_again():
 
 def test_bursts_that_the_run_has_shown_twice_are_no_pages_again():
     ratios = noisy(4000)
-    for t in (1000, 1300, 1600, 3000):
+    for t in (2000, 2300, 2600, 3000):
         ratios[t] = 60.0
     pages = [a.step for a in alerts_of(record(t + 1, ratio=r) for t, r in enumerate(ratios)) if a.severity == "page"]
-    assert pages == [1001, 1301]
+    assert pages == [2001, 2301]
     ratios[3500] = 200.0
     pages = [a.step for a in alerts_of(record(t + 1, ratio=r) for t, r in enumerate(ratios)) if a.severity == "page"]
-    assert pages == [1001, 1301, 3501]
+    assert pages == [2001, 2301, 3501]
 
 
 def test_only_theory_rates_and_records_are_pages():
