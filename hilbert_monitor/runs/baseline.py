@@ -70,7 +70,8 @@ def survivals(z: float) -> tuple[float, ...]:
     return (
         0.5 * math.erfc(z / math.sqrt(2)),
         -math.expm1(-math.exp(-GUMBEL_MEAN - GUMBEL_SPREAD * z)),
-        *(_student_survival(n, s * z) for n, s in STUDENT_SPREADS.items()),
+        _student_survival(5, STUDENT_SPREADS[5] * z),
+        _student_survival(3, STUDENT_SPREADS[3] * z),
     )
 
 
@@ -86,8 +87,8 @@ def _student_survival(n: int, t: float) -> float:
 def _log_densities(z: float) -> tuple[float, ...]:
     """Return the log density of each shape at z, without its constant."""
     x, square = GUMBEL_MEAN + GUMBEL_SPREAD * z, z * z
-    students = (-(n + 1) / 2 * math.log1p(s * s / n * square) for n, s in STUDENT_SPREADS.items())
-    return -0.5 * square, -x - math.exp(-x), *students
+    five, three = (math.log1p(STUDENT_SPREADS[n] ** 2 / n * square) for n in (5, 3))
+    return -0.5 * square, -x - math.exp(-x), -3 * five, -2 * three
 
 
 class TailModel:
@@ -137,12 +138,14 @@ class TailModel:
             number: values so far.
             spread: of the values, to convert the sizes of bursts.
         """
-        low, high = 0.0, BODY
-        while high < 4000 and self.chance(high) > probability:
+        weights, low, high = [math.exp(score) for score in self.scores], 0.0, BODY
+        allowed = probability * sum(weights)
+        while high < 4000 and sum(map(float.__mul__, weights, survivals(high))) > allowed:
             low, high = high, 2 * high
         for _ in range(12):
             middle = (low + high) / 2
-            low, high = (middle, high) if self.chance(middle) > probability else (low, middle)
+            is_low = sum(map(float.__mul__, weights, survivals(middle))) > allowed
+            low, high = (middle, high) if is_low else (low, middle)
         return max(high, self._burst_height(burst_probability, number, spread))
 
     def _since(self) -> int:
@@ -231,8 +234,10 @@ class Baseline:
         self._renew_thresholds(probability)
         levels, thresholds, slow, spread = self._levels, self._thresholds, self._levels[SLOW], self._spread(SLOW)
         least = slow + self.floor
-        for k in {self._best, SLOW}:
-            yield Limit(max(least, levels[k] + max(self.floor, thresholds[-1] * self._spread(k))), "step", slow)
+        yield Limit(max(least, slow + thresholds[-1] * spread), "step", slow)
+        if self._best != SLOW:
+            height = max(self.floor, thresholds[-1] * self._spread(self._best))
+            yield Limit(max(least, levels[self._best] + height), "step", slow)
         for i, (pattern, k) in enumerate(STATISTICS):
             reference = self._reference(pattern)
             if reference is None or self.count * GAINS[k] < 10:
