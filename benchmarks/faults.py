@@ -104,13 +104,14 @@ class Spikes:
 
 @dataclass
 class Followed:
-    """Steps of a clean run, or after a fault: those with an alert, from 0, and the scores of the baselines in all.
+    """Steps of a clean run, or after a fault: those with an alert or a page, from 0, and the scores of the baselines.
 
     The reference is D(S) and the Hilbert RMS of the fault's step in fp64, and ratios are these over the clean twin's.
     Where the learning rate grows, `diverged` is the step in which the loss was one above its median.
     """
 
     told: list[int] = field(default_factory=list)
+    paged: list[int] = field(default_factory=list)
     scores: list[tuple[float, ...]] = field(default_factory=list)
     reference: tuple[float, ...] = ()
     ratios: tuple[float, ...] = ()
@@ -155,6 +156,7 @@ class TrialRun(SmallRun):
             if reference:
                 into.reference = self._reference(before)
         into.told += [len(into.scores)] if self.probe.alerts else []
+        into.paged += [len(into.scores)] if any(alert.severity == "page" for alert in self.probe.alerts) else []
         into.scores.append((self.spikes[0].score(loss), self.spikes[1].score(norm)))
         return loss
 
@@ -249,6 +251,8 @@ def results(trials: Sequence[Trial]) -> Iterator[Result]:
     for k, name in enumerate(BASELINES):
         theirs, note = sum(one[k] > limits[k] for one in scores), f"threshold {math.exp(limits[k]):.2f} x its median"
         yield Result("false alarms in clean steps", f"{len(scores):,} steps", alarms, name, theirs, "", note)
+    pages = sum(len(clean.paged) for _, clean, _ in trials)
+    yield Result("false pages in clean steps", f"{len(scores):,} steps", pages, "false alarms", alarms, "")
     seen = [after for *_, faults in trials for _, after in faults if after.visible]
     yield Result(
         TOLD,
@@ -268,8 +272,11 @@ def results(trials: Sequence[Trial]) -> Iterator[Result]:
 def _told(fault: str, branches: dict[Head, list[Followed]], limits: Sequence[float]) -> Iterator[Result]:
     both = [after for followed in branches.values() for after in followed]
     ours, visible = (sum(flags) for flags in ([0 in f.told and f.visible for f in both], [f.visible for f in both]))
+    paged = sum(0 in f.paged and f.visible for f in both)
     ratios = ", ".join(f"x{median(f.ratios[0] for f in own):.2f} {head}" for head, own in branches.items())
-    yield Result(TOLD, fault, ours, "visible", visible, "", f"of {len(both)}; D(S) {ratios}", more_is_better=True)
+    yield Result(
+        TOLD, fault, ours, "visible", visible, "", f"{paged} paged, of {len(both)}; D(S) {ratios}", more_is_better=True
+    )
     for k, name in enumerate(BASELINES):
         steps = [step for f in both if (step := f.noticed(k, limits[k])) is not None]
         note = f"it tells {len(steps)} of {len(both)}" + (f", after {median(steps):g} steps" if any(steps) else "")

@@ -1,4 +1,4 @@
-"""Writes what documents take from the code: tables, and the text of examples.
+"""Writes what documents take from the code: tables, the text of examples, and the picture of blow-ups.
 
     python docs/generate.py            # write them
     python docs/generate.py --check    # exit with 1 if a document is not up to date
@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
+import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from hilbert_monitor.runs.exposition import FAMILIES
 from hilbert_monitor.runs.record import METRICS
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 RULES, RUNBOOKS = ROOT / "dashboards" / "prometheus" / "rules", ROOT / "dashboards" / "runbooks"
 PART = re.compile(r"(<!-- (table|file): (\S+) -->\n).*?(<!-- end -->)", re.S)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml"}
@@ -85,20 +88,16 @@ def alerts() -> Iterator[tuple[str, ...]]:
             for rule in group["rules"]:
                 if "alert" in rule:
                     link = f"[{rule['alert']}](../dashboards/runbooks/{rule['alert']}.md)"
-                    yield link, rule["labels"]["severity"], meaning(rule["alert"], rule["labels"].get("source", ""))
+                    yield link, rule["labels"]["severity"], meaning(rule["alert"], rule["labels"]["severity"])
 
 
-def meaning(alert: str, source: str) -> str:
-    """When an alert fires: the first sentence of its runbook, and who decides."""
-    deciders = {
-        "verdict": " (decided by the rules in the training process)",
-        "history": " (decided by PromQL alone, from the run's own last hour and its learning rate)",
-        "gauge": " (decided by the last step that was scraped)",
-    }
+def meaning(alert: str, severity: str) -> str:
+    """When an alert fires: the first sentence of its runbook; for StepDiameterBlowUp, that of its severity."""
     text = (RUNBOOKS / f"{alert}.md").read_text()
-    paragraph = re.split(r"^## Meaning\s*", text, flags=re.M)[1].split("\n\n")[0]
-    sentence = re.split(r"(?<=[.])\s", " ".join(paragraph.split()))[0]
-    return sentence.rstrip(".") + deciders.get(source, "")
+    paragraphs = re.split(r"^## Meaning\s*", text, flags=re.M)[1].split("\n\n")
+    own = [p for p in paragraphs if p.startswith(f"{severity.capitalize()}: ")]
+    paragraph = own[0].partition(": ")[2] if own else paragraphs[0]
+    return re.split(r"(?<=[.])\s", " ".join(paragraph.split()))[0].rstrip(".")
 
 
 def arguments() -> Iterator[tuple[str, ...]]:
@@ -220,6 +219,50 @@ def documents() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def blow_ups() -> str:
+    """Draw a run with five accidents, and the notices and pages that the rules make of it, as SVG."""
+    from hilbert_monitor.runs.alerts import Judge
+    from hilbert_monitor.runs.record import StepRecord
+
+    draw, judge = random.Random(7), Judge()
+    steps, spikes = 6000, {900: 2.0, 1500: 6.0, 5600: 25.0}
+    values, labelled = [], -60.0
+    for t in range(steps):
+        level = 2.0 if 2400 <= t < 2700 else 2 ** ((t - 4600) / 150) if 4600 <= t < 4900 else 1.0
+        values.append(0.01 * level * spikes.get(t, 1.0) * math.exp(draw.gauss(0, 0.12)))
+
+    def place(t: int, value: float) -> tuple[float, float]:
+        return round(50 + 700 * t / steps, 1), round(210 - 95 * math.log10(value / 0.005), 1)
+
+    marks = []
+    for t, value in enumerate(values):
+        record = StepRecord(step=t, time=float(t), learning_rate=1.0, scheduled=True, diameter_lower=value)
+        for alert in judge.judge(record):
+            x, y = place(t, value)
+            filled = "#c0392b" if alert.severity == "page" else "none"
+            name = alert.severity if alert.severity == "page" else f"{alert.severity}: {alert.pattern}"
+            marks.append(f'<circle cx="{x}" cy="{y}" r="5" fill="{filled}" stroke="#c0392b" stroke-width="1.5"/>')
+            if x > labelled + 60:
+                marks.append(f'<text x="{x + 8}" y="{y - 6}" fill="#c0392b">{name}</text>')
+                labelled = x
+    line = " ".join(f"{x},{y}" for x, y in (place(t, value) for t, value in enumerate(values)))
+    ticks = ""
+    for value in (0.01, 0.02, 0.05, 0.1, 0.2):
+        y = place(0, value)[1]
+        ticks += f'<line x1="50" x2="750" y1="{y}" y2="{y}" stroke="#ddd"/>'
+        ticks += f'<text x="44" y="{y + 4}" text-anchor="end">{value}</text>'
+    labels = "".join(
+        f'<text x="{place(t, 1)[0]}" y="232" text-anchor="middle">{t:,}</text>' for t in range(0, steps + 1, 1000)
+    )
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 260" font-family="sans-serif" font-size="12"'
+        f' fill="#333"><rect width="780" height="260" fill="#fff"/>{ticks}{labels}'
+        f'<polyline points="{line}" fill="none" stroke="#0072B2" stroke-width="0.6"/>{"".join(marks)}'
+        '<text x="400" y="252" text-anchor="middle">step</text>'
+        '<text x="50" y="16">D(S) over the learning rate</text></svg>\n'
+    )
+
+
 def main() -> int:
     """Write the documents, or with --check only say which are not up to date."""
     parser = argparse.ArgumentParser(description="Writes the parts of documents that come from the code.")
@@ -233,6 +276,11 @@ def main() -> int:
             stale.append(path.relative_to(ROOT).as_posix())
             if not check:
                 path.write_text(new)
+    picture = DOCS / "blow-ups.svg"
+    if not picture.is_file() or picture.read_text() != blow_ups():
+        stale.append("docs/blow-ups.svg")
+        if not check:
+            picture.write_text(blow_ups())
     if stale:
         print("not up to date:" if check else "wrote", ", ".join(stale))
     return 1 if check and stale else 0

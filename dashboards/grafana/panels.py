@@ -23,7 +23,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 TAGS = ["hilbert-monitor", "training"]
 STATES = dict(zip(STATUSES, ("green", "orange", "red", "dark-red", "purple", "blue"), strict=True))
 """Colours of the states of a run."""
-BLOW_UPS = dict(zip(KINDS, ("dark-red", "red", "orange", "purple", "blue", "green"), strict=True))
+BLOW_UPS = dict(zip(KINDS, ("dark-red", "red", "yellow", "orange", "purple", "blue", "green"), strict=True))
 """Colours of the kinds of blow-ups."""
 
 RUNBOOKS = {
@@ -31,7 +31,7 @@ RUNBOOKS = {
     "step_diameter_lower": "StepDiameterBlowUp",
     "step_diameter_distribution": "StepDiameterBlowUp",
     "step_diameter_saturation": "StepDiameterAboveCeiling",
-    "learning_rate": "StepDiameterBlowUp",
+    "learning_rate": "LearningRateJump",
     "perturbation_rms": "HilbertPerturbationBlowUp",
     "precision_loss_rms": "LogitPrecisionLoss",
     "layer_step_max": "LayerBlowUp",
@@ -344,10 +344,10 @@ def blow_ups(scope: Scope) -> Json:
         "datasource": SOURCE,
         "enable": True,
         "iconColor": "red",
-        "expr": f"{scope.counted('blowups_total', 'run, head, kind')} > 0",
-        "titleFormat": "{{kind}} blow-up",
+        "expr": f"{scope.counted('blowups_total', 'run, head, kind, severity')} > 0",
+        "titleFormat": "{{kind}} {{severity}}",
         "textFormat": "{{head}} {{run}}",
-        "tagKeys": "kind,head",
+        "tagKeys": "kind,severity,head",
     }
 
 

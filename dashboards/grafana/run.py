@@ -57,7 +57,8 @@ def run() -> Json:
 
 def at_a_glance(scope: Scope) -> list[Json]:
     """The first row: state, step, blow-ups and last values."""
-    counts = f"sum by (run, head) ({scope.last('blowups_total', by='run, head, kind')})"
+    pages = scope.last("blowups_total", ',severity="page"', "run, head, kind")
+    counts = f"sum by (run, head) ({pages})"
     state = stat(
         "State",
         f"{help_of('run_status')} The state of the last attempt, as Prometheus last saw it.",
@@ -71,9 +72,9 @@ def at_a_glance(scope: Scope) -> list[Json]:
         stat("Silent for", help_of("heartbeat_timestamp_seconds"), silent, unit="s", **silence()),
         stat("Step", help_of("step"), [instant(scope.last("step"), "step")], unit="locale"),
         stat(
-            "Blow-ups",
-            f"{help_of('blowups_total')} Since its last attempt began.",
-            [instant(counts, "blow-ups")],
+            "Pages",
+            f"{help_of('blowups_total')} Pages since its last attempt began.",
+            [instant(counts, "pages")],
             thresholds=steps(("green", None), ("red", 1)),
         ),
         single(scope, "step_diameter", "D(S)"),
@@ -224,8 +225,14 @@ def blow_ups(scope: Scope) -> list[Json]:
         table(
             "Last blow-up of each kind",
             help_of(*last),
-            [instant(scope.last(name, by="run, head, kind")) for name in last],
-            columns={"kind": "Kind", "Value #A": "Step", "Value #B": "Value", "Value #C": "Usual"},
+            [instant(scope.last(name, by="run, head, kind, severity")) for name in last],
+            columns={
+                "kind": "Kind",
+                "severity": "Severity",
+                "Value #A": "Step",
+                "Value #B": "Value",
+                "Value #C": "Usual",
+            },
             hidden=["run", "head"],
             overrides=[coloured("Kind", BLOW_UPS), override("/Value|Usual/", regexp=True, unit="sci")],
             size=(6, 7),

@@ -68,9 +68,9 @@ class HilbertMonitor(Callback):
         layers: also measure every other layer in its own ruler, every tenth step: spectral norms of increments, and the
             largest attention logit with the panel.
         rules: what counts as a blow-up.
-        on_blowup: how to respond to one, besides logging it. Any of "warn", "checkpoint" (save one beside the run log),
-            "stop" (end training after this step, on all ranks), the address of a webhook, and a function of the alert,
-            or its full name. Training waits for a function.
+        on_blowup: how to respond to a page, besides logging it; notices are only logged. Any of "warn", "checkpoint"
+            (save one beside the run log), "stop" (end training after this step, on all ranks), the address of a
+            webhook, and a function of the alert, or its full name. Training waits for a function.
         sinks: where records go besides the trainer's loggers. Each has a thread of its own.
         prometheus_port: short for ``prometheus=Prometheus(port=...)``.
         prometheus: how the run's metrics are exported, see `Prometheus`; by default they are not.

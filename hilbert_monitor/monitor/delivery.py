@@ -115,7 +115,8 @@ class Delivery:
             self.loop.log(record, final=final)
 
     def _respond(self, probe: Probe, alerts: list[Alert], *, final: bool) -> None:
-        """Respond to blow-ups; what takes all ranks, only while there is a next step."""
+        """Respond to pages; what takes all ranks, only while there is a next step. Notices are logged, and no more."""
+        alerts = [alert for alert in alerts if alert.severity == "page"]
         self._responses.tell(alerts)
         if not final:
             folder = (self.outputs.folder if self.outputs is not None else None) or self.loop.folder

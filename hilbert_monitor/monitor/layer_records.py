@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hilbert_monitor.runs.alerts import Rules
-from hilbert_monitor.runs.layer_alerts import LayerJudge
+from hilbert_monitor.runs.alerts import LayerJudge, Rules
 from hilbert_monitor.runs.record import Alert, StepRecord
 
 from .layers import LayerWatch, with_layers

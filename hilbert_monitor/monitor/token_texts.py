@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from hilbert_monitor.runs.alert_messages import with_texts
+from hilbert_monitor.runs.alerts import with_texts
 from hilbert_monitor.runs.process_bound import ProcessBound, end_child
 from hilbert_monitor.runs.record import Alert, StepRecord
 

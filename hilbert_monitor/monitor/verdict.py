@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from hilbert_monitor.runs.alert_messages import with_samples
-from hilbert_monitor.runs.alerts import Judge
+from hilbert_monitor.runs.alerts import Judge, with_samples
 from hilbert_monitor.runs.record import Alert, StepRecord
 
 from .measurement import Measurement

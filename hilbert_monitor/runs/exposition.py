@@ -27,7 +27,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from .alerts import KINDS
+from .alerts import SEVERITIES
 from .process_bound import ProcessBound
 from .reader import RECENT_STEPS, STALLED_AFTER, STATUSES, stall_limit
 from .record import METRICS, Alert, RunInfo, StepRecord, measured
@@ -74,17 +74,22 @@ FAMILIES = (
         "Row diameters D(S) of all steps: exact where that was computed, else the certified lower bound.",
     ),
     Family(
-        "blowups", "counter", "Blow-ups: steps that broke one of the monitor's rules, by the rule's kind.", ("kind",)
+        "blowups",
+        "counter",
+        "Blow-ups: steps that broke one of the monitor's rules, by the rule's kind and its severity, page or notice.",
+        ("kind", "severity"),
     ),
-    Family("blowup_value", "gauge", "What was measured at the last blow-up of each kind.", ("kind",)),
+    Family(
+        "blowup_value", "gauge", "Value measured at the last blow-up of each kind and severity.", ("kind", "severity")
+    ),
     Family(
         "blowup_expected",
         "gauge",
-        "What was usual before the last blow-up of each kind: the median of the run's history at its learning rate; the"
-        " ceiling itself for kind ceiling, 0 for kind nonfinite.",
-        ("kind",),
+        "Usual value before the last blow-up of each kind and severity, at its learning rate; the ceiling for kind"
+        " ceiling, the expected learning rate for kind rate, 0 for kind nonfinite.",
+        ("kind", "severity"),
     ),
-    Family("blowup_step", "gauge", "Number of the step of the last blow-up of each kind.", ("kind",)),
+    Family("blowup_step", "gauge", "Step of the last blow-up of each kind and severity.", ("kind", "severity")),
     Family("nonfinite_increments", "counter", "Steps whose increment of the LM head held a nan or an infinity."),
     Family("skipped_steps", "counter", "Steps at which the optimizer moved nothing."),
     Family("clipped_steps", "counter", "Steps of which a TrustRegion held something back."),
@@ -129,9 +134,9 @@ class Samples:
     """Number of diameters in each bucket, not cumulative."""
     total: float = 0.0
     """Sum of the diameters."""
-    alerts: dict[str, Alert] = field(default_factory=dict)
-    """The last blow-up of each kind."""
-    blowups: Counter[str] = field(default_factory=Counter)
+    alerts: dict[tuple[str, str], Alert] = field(default_factory=dict)
+    """The last blow-up of each kind and severity."""
+    blowups: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
 
 
@@ -166,8 +171,9 @@ class RunSamples(ProcessBound):
             return
         with self._lock:
             if isinstance(record, Alert):
-                self._samples.alerts[record.kind] = record
-                self._samples.blowups[record.kind] += 1
+                key = record.kind, record.severity
+                self._samples.alerts[key] = record
+                self._samples.blowups[key] += 1
             else:
                 self._take(record)
 
@@ -262,13 +268,14 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
     yield "nonfinite_increments_total", (), run.nonfinite
     yield "skipped_steps_total", (), run.skipped
     yield "clipped_steps_total", (), run.clipped
-    for kind in {*KINDS, *run.blowups}:  # from zero: a counter that appears with its first count has no increase
-        yield "blowups_total", (kind,), run.blowups[kind]
-    for kind, alert in run.alerts.items():
-        yield "blowup_value", (kind,), alert.value
-        yield "blowup_step", (kind,), alert.step
+    known = {(kind, severity) for kind, severities in SEVERITIES.items() for severity in severities}
+    for key in {*known, *run.blowups}:  # from zero: a counter that appears with its first count has no increase
+        yield "blowups_total", key, run.blowups[key]
+    for key, alert in run.alerts.items():
+        yield "blowup_value", key, alert.value
+        yield "blowup_step", key, alert.step
         if alert.expected is not None:
-            yield "blowup_expected", (kind,), alert.expected
+            yield "blowup_expected", key, alert.expected
     for part, seconds in run.seconds.items():
         yield "monitor_seconds_total", (part,), seconds
     for sink, count in run.failures.items():

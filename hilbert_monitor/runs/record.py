@@ -446,16 +446,18 @@ class Alert(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds since the epoch."""
     kind: str
     """The rule that it broke, one of alerts.KINDS."""
+    severity: str = "notice"
+    """"page" for what needs somebody now, "notice" for a mark on the dashboard."""
     value: float
-    """What was measured."""
+    """What was measured: D(S), the panel's RMS, the learning rate, or the number of rows that are not finite."""
     expected: float | None = None
-    """What was usual in the run's history, at the learning rate that could be foreseen. For the kind "ceiling" it is
-    the ceiling, for "nonfinite" 0."""
+    """What was usual in the run's history, at its learning rate. For the kind "ceiling" it is the ceiling, for "rate"
+    the learning rate that earlier ones led to expect, for "nonfinite" 0."""
     pair: Pair | None = None
     pair_text: tuple[str, str] | None = None
     """Tokens that attain the value."""
     pattern: str = ""
-    """What about the history was broken: one "step", a "level" that lasts, a "trend", or the learning "rate"."""
+    """What about the history was broken: one "step", a "level" that lasts, or a "trend"."""
     rarity: float | None = None
     """Steps of this run among which one such is expected by chance."""
     batch: int | None = None

@@ -269,7 +269,7 @@ def story(tmp_path_factory):
         assert training.wait() == 0
         cluster.ended = told_by(training, " = ")
         cluster.wait_told("RunFailed", "accident")
-        cluster.wait_told("StepDiameterBlowUp", "accident")
+        cluster.wait_told("LearningRateJump", "accident")
         cluster.scraped = {system: cluster.query(system, SEEN) for system in SYSTEMS}
 
         cluster.before = {system: cluster.page.told(system) for system in SYSTEMS}
@@ -302,7 +302,7 @@ SEEN = 'group by (run) (last_over_time(hilbert_step{job="hilbert-runs"}[10m]))'
 
 
 def says_what_happened(cluster, system):
-    wanted = {"alertname": "StepDiameterBlowUp", "run": "accident", "system": system}
+    wanted = {"alertname": "LearningRateJump", "run": "accident", "system": system}
     said = next(alert for alert in cluster.page.posted if wanted.items() <= alert["labels"].items())["annotations"]
     assert "accident" in said["summary"]
     assert re.search(r"head AdamW, step 11[12]: D\(S\) = [\d.]+, expected [\d.]+\.", said["description"])
@@ -315,7 +315,7 @@ def test_a_blow_up_of_a_training_run_is_a_page_that_says_what_happened(tmp_path)
     with contextlib.ExitStack() as stack:
         cluster = Cluster(tmp_path, stack)
         cluster.module("oncall_run", cluster.runs, "-", "-", "accident")
-        cluster.wait_told("StepDiameterBlowUp", "accident")
+        cluster.wait_told("LearningRateJump", "accident")
         for system in SYSTEMS:
             says_what_happened(cluster, system)
 
@@ -336,7 +336,7 @@ def test_a_run_with_tls_is_scraped_and_a_run_that_finishes_fires_nothing(story, 
 @on_both
 def test_an_accident_of_the_rate_and_an_exception_are_told_and_nothing_else(story, system):
     assert story.ended["accident"] == "1"
-    assert told_of(story, system, "accident") == {"StepDiameterBlowUp", "RunFailed"}
+    assert told_of(story, system, "accident") == {"LearningRateJump", "RunFailed"}
 
 
 @long

@@ -1,7 +1,9 @@
 """A run with the monitor: what it leaves on disk, and what happens when a step blows up."""
 
 import json
+import math
 import os
+import random
 import resource
 import signal
 import threading
@@ -18,8 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from hilbert_monitor import HilbertMonitor
-from hilbert_monitor.runs.alerts import alerts_of
+from hilbert_monitor.runs.alerts import Judge, alerts_of
 from hilbert_monitor.runs.reader import RunReader, find_runs
+from hilbert_monitor.runs.record import StepRecord
 from tests.support.sinks import Recorder
 from tests.support.training import Module, Text
 from tests.support.warm import Program, warm_ranks_fixture  # noqa: F401
@@ -65,7 +68,7 @@ def test_a_run_leaves_its_info_its_steps_its_alerts_and_that_it_finished():
     steps = list(run.steps())
     assert [r.step for r in steps] == list(range(1, STEPS + 1))
     assert {r.step: r for r in kept.records} == {r.step: r for r in steps}
-    assert [(a.step, a.kind) for a in run.alerts()][:1] == [(JUMP, "diameter")]
+    assert [(a.step, a.kind) for a in run.alerts()][:1] == [(JUMP, "rate")]
     assert [a.step for a in alerts_of(steps)][:1] == [JUMP]
     info = run.info
     assert (info.id, info.name, info.head_optimizer, info.config) == ("the-first", "the first", "AdamW", {"width": 16})
@@ -100,10 +103,10 @@ def test_a_run_that_raises_has_failed_with_what_it_raised():
 
 def test_a_warning_is_the_default_and_a_function_is_called():
     alerts = []
-    said = f"step {JUMP}: D.S. = .* the learning rate is 0.01 where 0.001 was to be expected"
+    said = f"step {JUMP}: the learning rate is 0.01, 10 times the 0.001 that earlier ones led to expect: "
     with pytest.warns(UserWarning, match=said):
         fit(Jumps(), HilbertMonitor(perturbation_every=0, run_dir=None, on_blowup=["warn", alerts.append]))
-    assert [(a.step, a.kind) for a in alerts] == [(JUMP, "diameter")]
+    assert [(a.step, a.kind) for a in alerts] == [(JUMP, "rate")]
 
 
 def test_a_function_that_raises_does_not_end_the_run():
@@ -131,7 +134,7 @@ def test_a_run_that_stops_says_once_what_the_step_was(actions, number):
     told = [str(warning.message) for warning in caught if f"step {JUMP}: " in str(warning.message)]
     assert len(told) == number
     assert f'step {JUMP}: training is to end here, as on_blowup="stop" asks' in told[-1]
-    assert [text.count("times the usual") for text in told] == ([1] if number == 1 else [1, 0])
+    assert [text.count("led to expect") for text in told] == ([1] if number == 1 else [1, 0])
 
 
 @pytest.mark.usefixtures("warm_ranks")
@@ -210,8 +213,8 @@ def hook():
 def test_a_webhook_is_sent_what_slack_takes(hook):
     fit(Jumps(), monitor(on_blowup=f"http://127.0.0.1:{hook.server_port}/x", run_name="posted", perturbation_every=0))
     (post,) = hook.posts
-    assert post["text"].startswith(f"hilbert-monitor: run posted, step {JUMP}: D(S) = ")
-    assert (post["run"], post["alert"]["step"], post["alert"]["kind"]) == ("posted", JUMP, "diameter")
+    assert post["text"].startswith(f"hilbert-monitor: run posted, step {JUMP}: the learning rate is 0.01, ")
+    assert (post["run"], post["alert"]["step"], post["alert"]["kind"]) == ("posted", JUMP, "rate")
 
 
 @pytest.mark.sweep
@@ -342,7 +345,27 @@ def test_a_branch_with_a_name_of_its_own_leaves_its_parent_alone(tmp_path):
     assert [r.step for r in RunReader("runs/branch").steps()] == [5, 6]
 
 
-@pytest.mark.parametrize("history", [None, {"series": {}}])
+@pytest.mark.parametrize(("factor", "severity"), [(2.2, "notice"), (50, "page")])
+def test_a_page_is_responded_to_and_a_notice_is_only_logged(factor, severity):
+    """A resumed run whose steps are so many times what its history says."""
+    alerts, kept, module = [], Recorder(), Module("torch")
+    watch = HilbertMonitor(panel_size=50, on_blowup=alerts.append, run_name="resumed", immediate=True)
+    watch.options.sinks = (kept,)
+    trainer = fit(module, watch, steps=2)
+    last = kept.records[-1]
+    draw, judge = random.Random(1), Judge()
+    for step in range(-200, 3):
+        usual = last.diameter_lower / factor * math.exp(draw.gauss(0, 0.01))
+        judge.judge(StepRecord(step=step, time=0.0, diameter_lower=usual, learning_rate=last.learning_rate))
+    watch.session.load_state_dict({"step": 2, "tokens": 8, "history": judge.state()})
+    trainer.fit_loop.epoch_loop.max_steps = 3
+    trainer.fit(module, DataLoader(Text(0), batch_size=4), DataLoader(Text(1, 8), batch_size=4))
+    logged = [(a.step, a.kind, a.severity) for run in find_runs("runs") for a in run.alerts()]
+    assert logged == [(3, "diameter", severity)]
+    assert [a.severity for a in alerts] == (["page"] if severity == "page" else [])
+
+
+@pytest.mark.parametrize("history", [None, {"baselines": {}}])
 def test_a_history_that_cannot_be_read_costs_the_history_alone(history):
     watch, kept = HilbertMonitor(panel_size=50, run_dir=None, on_blowup=[]), Recorder()
     watch.options.sinks = (kept,)

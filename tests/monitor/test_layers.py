@@ -15,8 +15,7 @@ from hilbert_monitor.monitor.attention import AttentionLogits
 from hilbert_monitor.monitor.guard import Guard
 from hilbert_monitor.monitor.layers import LayerWatch
 from hilbert_monitor.optim import ChainedOptimizer
-from hilbert_monitor.runs.alerts import Rules
-from hilbert_monitor.runs.layer_alerts import LayerJudge
+from hilbert_monitor.runs.alerts import LayerJudge, Rules
 from hilbert_monitor.runs.reader import LAYERS, RunReader
 from hilbert_monitor.runs.record import Layer, LayerRecord
 

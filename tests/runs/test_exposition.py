@@ -144,17 +144,19 @@ def test_a_record_that_is_completed_is_not_counted_again():
     assert value(text, "hilbert_validation_loss") == 3
 
 
-def test_blowups_are_counted_from_zero_by_kind():
-    run = RunSamples(lambda: INFO)
-    assert value(scraped(run)[0], "hilbert_blowups_total", kind="diameter") == 0
+def test_blowups_are_counted_from_zero_by_kind_and_severity():
+    run, page = RunSamples(lambda: INFO), {"kind": "diameter", "severity": "page"}
+    assert value(scraped(run)[0], "hilbert_blowups_total", **page) == 0
     for step in (4, 9):
-        run.write(Alert(step=step, time=0.0, kind="diameter", value=math.inf, expected=0.5))
+        run.write(Alert(step=step, time=0.0, value=math.inf, expected=0.5, **page))
+    run.write(Alert(step=11, time=0.0, kind="diameter", severity="notice", value=0.7, expected=0.5))
     text, _ = scraped(run)
-    assert value(text, "hilbert_blowups_total", kind="diameter") == 2
-    assert value(text, "hilbert_blowups_total", kind="ceiling") == 0
-    assert value(text, "hilbert_blowup_step", kind="diameter") == 9
-    assert value(text, "hilbert_blowup_value", kind="diameter") == math.inf
-    assert value(text, "hilbert_blowup_expected", kind="diameter") == 0.5
+    assert value(text, "hilbert_blowups_total", **page) == 2
+    assert value(text, "hilbert_blowups_total", kind="diameter", severity="notice") == 1
+    assert value(text, "hilbert_blowups_total", kind="ceiling", severity="page") == 0
+    assert value(text, "hilbert_blowup_step", **page) == 9
+    assert value(text, "hilbert_blowup_value", **page) == math.inf
+    assert value(text, "hilbert_blowup_expected", **page) == 0.5
 
 
 def test_how_a_run_ended_is_told():

@@ -289,7 +289,7 @@ def _nonfinite_marks(data: RunData, columns: Values) -> list[Trace]:
 
 
 def _alert_marks(data: RunData) -> list[Trace]:
-    """Marks of the alerts, and a line down from each of the newest."""
+    """Marks of the alerts, hollow for notices, and a line down from each of the newest pages."""
     alerts = list(data.run.alerts)
     steps = np.array([alert.step for alert in alerts], np.float64)
     x = data.where(steps, np.array([alert.time for alert in alerts], np.float64))
@@ -297,8 +297,10 @@ def _alert_marks(data: RunData) -> list[Trace]:
     if not len(seen):
         return []
     texts = [f"{label(alerts[i].kind)} at step {alerts[i].step:,}: {alerts[i].value:.4g}" for i in seen.tolist()]
-    marks = _marks(data, x[seen], 0.97, texts, {"symbol": "triangle-down", "size": 9, "color": RED}, "alerts")
-    places = style.places(x[seen], data.axis)[-LINES:]
+    pages = np.array([alerts[i].severity == "page" for i in seen.tolist()])
+    symbols = np.where(pages, "triangle-down", "triangle-down-open").tolist()
+    marks = _marks(data, x[seen], 0.97, texts, {"symbol": symbols, "size": 9, "color": RED}, "alerts")
+    places = style.places(x[seen][pages], data.axis)[-LINES:]
     lines: Trace = {"type": "scatter", "mode": "lines", "yaxis": "y2", "hoverinfo": "skip", "showlegend": False}
     lines |= {"x": [end for place in places for end in (place, place, None)], "y": [0, 0.97, None] * len(places)}
     return [lines | {"line": {"color": RED, "width": 1}, "opacity": 0.3, "legendgroup": "alerts"}, marks]

@@ -29,7 +29,9 @@ def summary(run: Run) -> dict[str, Any]:
         "started": info.started,
         "attempts": len(run.attempts),
         "alerts": len(run.alerts),
-        "last_alert": None if last is None else {"step": last.step, "kind": last.kind, "time": last.time},
+        "last_alert": None
+        if last is None
+        else {"step": last.step, "kind": last.kind, "severity": last.severity, "time": last.time},
         "train_loss": table.last("train_loss"),
         "validation_loss": table.last("validation_loss"),
         "diameter": table.last("diameter"),

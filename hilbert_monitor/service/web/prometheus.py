@@ -109,8 +109,8 @@ def samples(run: Run) -> Samples:
         seconds=Counter({name: _sum(values) for name, values in _parts(table)}),
         buckets=tuple(np.bincount(places, minlength=len(BUCKETS)).tolist()),
         total=float(diameters.sum()),
-        alerts={alert.kind: alert for alert in run.alerts},
-        blowups=Counter(alert.kind for alert in run.alerts),
+        alerts={(alert.kind, alert.severity): alert for alert in run.alerts},
+        blowups=Counter((alert.kind, alert.severity) for alert in run.alerts),
     )
 
 

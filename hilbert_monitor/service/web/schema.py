@@ -49,6 +49,7 @@ class LastAlert(Answer):
 
     step: int = Field(examples=[1200])
     kind: str = Field(examples=["diameter"])
+    severity: Literal["page", "notice"]
     time: Number
 
 
@@ -131,6 +132,7 @@ class AlertAnswer(Answer):
     step: int
     time: Number
     kind: str = Field(description="The rule that it broke.", examples=list(KINDS))
+    severity: Literal["page", "notice"] = Field(description="A page needs somebody now; a notice is a mark.")
     value: Number = Field(examples=[0.81, "inf"])
     expected: Number | None = Field(description="What was usual before; the ceiling for the kind ceiling.")
     pair: Pair | None

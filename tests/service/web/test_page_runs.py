@@ -389,7 +389,7 @@ def test_the_focus_stays_when_another_alert_comes_and_an_archived_run_is_on_no_b
         run.write(1)
         page = open_page("/alerts")
         page.locator(".alert", has_text="of 2").get_by_role("link", name="step 2").focus()
-        run.alert(step=1, time=time.time(), kind="diameter", value=9.0, pair=(11, 198), message="far")
+        run.alert(step=1, time=time.time(), kind="diameter", severity="page", value=9.0, pair=(11, 198), message="far")
         wait_for_text(page, "3 alerts")
         until(page, "document.activeElement.innerText === 'step 2'")
         assert "token 11 and token 198" in page.locator(".alert", has_text="far").inner_text()

@@ -22,8 +22,8 @@ export function alertCard(alert, own = null) {
   );
   return h(
     "article",
-    { class: "alert", "data-kind": alert.kind },
-    h("header", {}, h("span", { class: "kind" }, [alert.kind, alert.pattern].filter(Boolean).join(" · ")), step),
+    { class: "alert", "data-kind": alert.kind, "data-severity": alert.severity },
+    h("header", {}, h("span", { class: "kind" }, [alert.severity, alert.kind, alert.pattern].filter(Boolean).join(" · ")), step),
     who,
     h(
       "div",

@@ -1,4 +1,4 @@
-/* The banner: shown when a run that is being trained has just blown up. */
+/* The banner: shown when a run that is being trained has just raised a page. Notices do not show here. */
 
 import { get } from "./api.js";
 import { fill, h, runLink } from "./dom.js";
@@ -33,7 +33,7 @@ export function watch() {
 /** Fetch the message of an alert, once: a run's summary does not have it. */
 async function complete(alert) {
   const key = keyOf(alert);
-  if (alerts.has(key) || requested.has(key) || isDismissed(key)) return;
+  if (alert.severity !== "page" || alerts.has(key) || requested.has(key) || isDismissed(key)) return;
   requested.add(key);
   const query = new URLSearchParams({ run: alert.run, kind: alert.kind, limit: 5 });
   const answer = await get("/api/alerts", query).catch(() => ({ alerts: [] }));
@@ -43,6 +43,7 @@ async function complete(alert) {
 const requested = new Set();
 
 function add(alert) {
+  if (alert.severity !== "page") return;
   const key = keyOf(alert);
   const known = alerts.get(key);
   if (isDismissed(key) || (known && (known.message || !alert.message))) return;
