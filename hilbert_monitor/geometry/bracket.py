@@ -44,8 +44,8 @@ from .sharding import RowShards, RowSource, as_shards
 
 OUTLIERS = 16
 """Rows far from the centre, of all ranks together, that are compared with each other."""
-AVERAGED = 5
-"""Rows that the estimate of the ball's centre averages with the mean."""
+AVERAGED, MEAN_WEIGHT = 5, 3
+"""Rows that the estimate of the ball's centre averages with the mean, and how often the mean counts among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,8 @@ def ball_centre(rows: Tensor) -> Tensor:
     chosen = []
     for k in range(AVERAGED):
         chosen.append(far.argmax(0, keepdim=True))
-        far.lerp_(torch.addmv(square, x, x.index_select(0, chosen[-1])[0], alpha=-2), 1 / (k + 2))
-    return mean + x.index_select(0, torch.cat(chosen)).sum(0) / (AVERAGED + 1)
+        far.lerp_(torch.addmv(square, x, x.index_select(0, chosen[-1])[0], alpha=-2), 1 / (MEAN_WEIGHT + k + 1))
+    return mean + x.index_select(0, torch.cat(chosen)).sum(0) / (MEAN_WEIGHT + AVERAGED)
 
 
 def _outliers(shards: RowShards, points: CentredRows) -> tuple[Tensor, Tensor, Tensor]:
