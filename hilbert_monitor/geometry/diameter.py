@@ -1,21 +1,22 @@
 """The row diameter D(S) = max_{i<j} |s_i - s_j|: the exact value with its proof.
 
-All pairs cost V^2 d / 2 multiplications. This search grows about as V d on the increments that optimizers make, because
-almost every pair can be proved shorter than one that is known:
+All pairs cost V^2 d / 2 multiplications. This search costs about V d on optimizers' increments: bounds rule out almost
+every pair.
 
 1. Project.   Centre the rows. Keep each row's norm r and its coordinates z along a few leading directions.
 2. Guess.     Compare outlying rows with the rows that seem farthest from them. The longest pair has length L.
-3. Long rows. A pair longer than L has one end with r >= L/2 (a long row) and one with r >= L - r_max (a partner).
-4. Screen.    With rho the norm of what the directions leave out of a row,
+3. Long rows. By the triangle inequality a pair longer than L has one end with r >= L/2 (a long row) and one with
+              r >= L - r_max (a partner).
+4. Screen.    With rho the norm of the part of a row outside the directions,
               |x_i - x_j|^2 <= r_i^2 + r_j^2 - 2 z_i.z_j + 2 rho_i rho_j. Drop rows whose every bound is below L^2.
 5. Prove.     Compute the remaining pairs in full; measure in fp64 those that rounding leaves open.
 
 Every rank runs these steps on its own rows; a plain matrix is a shard on one rank. Decisions depend only on tables that
-all ranks share. Every comparison has a slack for rounding, so that a dropped pair is shorter than L in exact
-arithmetic. Where nothing can be dropped (points on a sphere), step 5 is a tiled all-pairs search.
+all ranks share. Every comparison has a slack for rounding, so that no dropped pair is longer than `upper`. Where
+nothing can be dropped (points on a sphere), step 5 is a tiled all-pairs search.
 
-Tried and dropped: no distinction between long rows and partners, which drops almost no row where one outlier is far
-from everything; one slack for all pairs, scaled by the largest norm, which keeps two to nine times the rows that a
+Tried and dropped: one test of the norm for both ends of a pair, which drops almost no row if one outlier is far from
+everything; one slack for all pairs, scaled by the largest norm, which keeps two to nine times the rows that a
 slack by the pair's own norms keeps; `torch.unique` to find equal rows, nine times slower than to compare neighbours in
 a sort.
 """
@@ -49,9 +50,9 @@ from .sharding import Form, RowShards, RowSource, as_shards
 PROJECTED, SCREENS = 16, (8, 16, 64)
 """Directions along which all rows are projected, and along which long rows are screened."""
 SMALL = 512
-"""Rows up to which all pairs cost less than a projection."""
+"""Rows of S up to which all pairs cost less than a projection."""
 OUTLIERS, PARTNERS = 8, 96
-"""Rows of the guess: the longest ones, the ends of as many directions, and rows that are far from those."""
+"""Rows of the guess: the longest ones and the two extreme rows along as many directions; and rows far from those."""
 MANY = 2048
 """Long rows from which a screen is tried on a sample first."""
 FIRST_BATCH, LARGEST_BATCH, TILE_COLUMNS = 128, 1024, 1024
@@ -61,7 +62,7 @@ FEW_TIES = 4096
 ROW_BYTES = 96
 """Scratch that a row of S needs next to its coordinates."""
 MANY_EQUAL = 64
-"""Long rows from which equal rows are looked for."""
+"""Long rows from which the search looks for equal rows."""
 _TILE, _TILE_ROWS = 2**20, 128  # a tile of bounds that stays in a CPU's cache
 
 
@@ -102,11 +103,13 @@ def row_diameter(S: Tensor | RowSource | RowShards, *, max_bytes: int = MAX_BYTE
 
     shards = as_shards(S, agree_on=check_memory)
     search = DiameterSearch(shards, Scales(compute_dtype(shards.rows)), max_bytes)
-    if not search.in_safe_range:
+    search.guess()
+    if not search.range_is_safe:
         scales = scales_of(shards, max_bytes)
         if isinstance(scales, Trivial):  # equal rows, or rows that are not finite
             return RowDiameter(*scales[:4], 0, 0)
         search = DiameterSearch(shards, scales, max_bytes)
+        search.guess()
     search.run()
     value = search.points.length_of_rows(search.length)
     upper = rounded_up(value * fp64_rounding(shards.shape[1]))
@@ -154,11 +157,10 @@ class DiameterSearch:
         self.on_host = on_host(shards)
         affordable = (max_bytes // (2 * V) - ROW_BYTES) // (8 * scales.dtype.itemsize)  # coordinates of every row
         dims = [k for k in SCREENS if k <= min(d // 2, affordable)] if V > SMALL else []
-        self.dims = dims if self.on_host else dims[1:]  # elsewhere a screen costs more than it saves
+        self.dims = dims if self.on_host else dims[1:]  # elsewhere the first screen costs more than it saves
         self.few = [k for k in self.dims if k <= PROJECTED]
         centre, self.directions, self.slant = self._basis(max(self.few, default=0))
         self.points = CentredRows(shards.rows, centre, scales, max_bytes)
-        self._guess()
 
     def run(self) -> None:
         """Find the longest pair, and prove that there is no longer one."""
@@ -188,7 +190,7 @@ class DiameterSearch:
 
     # 2. Guess
 
-    def _guess(self) -> None:
+    def guess(self) -> None:
         """Project all rows, and find a long pair among outlying rows and the rows that seem farthest from them."""
         number = max(1, OUTLIERS // self.ranks.number)
         along = min(number, self.directions.shape[1])
@@ -216,30 +218,34 @@ class DiameterSearch:
         up = 1 + self.points.rounding
 
         def sizes() -> Sequence[Tensor]:
-            largest = self.norms.amax() if len(self.norms) else self.norms.new_zeros(())
-            return [torch.stack([largest.double(), (self.norms * up >= length / 2).sum().double()])]
+            largest = (self.norms.amax() if len(self.norms) else self.norms.new_zeros(())).double()[None]
+            long = (
+                (self.norms * up >= length * (0.5 - 2.0**-40)).sum().double()[None]
+            )  # `length` may differ by a rounding
+            return [torch.cat([largest, long, length, ids[ends].double()])]
 
-        (table,) = self.ranks.gather(sizes, ((2,), torch.float64))
+        (table,) = self.ranks.gather(sizes, ((5,), torch.float64))
+        length = table[0, 2:3]  # and its pair: those of the first rank
         largest = table[:, 0].amax()[None]  # a nan stays one
         able = (self.norms * up >= length - largest * up**2).sum().double()[None]
         centre = self.points.centre.abs().amax().double()[None]
-        numbers = torch.cat([length, ids[ends].double(), largest, centre, able, table[:, 1]])
+        numbers = torch.cat([table[0, 2:], largest, centre, able, table[:, 1]])
         self.length, i, j, norm, size, count, *long = numbers.tolist()  # the device is read once
         self.pair, self.able = ordered(int(i), int(j)), int(count)
         self.most_long = int(max(long)) if math.isfinite(self.length) else 0
-        self.in_safe_range = in_safe_range(norm, size, self.shards.shape[1], self.points.dtype)
+        self.range_is_safe = in_safe_range(norm, size, self.shards.shape[1], self.points.dtype)
 
     # 3. Long rows
 
     def _long_rows(self) -> LongRows:
         """Sort the rows of this rank that can be an end of a longer pair, and tell all ranks which of them are long."""
-        self.radius, self.order = (self.norms * (1 + self.points.rounding)).topk(self.able)
-        if self.most_long > MANY_EQUAL:
-            self._drop_equal_rows()
-        self.partners = torch.arange(len(self.order), device=self.order.device)
         n, k, dtype = self.most_long, self.z.shape[1], self.points.dtype
 
         def own() -> Sequence[Tensor]:
+            self.radius, self.order = (self.norms * (1 + self.points.rounding)).topk(self.able)
+            if self.most_long > MANY_EQUAL and len(self.order) > 1:
+                self._drop_equal_rows()
+            self.partners = torch.arange(len(self.order), device=self.order.device)
             radius, z = self.radius[:n], self.z[self.order[:n]]
             return [pad(radius, (0, n - len(radius)), value=-1.0), pad(z, (0, 0, 0, n - len(z)))]
 
@@ -251,10 +257,10 @@ class DiameterSearch:
 
     def _drop_equal_rows(self) -> None:
         """Keep one of the rows that occur many times. Equal rows are neighbours in a sort by norm."""
-        at = torch.arange(0, max(0, len(self.order) - 1), -(-len(self.order) // 1024), device=self.order.device)
+        at = torch.arange(0, len(self.order) - 1, -(-len(self.order) // 1024), device=self.order.device)
         one, other = (self.shards.rows.take(self.order[at + k]) for k in (0, 1))
         if 64 * int((one == other).all(1).sum()) > len(at):
-            distinct = self.points.distinct(self.order)
+            distinct = self.points.distinct(self.order, self.radius[0])
             self.radius, self.order = self.radius[distinct], self.order[distinct]
 
     # 4. Screen
@@ -262,10 +268,13 @@ class DiameterSearch:
     def _project_along(self, long_rows: LongRows, k: int) -> LongRows:
         """Project the long rows, and the partners of this rank, along k directions."""
         _, self.directions, self.slant = self._basis(k)
-        self.z = self.z.new_empty(0, k)  # free the former coordinates first
-        partners, self.z = self.order[self.partners], self.norms.new_zeros(len(self.norms), k)
-        self.z[partners] = self.points.project(self.directions, partners)[1]
-        coordinates = lambda rows: [self.points.project(self.directions, rows)[1]]  # noqa: E731
+
+        def coordinates(rows: Tensor) -> Sequence[Tensor]:
+            self.z = self.z.new_empty(0, k)  # free the former coordinates first
+            partners, self.z = self.order[self.partners], self.norms.new_zeros(len(self.norms), k)
+            self.z[partners] = self.points.project(self.directions, partners)[1]
+            return [self.points.project(self.directions, rows)[1]]
+
         (z,) = self._from_owners(long_rows, coordinates, ((k,), self.points.dtype))
         return replace(long_rows, z=z)
 
@@ -298,7 +307,7 @@ class DiameterSearch:
                 counts = torch.stack([open_rows.sum(), open_partners.sum()]).tolist()
                 rows, partners = rows[_places(open_rows, counts[0])], partners[_places(open_partners, counts[1])]
             left[0] = partners
-            return bound
+            return bound.nan_to_num_(torch.inf, torch.inf, -torch.inf)  # a nan keeps its row, on all ranks
 
         return self.ranks.max(make, len(long_rows), dtype=self.points.dtype), left[0]
 
@@ -315,12 +324,12 @@ class DiameterSearch:
     def _prove(self, long_rows: LongRows) -> None:
         """Compare the long rows that are left with the partners of all ranks, the most promising first."""
         d = self.shards.shape[1]
-        if 4 * len(long_rows) < self.shards.number:  # otherwise the order by norm computes each pair once
+        if 4 * len(long_rows) < self.shards.number:  # otherwise the order by norm computes each pair once, on a CPU
             long_rows = long_rows.at(long_rows.bound.argsort(descending=True, stable=True))
         affordable = self.points.budget // (8 * (d + 2) * self.points.dtype.itemsize)
         most = max(1, min(LARGEST_BATCH if self.on_host else len(long_rows), affordable))
         size = min(FIRST_BATCH, most) if self.on_host else most
-        while True:  # once at least: the ranks add up their work there
+        while True:  # once at least: there the ranks add up their work
             batch, long_rows = long_rows.at(slice(None, size)), long_rows.at(slice(size, None))
             rows, ids = self._from_owners(
                 batch,
@@ -335,7 +344,7 @@ class DiameterSearch:
             size = min(2 * size, most)
 
     def _compute_on_all_ranks(self, batch: LongRows, rows: Tensor, ids: Tensor) -> None:
-        """Let each rank compare some rows with its partners; then all take over the longest pair of any rank."""
+        """Compare some rows with the partners of each rank, then adopt the longest pair of any rank."""
 
         def make() -> Sequence[Tensor]:
             self._compute_in_full(batch, rows, ids)
@@ -378,7 +387,7 @@ class DiameterSearch:
     def _measure_ties(self, rows: Tensor, ids: Tensor, own: Tensor) -> None:
         """Compute the distances of many pairs in fp64, and measure the longest if it is longer than what is known.
 
-        A product in fp64 errs by less than the certificate allows for, so the longest stands for all that tie with it.
+        A product in fp64 errs by less than the certificate allows for, so that measuring the longest is enough.
         """
         points = self.points.double()
         for some in torch.split(torch.arange(len(rows), device=rows.device), LARGEST_BATCH):

@@ -125,14 +125,15 @@ class CentredRows:
             return torch.cdist(S, self.centre[None], compute_mode="donot_use_mm_for_euclid_dist")[:, 0]
         return self.project(self.centre.new_empty(len(self.centre), 0), index)[0]
 
-    def distinct(self, index: Tensor) -> Tensor:
+    def distinct(self, index: Tensor, size: Tensor) -> Tensor:
         """Return places (n,) in `index`, in increasing order, of rows that are all different: one of each kind.
 
-        Sorts rows by their distance from some point and compares neighbours. A different row at the same distance, to
-        the last bit, can separate equal rows: then both stay.
+        Sorts rows by their distance from a point at about `size`, a norm, from the centre, and compares neighbours. A
+        different row at the same distance, to the last bit, can separate equal rows: then both stay.
         """
         d = self.rows.shape[1]
         about = torch.arange(1, d + 1, device=index.device).to(self.dtype).mul_(_GOLDEN).frac_().sub_(0.5)
+        about.mul_(size * (2 / math.sqrt(d)))
         order = self.moved_by(about).norms(index).argsort()
         rows = index[order]
         new = torch.ones(len(rows), dtype=torch.bool, device=rows.device)

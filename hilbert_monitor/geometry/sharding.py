@@ -35,8 +35,9 @@ class RowSource:
 
     Args:
         parts: (V, ...) tensors or sources; DTensors must share one layout.
-        form: function from n rows of each part to n rows of the matrix. It must not write to its arguments, and must
-            treat each row by itself. By default the rows are those of the only part.
+        form: function from n rows of each part to n rows of the matrix, as a view of its arguments or in new memory
+            that it does not use again. It must not write to its arguments, and must treat each row by itself. By
+            default the rows are those of the only part.
         width: d, if it is not that of the first part.
         dtype: of the rows, if it is not that of the first part.
         number: V, if only the first rows of the parts are meant.

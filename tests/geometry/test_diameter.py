@@ -256,9 +256,14 @@ def test_ties_of_different_rows_are_settled_in_fp64(seed, k, noise):
 
 
 @settings(max_examples=draws(10), deadline=None)
-@given(seed=seeds, kinds=st.integers(2, 700), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-def test_of_equal_rows_one_is_searched_and_named(seed, kinds, dtype):
-    distinct = clouds.gaussian(kinds, 24, seed).to(dtype)
+@given(
+    seed=seeds,
+    kinds=st.integers(2, 700),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    scale=st.sampled_from([1.0, 1e-9]),
+)
+def test_of_equal_rows_one_is_searched_and_named(seed, kinds, dtype, scale):
+    distinct = (scale * clouds.gaussian(kinds, 24, seed)).to(dtype)
     at = torch.randint(kinds, (3000,), generator=torch.Generator().manual_seed(seed))
     S = distinct[at]
     found = assert_longest(S, fp64_diameter(distinct[at.unique()]))

@@ -328,6 +328,17 @@ def test_all_ranks_take_the_directions_of_the_first(found_by):
     assert all(found_by(_with_other_directions, 2))
 
 
+def _short_rows_on_one_rank(rank, world):
+    """All long rows, many of them equal, are on the first rank: the second has no partner."""
+    long = rows_of(100, 16, "sphere").repeat(10, 1)
+    S = torch.cat([torch.cat([long, -long]), torch.full((2000, 16), 1e-3)])
+    return row_diameter(sharded(S)).value == row_diameter(S).value
+
+
+def test_a_rank_whose_rows_are_all_short_takes_part(found_by):
+    assert found_by(_short_rows_on_one_rank, 2) == [True, True]
+
+
 def _one_rank_fails(rank, world):
     S = rows_of(2000, 16, "gauss")
     try:
@@ -364,7 +375,7 @@ def test_columns_on_several_ranks_are_refused_with_what_to_do(found_by):
 
 
 CASES = {
-    2: (_moved, _work, _with_other_directions, _one_rank_fails, _refused),
+    2: (_moved, _work, _with_other_directions, _short_rows_on_one_rank, _one_rank_fails, _refused),
     3: (_measured_by_parts, _without_padding),
     4: (_layouts, _work),
 }
