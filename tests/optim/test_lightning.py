@@ -5,16 +5,13 @@ import logging
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hilbert_monitor import pretraining_optimizer, warmup_cosine
 from hilbert_monitor.geometry import row_diameter
 from tests.support.decoders import Plain
-from tests.support.warm import warm_ranks_fixture  # noqa: F401
-from tests.support.ways import assert_same_way
 
 BATCHES, ACCUMULATE, CLIP = 24, 2, 0.5
 UPDATES = BATCHES // ACCUMULATE
@@ -67,8 +64,8 @@ def batches():
     return [torch.randint(0, 37, (4, 9), generator=draw) for _ in range(BATCHES)]
 
 
-def trainer(folder, precision="32-true", callbacks=(), logger=False, **options):
-    return lightning.Trainer(
+def fit(module, folder, *, ckpt_path=None, precision="32-true", callbacks=(), **options):
+    trainer = lightning.Trainer(
         default_root_dir=folder,
         accelerator="cpu",
         precision=precision,
@@ -76,15 +73,13 @@ def trainer(folder, precision="32-true", callbacks=(), logger=False, **options):
         accumulate_grad_batches=ACCUMULATE,
         gradient_clip_val=CLIP,
         callbacks=list(callbacks),
-        logger=logger,
+        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **options,
     )
 
-
-def fit(module, folder, *, ckpt_path=None, **options):
-    trainer(folder, **options).fit(module, Tokens(), ckpt_path=ckpt_path)
+    trainer.fit(module, Tokens(), ckpt_path=ckpt_path)
     return [p.detach().clone() for p in module.parameters()]
 
 
@@ -122,30 +117,9 @@ def test_a_run_resumed_from_the_middle_ends_bit_for_bit_where_the_whole_one_does
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)
     whole = fit(Module("rownorm", dtype), tmp_path, precision=precision, callbacks=[saving])
     for step in (5, 10):
-        resumed = Module("rownorm", dtype)
-        again = fit(
-            resumed,
-            tmp_path,
-            precision=precision,
-            ckpt_path=tmp_path / f"step={step}.ckpt",
-            enable_checkpointing=False,
-        )
+        options = {"precision": precision, "enable_checkpointing": False}
+        again = fit(Module("rownorm", dtype), tmp_path, ckpt_path=tmp_path / f"step={step}.ckpt", **options)
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
-
-
-class Shared(Module):
-    """Takes its rank's part of every batch."""
-
-    def training_step(self, tokens, index):
-        return super().training_step(tokens.chunk(self.trainer.world_size)[self.global_rank], index)
-
-
-@pytest.mark.usefixtures("warm_ranks")
-def test_ddp_over_two_processes_ends_where_one_process_does(tmp_path):
-    options = {"enable_checkpointing": False, "strategy": "ddp_spawn", "devices": 2}
-    weights = fit(Shared("rownorm"), tmp_path, **options)
-    torch.manual_seed(0)
-    assert_same_way(weights, by_hand("rownorm"), Plain(37, 16, bias=True).parameters())
 
 
 class Asks(Callback):
@@ -167,18 +141,3 @@ def test_every_steps_diameter_is_within_twice_its_learning_rate_and_asking_chang
     assert asks.diameters[0] == (0.0, 0.0)
     assert all(0.5 * lr < diameter <= 2 * lr * (1 + 1e-6) for diameter, lr in asks.diameters[1:])
     assert all(torch.equal(a, b) for a, b in zip(weights, by_hand("rownorm"), strict=True))
-
-
-def test_the_learning_rate_monitor_names_the_groups_by_role(tmp_path):
-    monitor, logger = LearningRateMonitor("step"), CSVLogger(tmp_path)
-    fit(
-        Module("rownorm"),
-        tmp_path,
-        callbacks=[monitor],
-        logger=logger,
-        enable_checkpointing=False,
-        log_every_n_steps=1,
-    )
-    logger.save()
-    header = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0]
-    assert {"matrix", "embedding", "vector", "head"} <= {name.rpartition("/")[2] for name in header.split(",")}
