@@ -1,11 +1,9 @@
 """The common part of RowNorm and Muon: how a step runs, is saved, rounded and asked for, and what is refused."""
 
 import copy
-import gc
 import io
 import math
 import pickle
-import weakref
 from functools import partial
 
 import pytest
@@ -141,7 +139,7 @@ def test_each_group_steps_with_its_own_hyperparameters(make, reference, options)
 
 
 @each
-def test_parameter_without_gradient_is_skipped_with_its_state(make):
+def test_parameter_without_gradient_is_skipped_with_its_state_and_its_increment_is_zero(make):
     params, expected = matrices(), stepped(make, steps=3)
     optimizer = make(params, lr=0.1, weight_decay=0.1)
     params[0].requires_grad_(False)  # the last has its shape
@@ -151,12 +149,13 @@ def test_parameter_without_gradient_is_skipped_with_its_state(make):
     params[0].grad, fresh = None, Parameter(torch.ones(2, 2))
     optimizer.add_param_group({"params": [fresh]})
     optimizer.step()
-    assert torch.equal(params[0], weight)
+    assert same([params[0], fresh], [weight, torch.ones(2, 2)])
     assert same_state([contents(optimizer)[0]], [state])
-    assert torch.equal(fresh, torch.ones(2, 2))
     assert not optimizer.state[fresh]
     for p, e in zip(params[1:], expected[1:], strict=True):
         close(p, e, 1e-6)
+    give_gradients(params, 7)  # after the step
+    assert same([optimizer.increment(params[0])], [torch.zeros(params[0].shape)])
 
 
 @each
@@ -266,57 +265,53 @@ def test_compensated_weights_and_their_errors_are_together_the_fp32_weights(make
 # Saved and copied
 
 
-@each
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_saved_state_resumes_to_the_bit_in_at_least_fp32(make, dtype):
-    params = matrices(dtype=dtype)
-    optimizer = make(params, lr=0.1, weight_decay=0.1, rounding="compensated")
-    take_steps(optimizer, params, 3)
-    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+def reloaded(params, optimizer, make):
+    """A new optimizer with other hyperparameters that has loaded what `optimizer` saved."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    resumed = [Parameter(p.detach().clone()) for p in params]
-    other = make([{"params": resumed, "momentum": 0.1}], lr=9.0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert {other.state[p]["momentum_buffer"].dtype for p in resumed} == {state_dtype}
-    assert same_state(contents(other), contents(optimizer))
-    assert same(take_steps(other, resumed, 3, seed=900), take_steps(optimizer, params, 3, seed=900))
-    assert {other.increment(p).dtype for p in resumed} == {state_dtype}
+    twins = [Parameter(p.detach().clone()) for p in params]
+    twin = make([{"params": twins, "momentum": 0.1}], lr=9.0)
+    twin.load_state_dict(torch.load(file, weights_only=True))
+    return twins, twin
+
+
+RESUME = {
+    "copy": lambda params, optimizer, _: copy.deepcopy((params, optimizer)),
+    "pickle": lambda params, optimizer, _: pickle.loads(pickle.dumps((params, optimizer))),
+    "state dict": reloaded,
+}
 
 
 @each
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
-)
-def test_copies_resume_to_the_bit_and_stand_alone(make, copied):
-    params = matrices(dtype=torch.bfloat16)
-    optimizer = make(params, lr=0.1, weight_decay=0.1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("resume", RESUME.values(), ids=RESUME)
+def test_what_is_saved_or_copied_resumes_to_the_bit_in_at_least_fp32_and_stands_alone(make, dtype, resume):
+    params = matrices(dtype=dtype)
+    optimizer = make(params, lr=0.1, weight_decay=0.1, rounding="compensated")
     take_steps(optimizer, params, 3)
-    twins, twin = copied((params, optimizer))
+    twins, twin = resume(params, optimizer, make)
     with pytest.raises(RuntimeError, match=r"\Ano step has moved this parameter since .*\Z"):
         twin.increment(twins[0])
     before = contents(optimizer)
+    assert same_state(contents(twin), before)
     moved = take_steps(twin, twins, 3, seed=900)
     assert same_state(contents(optimizer), before)
     assert same(moved, take_steps(optimizer, params, 3, seed=900))
     assert same(map(twin.increment, twins), map(optimizer.increment, params))
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {twin.state[p]["momentum_buffer"].dtype for p in twins} == {state_dtype}
 
 
 @each_class
 @pytest.mark.parametrize(
     ("saved", "loaded"), [(torch.float64, torch.float32), (torch.bfloat16, torch.float64)], ids=str
 )
-def test_state_of_a_model_in_another_precision_is_cast_and_the_loaded_one_freed(make, saved, loaded):
+def test_state_of_a_model_in_another_precision_is_cast(make, saved, loaded):
     params, others = matrices(dtype=saved), matrices(dtype=loaded)
     optimizer, other = make(params, lr=0.1), make(others, lr=0.1)
     take_steps(optimizer, params, 2)
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    held = weakref.ref(state_dict["state"][0]["momentum_buffer"])
-    other.load_state_dict(state_dict)
-    del state_dict
-    gc.collect()
-    assert held() is None
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     expected = [optimizer.state[p]["momentum_buffer"].to(loaded) for p in params]
     assert same([other.state[p]["momentum_buffer"] for p in others], expected)
     take_steps(other, others, 1)
@@ -381,19 +376,6 @@ def test_a_step_changes_only_weights_and_state_in_place_and_asking_for_the_incre
     assert not any(S.requires_grad for S in increments)
 
 
-@each
-def test_increment_is_zero_where_the_last_step_found_no_gradient(make):
-    params = matrices(dtype=torch.bfloat16)
-    optimizer = make(params, lr=0.1)
-    take_steps(optimizer, params, 2)
-    params[2].grad = None
-    optimizer.step()
-    assert same([optimizer.increment(params[2])], [torch.zeros(params[2].shape)])
-    assert optimizer.increment(params[0]).any()
-    give_gradients(params, 7)  # a gradient that came after the step
-    assert not optimizer.increment(params[2]).any()
-
-
 @each_class
 def test_increment_before_any_step_or_of_a_foreign_parameter_is_refused(make):
     params = matrices()
@@ -442,19 +424,6 @@ def test_parameters_can_be_swapped_after_a_step(monkeypatch):
     assert layer.weight.dtype == torch.float64
 
 
-def test_increment_after_a_closure_that_raised_is_still_the_step_before():
-    params = matrices()
-    optimizer = RowNorm(params, lr=0.1)
-    take_steps(optimizer, params, 1)
-
-    def closure():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step(closure)
-    assert optimizer.increment(params[0]).any()
-
-
 # Bad input
 
 BOTH = [
@@ -493,30 +462,13 @@ def test_a_bad_hyperparameter_is_refused_by_one_sentence_that_names_it(make, nam
         assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (RowNorm, {"lr": 0, "momentum": 0, "eps": 1e-15, "weight_decay": 0}),
-        (Muon, {"lr": 0, "momentum": 0, "eps": 0, "weight_decay": 0, "ns_steps": 1}),
-        (Muon, {"ns_steps": 99}),
-    ],
-)
-def test_hyperparameters_at_their_limits_are_taken(make, options):
-    params = matrices()
-    take_steps(make(params, **options), params, 2)
-    assert all(p.isfinite().all() for p in params)
-
-
 @each_class
 def test_other_tensors_than_real_matrices_are_refused_by_name(make):
-    norm, name = torch.nn.LayerNorm(4), make.__name__
-    optimizer = make(matrices(), lr=0.1)
+    norm, name, optimizer = torch.nn.LayerNorm(4), make.__name__, make(matrices(), lr=0.1)
     with pytest.raises(ValueError, match=rf"\A{name} moves matrices, .*'weight' \(4,\).*torch.optim.AdamW.*\Z"):
         make(norm.named_parameters(), lr=0.1)
     with pytest.raises(ValueError, match=rf"\A{name} moves matrices, .*number 1 \(2, 3, 4\).*torch.optim.AdamW.*\Z"):
-        make([Parameter(torch.ones(2, 2)), Parameter(torch.ones(2, 3, 4))], lr=0.1)
-    with pytest.raises(ValueError, match=r"number 0 \(4,\)"):
-        optimizer.add_param_group({"params": norm.weight})
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2, 2)), Parameter(torch.ones(2, 3, 4))]})
     assert len(optimizer.param_groups) == 1
     for dtype in (torch.complex64, torch.int32):
         with pytest.raises(TypeError, match=rf"\A{name} moves real floating-point matrices, got {dtype} .*\Z"):
@@ -527,12 +479,11 @@ def test_other_tensors_than_real_matrices_are_refused_by_name(make):
 def test_a_sparse_gradient_is_refused_before_anything_has_moved(make):
     params = matrices()
     optimizer = make([{"params": params[:3]}, {"params": params[3:]}], lr=0.1, weight_decay=0.1)
-    take_steps(optimizer, params, 1)
-    give_gradients(params, 7)
-    params[-1].grad = params[-1].grad.to_sparse()
-    weights, state = [p.detach().clone() for p in params], contents(optimizer)
-    sentence = rf"\A{make.__name__} needs dense real gradients, got a sparse one .*number 4.*\Z"
-    with pytest.raises(TypeError, match=sentence):
+    weights = take_steps(optimizer, params, 1)
+    params[-1].grad, state = params[-1].grad.to_sparse(), contents(optimizer)
+    with pytest.raises(
+        TypeError, match=rf"\A{make.__name__} needs dense real gradients, got a sparse one .*number 4.*"
+    ):
         optimizer.step()
     assert same(params, weights)
     assert same_state(contents(optimizer), state)

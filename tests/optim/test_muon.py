@@ -177,18 +177,6 @@ def test_stacked_matrices_do_not_see_each_other(shape, bad):
     assert result[2].isnan().any()
 
 
-stacked = st.tuples(st.integers(1, 12), st.integers(1, 40)).map(sorted)
-
-
-@examples
-@given(seeds, stacked, st.sampled_from([0.0, 1e-5, 1.0]), st.integers(1, 7))
-def test_stabiliser_is_added_to_the_frobenius_norm_and_the_frame_can_be_rotated(seed, shape, eps, steps):
-    m, n = shape
-    N, left, right = normal(seed, m, n, scale=0.1), rotation(normal(seed + 1, m, m)), rotation(normal(seed + 2, n, n))
-    close(one(N, steps, eps), newton_schulz(N, steps, eps), 1e-12)
-    close(one(left @ N @ right, steps, eps), left @ one(N, steps, eps) @ right, 1e-11)
-
-
 @pytest.mark.parametrize("shape", [(7, 9), (7, 40)], ids=str)
 def test_newton_schulz_has_the_chosen_precision_and_no_graph_whatever_the_process_has_set(shape):
     N = normal(9, *shape).float()
