@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from hilbert_monitor import pretraining_optimizer, warmup_cosine
 from tests.support.decoders import Plain
@@ -56,8 +57,7 @@ def fit(module, folder, *, ckpt_path=None, precision="32-true", callbacks=(), **
         enable_model_summary=False,
         **options,
     )
-
-    trainer.fit(module, batches(), ckpt_path=ckpt_path)
+    trainer.fit(module, DataLoader(batches(), batch_size=None), ckpt_path=ckpt_path)
     return [p.detach().clone() for p in module.parameters()]
 
 
