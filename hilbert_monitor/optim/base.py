@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.optim.optimizer import ParamsT
 from hilbert_monitor.geometry import compute_dtype
 from hilbert_monitor.geometry.sharding import is_dtensor, like
 
-from .distributed import gradient_mismatch, is_partial, lay_out_like, local, version_of
+from .distributed import gradient_mismatch, lay_out_like, local, version_of
 
 Group = dict[str, Any]
 """One of an optimizer's `param_groups`, or the hyperparameters of one."""
@@ -38,16 +39,14 @@ class LastStep(NamedTuple):
 
     def had(self, gradient: Tensor | None) -> bool:
         """Return True if the step used this gradient and it has not changed since."""
-        marked = gradient is not None and getattr(gradient, "_hilbert_mark", None) is self.mark
-        return marked and version_of(gradient) == self.version  # type: ignore[arg-type]
+        return getattr(gradient, "_hilbert_mark", None) is self.mark and version_of(gradient) == self.version  # type: ignore[arg-type]
 
 
 class MatrixOptimizer(Optimizer, ABC):
     """Base class of optimizers that move matrices and can return the increment of their last step.
 
     Weight decay is decoupled. The state is in fp32, or fp64 for fp64 parameters; compensation is in the parameter's
-    dtype. A subclass checks its hyperparameters (`_check_group`), steps one group (`_step_group`), and forms the
-    increment of the last step again (`_form_increment`).
+    dtype. A subclass checks its hyperparameters, steps one group, and forms the increment of the last step again.
     """
 
     def __init__(self, params: ParamsT, defaults: Group) -> None:
@@ -84,28 +83,19 @@ class MatrixOptimizer(Optimizer, ABC):
             )
         if not p.is_floating_point():
             raise TypeError(f"{name} moves real floating-point matrices, got {p.dtype} for {label}")
-        if is_partial(p):
-            raise TypeError(
-                f"{name} moves parameters, and {label} is a sum that the ranks have not taken yet ({p.placements}):"
-                " redistribute it to Shard or Replicate"
-            )
+        if is_dtensor(p) and any(placement.is_partial() for placement in p.placements):  # type: ignore[attr-defined]
+            raise TypeError(f"{name} got a sum that the ranks have not taken yet, {label}: redistribute it first")
 
     def check_gradients(self) -> None:
         """Raise TypeError for a gradient that this optimizer cannot use, before any parameter has moved."""
         for group in self.param_groups:
             for index, p in enumerate(group["params"]):
+                name, label = type(self).__name__, parameter_label(group, index)
                 if p.grad is not None and (p.grad.layout != torch.strided or p.grad.is_complex()):
                     kind = "complex" if p.grad.is_complex() else "sparse"
-                    raise TypeError(
-                        f"{type(self).__name__} needs dense real gradients, got a {kind} one for parameter"
-                        f" {parameter_label(group, index)}"
-                    )
-                mismatch = gradient_mismatch(p)
-                if mismatch is not None:
-                    raise TypeError(
-                        f"{type(self).__name__} got {mismatch}, {parameter_label(group, index)}: redistribute it to the"
-                        " parameter's mesh and placements"
-                    )
+                    raise TypeError(f"{name} needs dense real gradients, got a {kind} one for parameter {label}")
+                if mismatch := gradient_mismatch(p):
+                    raise TypeError(f"{name} got {mismatch}, {label}: give it the parameter's mesh and placements")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -133,16 +123,13 @@ class MatrixOptimizer(Optimizer, ABC):
         gradient in the last step. A step that a GradScaler skipped does not count. The increment is formed here from
         the optimizer's state, so a step itself costs nothing more.
 
-        Each rank forms its own shard of a sharded parameter. All ranks of the mesh must call this together where the
-        formula needs the other shards: for Muon, for RowNorm with center="both", and where columns are sharded.
+        The result (m, n) has the dtype of the optimizer's state, and the layout of `param` if that is sharded. All
+        ranks of the mesh must call this together where the formula needs the other shards: for Muon, for RowNorm with
+        center="both", and where columns are sharded.
 
         Args:
             param: one of this optimizer's parameters.
-            out: memory for the result: for a sharded parameter a DTensor with the same layout, or memory for this
-                rank's part. A subclass may ignore it.
-
-        Returns:
-            (m, n), in the dtype of the optimizer's state; a DTensor with the layout of `param` if it is sharded.
+            out: memory for the result, or for this rank's part of it. A subclass may ignore it.
         """
         if not any(param is p for group in self.param_groups for p in group["params"]):
             raise ValueError(f"the parameter of shape {tuple(param.shape)} is not one of this {type(self).__name__}'s")
@@ -155,7 +142,7 @@ class MatrixOptimizer(Optimizer, ABC):
             return torch.zeros_like(param, dtype=compute_dtype(param))
         with outside_autocast([param]):
             S = self._form_increment(param, last, None if out is None else local(out))
-        return like(param, S) if is_dtensor(param) else S
+        return like(param, S)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state in its own precision; torch's method would cast it to the dtype of the parameters."""
@@ -163,7 +150,7 @@ class MatrixOptimizer(Optimizer, ABC):
             super().load_state_dict(state_dict)
 
     def _before_step(self) -> None:
-        """Prepare a step, before any group."""
+        """Prepare a step."""
 
     def _lost(self, p: Tensor, options: Group) -> Tensor | None:
         """Return this rank's rounding errors of earlier steps on a parameter; None if they are not compensated."""
@@ -188,15 +175,8 @@ def shrink_and_add(
 ) -> None:
     """Set u to shrink u + scale s in place, rounded once to u's dtype.
 
-    A step far below the spacing of bf16 weights is lost when the sum is rounded to the nearest number. Compensated
-    rounding adds the error of one step in the next (Kahan).
-
-    Args:
-        u: the weights, or a chunk of their rows.
-        s: their step.
-        scale: factors (rows, 1) of the step.
-        shrink: factor of the weights.
-        lost: the rounding errors of earlier steps, in u's dtype; added here, and updated in place.
+    Compensated rounding adds the rounding errors of earlier steps, `lost`, and updates them in place (Kahan). Without
+    it a step far below the spacing of bf16 weights is lost. `scale` is (rows, 1), for rows of a matrix.
     """
     target = u.to(compute_dtype(u))
     if lost is not None:
@@ -215,10 +195,9 @@ def shrink_and_add(
 
 @contextmanager
 def keep_state_precision(loading: Optimizer, *owners: Optimizer) -> Iterator[None]:
-    """Load state in fp32 or better, where torch would cast it to the parameter's dtype, in the parameter's layout.
+    """Load state in the parameter's layout; that of every `MatrixOptimizer` among `owners` keeps its precision.
 
-    `loading` is the optimizer that loads in this context, and `owners` are the optimizers that it holds. The state of
-    every `MatrixOptimizer` among these keeps its precision.
+    Torch would cast it to the parameter's dtype. `loading` is the optimizer that loads in this context.
     """
     saved: dict[Any, Any] = {}
 
@@ -228,8 +207,8 @@ def keep_state_precision(loading: Optimizer, *owners: Optimizer) -> Iterator[Non
     def after(_: Optimizer) -> None:
         indices = (index for group in saved["param_groups"] for index in group["params"])
         params = (p for group in loading.param_groups for p in group["params"])
-        matrix_optimizers = (o for o in owners if isinstance(o, MatrixOptimizer))
-        ours = {p for o in matrix_optimizers for group in o.param_groups for p in group["params"]}
+        groups = chain.from_iterable(o.param_groups for o in owners if isinstance(o, MatrixOptimizer))
+        ours = {p for group in groups for p in group["params"]}
         for index, p in zip(indices, params, strict=True):
             for key, value in saved["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and p in ours:
@@ -238,15 +217,9 @@ def keep_state_precision(loading: Optimizer, *owners: Optimizer) -> Iterator[Non
                 elif isinstance(value, Tensor) and value.shape == p.shape and key != "step":
                     loading.state[p][key] = lay_out_like(loading.state[p][key], p)
 
-    handles = [
-        loading.register_load_state_dict_pre_hook(before),  # after the user's own
-        loading.register_load_state_dict_post_hook(after, prepend=True),
-    ]
-    try:
+    pre_hook = loading.register_load_state_dict_pre_hook(before)  # after the user's own
+    with pre_hook, loading.register_load_state_dict_post_hook(after, prepend=True):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

@@ -24,17 +24,14 @@ class ChainedOptimizer(Optimizer):
     ``ChainedOptimizer(Muon(matrices), AdamW(embedding, fused=True), RowNorm(head, lr=3e-3))``
 
     The chain has one list of parameter groups and one state, and its optimizers hold the same dictionaries. So a
-    scheduler, clipping, a GradScaler, `state_dict`, pickle and deepcopy see one ordinary optimizer, and their changes
-    reach the optimizers inside. Every group has the name of its owner under the key "owner". Hooks on the optimizers
-    inside run too, after the closure. Torch's OneCycleLR needs cycle_momentum=False: the optimizers may name their
-    momenta differently.
+    scheduler, clipping, a GradScaler, `state_dict`, pickle and deepcopy see one ordinary optimizer. Every group has the
+    name of its owner under the key "owner". Hooks on the optimizers inside run too, after the closure. Torch's
+    OneCycleLR needs cycle_momentum=False: the optimizers may name their momenta differently.
 
     Args:
         *optimizers: any torch optimizers that need no closure, each with its own parameters.
         model: if given, each of its trainable parameters must be in one of the optimizers.
     """
-
-    optimizers: tuple[Optimizer, ...]
 
     def __init__(self, *optimizers: Optimizer, model: Module | None = None) -> None:
         if not optimizers:
@@ -45,12 +42,10 @@ class ChainedOptimizer(Optimizer):
                     f"ChainedOptimizer takes plain torch optimizers, got {type(o).__name__}: give its parts"
                 )
         self.optimizers = optimizers
-        names = _names(optimizers)
-        groups = []
-        for o, name in zip(optimizers, names, strict=True):
+        for o, name in zip(optimizers, _names(optimizers), strict=True):
             for group in o.param_groups:
                 group["owner"] = name
-                groups.append(group)
+        groups = [group for o in optimizers for group in o.param_groups]
         _check_owned_once(groups, model)
         super().__init__(groups, {})
         for o in optimizers:
@@ -120,12 +115,10 @@ class ChainedOptimizer(Optimizer):
         for o in self.optimizers:
             if isinstance(o, MatrixOptimizer):
                 o.check_gradients()
-            elif isinstance(o, Adam):
-                for group in o.param_groups:
-                    for index, p in enumerate(group["params"]):
-                        if p.grad is not None and p.grad.is_sparse:
-                            label = parameter_label(group, index)
-                            raise TypeError(f"{type(o).__name__} takes no sparse gradient, as of {label}")
+            for group in o.param_groups if isinstance(o, Adam) else ():
+                for index, p in enumerate(group["params"]):
+                    if p.grad is not None and p.grad.is_sparse:
+                        raise TypeError(f"{type(o).__name__} takes no sparse gradient: {parameter_label(group, index)}")
 
     def owner(self, param: Tensor) -> Optimizer:
         """Return the optimizer that moves `param`."""
@@ -145,16 +138,14 @@ class ChainedOptimizer(Optimizer):
         """Load the state of a chain of the same optimizers over the same parameters; refuse any other state."""
         if not isinstance(state_dict, dict):
             raise TypeError(f"ChainedOptimizer loads a dict that state_dict() made, got {type(state_dict).__name__}")
-        check = self.register_load_state_dict_pre_hook(_check_fits)  # after the user's own hooks
         before = {"state": self.state, "param_groups": self.param_groups}
+        check = self.register_load_state_dict_pre_hook(_check_fits)  # after the user's own hooks
         try:
-            with keep_state_precision(self, *self.optimizers):
+            with check, keep_state_precision(self, *self.optimizers):
                 super().load_state_dict(state_dict)
         except Exception:
             self.__setstate__(before)
             raise
-        finally:
-            check.remove()
 
     def describe(self, file: IO[str] | None = None) -> None:
         """Print a table of the groups: optimizer, parameters, learning rate and weight decay."""

@@ -1,14 +1,11 @@
 """DTensors as plain tensors, and the exchange of whole matrices between ranks.
 
-A step works on the plain tensors inside DTensors, with no operation of DTensor in between: rows and columns of this
-rank, and its own collectives where the formula needs the rest of the matrix.
+A step works on the plain tensors inside DTensors, with its own collectives where the formula needs other shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +21,7 @@ BATCH_BYTES = 256 * 2**20
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
 
 
-@dataclass(frozen=True)
-class ShardLayout:
+class ShardLayout(NamedTuple):
     """Process groups of the ranks that have the other rows and columns, one for each sharded mesh dimension."""
 
     rows: tuple[dist.ProcessGroup, ...] = ()
@@ -37,10 +33,8 @@ def shard_layout(p: Tensor) -> ShardLayout:
     if not is_dtensor(p) or p.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
         return ShardLayout()
     mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
-    sharded = [i for i, placement in enumerate(placements) if hasattr(placement, "dim") and mesh.size(i) > 1]
-    groups = [(placements[i].dim % p.ndim, mesh.get_group(i)) for i in sharded]
-    rows, columns = (tuple(group for dim, group in groups if dim == side) for side in (0, 1))
-    return ShardLayout(rows, columns)
+    sharded = [(i, q.dim % p.ndim) for i, q in enumerate(placements) if hasattr(q, "dim") and mesh.size(i) > 1]
+    return ShardLayout(*(tuple(mesh.get_group(i) for i, dim in sharded if dim == side) for side in (0, 1)))
 
 
 def local(t: Tensor) -> Tensor:
@@ -80,26 +74,17 @@ def lay_out_like(t: Tensor, p: Tensor) -> Tensor:
     """Return a DTensor, or a tensor that every rank has whole, in a parameter's layout (collective for a DTensor)."""
     from torch.distributed.tensor import distribute_tensor
 
-    if not is_dtensor(p):
-        return t.full_tensor() if is_dtensor(t) else t  # type: ignore[attr-defined]
-    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
     if is_dtensor(t):
-        if (t.device_mesh, t.placements) == (mesh, placements):  # type: ignore[attr-defined]
+        if is_dtensor(p) and (t.device_mesh, t.placements) == (p.device_mesh, p.placements):  # type: ignore[attr-defined]
             return t
         t = t.full_tensor()  # type: ignore[attr-defined]
-    return distribute_tensor(t.to(p.device), mesh, placements, src_data_rank=None)  # none: nothing is sent
-
-
-def is_partial(p: Tensor) -> bool:
-    """Return True if a parameter is a sum that the ranks have not taken yet."""
-    return is_dtensor(p) and any(placement.is_partial() for placement in p.placements)  # type: ignore[attr-defined]
+    if not is_dtensor(p):
+        return t
+    return distribute_tensor(t.to(p.device), p.device_mesh, p.placements, src_data_rank=None)  # type: ignore[attr-defined]
 
 
 def version_of(t: Tensor) -> int:
-    """Return the count of changes in place of a tensor and of its part on this rank.
-
-    Zero for an inference tensor, where torch does not count.
-    """
+    """Return the count of changes in place of a tensor and its part on this rank; zero where torch does not count."""
     if t.is_inference():
         return 0
     with torch.no_grad():
@@ -114,13 +99,9 @@ class Result(NamedTuple):
 
 
 class ReplicatedExchange:
-    """Distributes the work on matrices that every rank holds whole. One all-gather; none for a single rank.
+    """Distributes the work on matrices of one device that all ranks of a group hold whole. One all-gather.
 
-    Args:
-        params: the matrices, on one device.
-        dtype: of the directions and results.
-        ranks: number of ranks.
-        group: their process group; by default all ranks.
+    `inputs` are the parameters that this rank owns. It brings their directions.
     """
 
     def __init__(
@@ -130,7 +111,6 @@ class ReplicatedExchange:
         self._owners = balanced_owners(params, ranks)
         rank = dist.get_rank(group) if ranks > 1 else 0
         self.inputs = [p for p, owner in zip(params, self._owners, strict=True) if owner == rank]
-        """Parameters whose directions this rank brings: those that it owns."""
 
     def collect(self, directions: list[Tensor | None]) -> list[Tensor]:
         """Return the whole matrices that this rank owns, from the directions of `inputs`; None without a gradient."""
@@ -142,9 +122,8 @@ class ReplicatedExchange:
         """Return the results of all ranks in the order of `params`, from the results for the collected matrices."""
         if self.ranks == 1:
             return [Result(X, float(present)) for X, present in zip(results, self._present, strict=True)]
-        sizes: list[list[int]] = [[] for _ in range(self.ranks)]
-        for p, owner in zip(self.params, self._owners, strict=True):
-            sizes[owner] += [p.numel(), 1]
+        owned = list(zip(self.params, self._owners, strict=True))
+        sizes = [[n for p, owner in owned if owner == rank for n in (p.numel(), 1)] for rank in range(self.ranks)]
         flags = torch.tensor(self._present, dtype=self.dtype, device=self.params[0].device)
         pairs = zip(results, torch.split(flags, 1), strict=True) if results else ()
         mine = torch.cat([flags[:0], *(piece for X, flag in pairs for piece in (X.reshape(-1), flag))])
@@ -152,53 +131,54 @@ class ReplicatedExchange:
         gathered = mine.new_empty(self.ranks, longest)
         _all_gather(gathered.view(-1), pad(mine, (0, longest - len(mine))), group=self.group)
         pieces = [iter(torch.split(row[: sum(size)], size)) for row, size in zip(gathered, sizes, strict=True)]
-        return [
-            Result(next(pieces[owner]).view(p.shape), next(pieces[owner]))
-            for p, owner in zip(self.params, self._owners, strict=True)
-        ]
+        return [Result(next(pieces[owner]).view(p.shape), next(pieces[owner])) for p, owner in owned]
 
 
-class Shard(NamedTuple):
+class _Shard(NamedTuple):
     """The place of one rank's shard in its matrix."""
 
     rows: slice | Tensor
     columns: slice | Tensor
     shape: tuple[int, int]
-    replica: tuple[int, ...]
-    """Coordinates of the rank along mesh dimensions over which nothing is sharded."""
+    replica: tuple[int, ...]  # coordinates of the rank along mesh dimensions over which nothing is sharded
 
     @property
     def numel(self) -> int:
-        """Number of entries."""
         return self.shape[0] * self.shape[1]
 
     def cut(self, X: Tensor) -> Tensor:
-        """Return the shard of a whole matrix."""
         return X[self.rows][:, self.columns]
 
     def put(self, X: Tensor, part: Tensor) -> None:
-        """Write the shard into a whole matrix."""
         both = isinstance(self.rows, Tensor) and isinstance(self.columns, Tensor)
         X[self.rows[:, None] if both else self.rows, self.columns] = part.view(self.shape)  # type: ignore[index]
+
+    def sends(self, owner: _Shard) -> bool:
+        """Return True if the owner of the matrix needs this shard: of replicas, the one in the owner's place."""
+        return self.numel > 0 and self.replica == owner.replica
 
 
 class MeshRanks:
     """The ranks of a mesh, and the places of their shards. This rank is one of them."""
 
     def __init__(self, mesh: Any) -> None:
-        ranks = mesh.mesh.flatten().tolist()
-        self.mesh, self.group = mesh, _group_of(mesh, ranks)
-        self.ranks = ranks if self.group is None else dist.get_process_group_ranks(self.group)
+        self.ranks: list[int] = mesh.mesh.flatten().tolist()
+        self.group: dist.ProcessGroup | None = None
+        if mesh.ndim == 1 and len(self.ranks) > 1:
+            self.group = mesh.get_group(0)
+        elif len(self.ranks) == dist.get_world_size() > 1:
+            self.group = dist.group.WORLD
+        elif len(self.ranks) > 1:  # only these ranks are here
+            self.group = dist.new_group(sorted(self.ranks), use_local_synchronization=True)
+        if self.group is not None:
+            self.ranks = dist.get_process_group_ranks(self.group)
         self.rank = self.ranks.index(dist.get_rank())
-        self.shards: dict[Any, list[Shard]] = {}
+        self._coordinates = [(mesh.mesh == rank).nonzero()[0].tolist() for rank in self.ranks]
+        self.shards: dict[Any, list[_Shard]] = {}
         """The shard of every rank, by shape and placements."""
 
     def learn(self, params: Sequence[Tensor]) -> None:
-        """Learn where the shards of parameters are on all ranks (collective).
-
-        Raises:
-            ValueError: on all ranks, if they do not hold shards of the same matrices.
-        """
+        """Learn where the shards of parameters are (collective); raise ValueError on all ranks if they differ."""
         forms = [(_form(p), str(p.dtype)) for p in params]
         tables = {_form(p): tuple(_indices(p)) for p in params}
         ranks = gather_objects((repr(forms), list(tables.values())), len(self.ranks), self.group)
@@ -208,26 +188,18 @@ class MeshRanks:
                 " every rank the same parameters in the same order"
             )
         for place, form in enumerate(tables):
+            replicated = [dim for dim, placement in enumerate(form[1]) if placement.is_replicate()]
             self.shards[form] = [
-                Shard(_slice(rows), _slice(columns), (len(rows), len(columns)), self._replica(form, rank))
-                for rank, (rows, columns) in zip(self.ranks, (table[place] for _, table in ranks), strict=True)
+                _Shard(_slice(rows), _slice(columns), (len(rows), len(columns)), tuple(at[dim] for dim in replicated))
+                for at, (rows, columns) in zip(self._coordinates, (table[place] for _, table in ranks), strict=True)
             ]
-
-    def _replica(self, form: tuple[Any, Any], rank: int) -> tuple[int, ...]:
-        coordinate = (self.mesh.mesh == rank).nonzero()[0].tolist()
-        return tuple(c for c, placement in zip(coordinate, form[1], strict=True) if placement.is_replicate())
 
 
 class ShardedExchange:
     """Moves matrices from their shards to one rank each, the owner, and the results back. Two all-to-alls.
 
     With W ranks a rank sends and receives about 2 / W of all matrices. A gather on every rank would receive all of
-    them, and every rank would do all the work.
-
-    Args:
-        params: sharded over a mesh that knows their shards, on one device.
-        dtype: of the directions and results.
-        mesh: the ranks.
+    them, and every rank would do all the work. The parameters are on one device, and the mesh knows their shards.
     """
 
     def __init__(self, params: list[Tensor], dtype: torch.dtype, mesh: MeshRanks) -> None:
@@ -242,10 +214,10 @@ class ShardedExchange:
         rank, places = self._mesh.rank, range(len(self._mesh.ranks))
         pieces: list[list[Tensor]] = [[] for _ in places]
         for part, shards, owner in zip(directions, self._shards, self._owners, strict=True):
-            if _sends(shards, rank, owner):
+            if shards[rank].sends(shards[owner]):
                 numbers = self._empty.new_zeros(shards[rank].numel) if part is None else part.reshape(-1)
                 pieces[owner] += [numbers.to(self._empty.dtype), self._empty.new_full((1,), part is not None)]
-        senders = [[i for i in self._owned if _sends(self._shards[i], place, rank)] for place in places]
+        senders = [[i for i in self._owned if self._shards[i][place].sends(self._shards[i][rank])] for place in places]
         sizes = [[n for i in some for n in (self._shards[i][place].numel, 1)] for place, some in enumerate(senders)]
         received = self._all_to_all(pieces, sizes)
         matrices = {i: self._empty.new_empty(self.params[i].shape) for i in self._owned}
@@ -264,9 +236,8 @@ class ShardedExchange:
             for place, shard in enumerate(self._shards[i]):
                 pieces[place] += [shard.cut(X).reshape(-1), self._present[i]]
         own = [(shards[self._mesh.rank], owner) for shards, owner in zip(self._shards, self._owners, strict=True)]
-        sizes = [
-            [n for shard, owner in own if owner == place for n in (shard.numel, 1)] for place in range(len(pieces))
-        ]
+        places = range(len(pieces))
+        sizes = [[n for shard, owner in own if owner == place for n in (shard.numel, 1)] for place in places]
         received = self._all_to_all(pieces, sizes)
         return [Result(next(received[owner]).view(shard.shape), next(received[owner])) for shard, owner in own]
 
@@ -291,8 +262,7 @@ def gather_objects(mine: Any, ranks: int, group: dist.ProcessGroup | None) -> li
 
 def balanced_owners(params: Sequence[Tensor], ranks: int) -> list[int]:
     """Return a rank for each matrix, so that all have about the same Newton-Schulz work: the largest is given first."""
-    sides = [sorted(p.shape) for p in params]
-    works = [m * m * (2 * n + m) for m, n in sides]
+    works = [m * m * (2 * n + m) for m, n in (sorted(p.shape) for p in params)]
     loads, owners = [0] * ranks, [0] * len(works)
     for index in sorted(range(len(works)), key=lambda i: -works[i]):
         owners[index] = loads.index(min(loads))
@@ -301,13 +271,10 @@ def balanced_owners(params: Sequence[Tensor], ranks: int) -> list[int]:
 
 
 def batches(params: Sequence[Tensor], dtype: torch.dtype, size: int) -> Iterator[list[Tensor]]:
-    """Split parameters, sorted by shape and device, into lists of at most `size` bytes in `dtype`."""
-    kinds: dict[Any, list[Tensor]] = {}
-    for p in params:
-        kinds.setdefault((p.device, p.shape), []).append(p)
+    """Split parameters, sorted by device and shape, into lists of at most `size` bytes in `dtype`."""
     batch: list[Tensor] = []
     used = 0
-    for p in chain.from_iterable(kinds.values()):
+    for p in sorted(params, key=lambda p: (str(p.device), p.shape)):
         needed = p.numel() * dtype.itemsize
         if batch and (used + needed > size or p.device != batch[0].device):
             yield batch
@@ -316,24 +283,6 @@ def batches(params: Sequence[Tensor], dtype: torch.dtype, size: int) -> Iterator
         used += needed
     if batch:
         yield batch
-
-
-def _sends(shards: list[Shard], rank: int, owner: int) -> bool:
-    """Return True if a rank has a shard that the owner needs: of replicas, the one in the owner's place."""
-    return shards[rank].numel > 0 and shards[rank].replica == shards[owner].replica
-
-
-def _group_of(mesh: Any, ranks: list[int]) -> dist.ProcessGroup | None:
-    """Return one process group of all ranks of a mesh; None for a single rank."""
-    if len(ranks) == 1:
-        return None
-    if mesh.ndim == 1:
-        group: dist.ProcessGroup = mesh.get_group(0)
-        return group
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    made: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)  # only these are here
-    return made
 
 
 def _form(p: Tensor) -> tuple[tuple[int, ...], tuple[Any, ...]]:

@@ -34,8 +34,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The quintic a x + b x^3 + c x^5: steep at zero, and into about [0.7, 1.2] after five steps."""
 
 STACK_BYTES = {"cpu": 16 * 2**20}
-"""Size of a stack of matrices for Newton-Schulz, in bytes. On a CPU a stack is faster than its matrices one by one, as
-long as it fits the cache. Elsewhere 256 MiB."""
+"""Size of a stack of matrices for Newton-Schulz, in bytes: on a CPU it fits the cache. Elsewhere `BATCH_BYTES`."""
 
 NS_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 """Precisions of Newton-Schulz. Groups have their names: torch moves no state dict to the CPU that has a dtype."""
@@ -55,13 +54,12 @@ class Muon(MatrixOptimizer):
     formula but other arithmetic: it iterates in bf16, and divides by the larger of norm and eps, not by their sum.
 
     Matrices of one shape are orthogonalised in stacks. Under torch.distributed each matrix is computed by one rank, its
-    owner, so that all ranks have about the same work, and one collective gathers up to 256 MiB of results in
-    `ns_dtype`. The gradients must agree on all ranks, as they do under DDP. Every rank has all momentum buffers, so the
-    state of any rank is complete. If the owner has no gradient for a parameter, it moves on no rank.
+    owner, and one collective gathers up to 256 MiB of results in `ns_dtype`. The gradients must agree on all ranks, as
+    they do under DDP. Every rank has all momentum buffers, so the state of any rank is complete.
 
     A sharded matrix (a DTensor) makes the step of the whole matrix. Its shards go to one rank of its mesh in
     `ns_dtype`, and the results come back: two collectives for up to 256 MiB of matrices a rank. Momentum stays in
-    shards, in the layout of the parameter. If a rank has no gradient for its shard, the matrix moves on no rank.
+    shards. A matrix moves on no rank if its owner has no gradient for it, or any rank of its mesh none for its shard.
 
     A weight stored the other way round, (in, out), as in Hugging Face's Conv1D, gets the scale of its transpose.
 
@@ -73,12 +71,10 @@ class Muon(MatrixOptimizer):
         nesterov: look ahead by one gradient.
         ns_steps: Newton-Schulz steps, 1 to 99.
         eps: added to the Frobenius norm.
-        ns_dtype: precision of Newton-Schulz. fp32 is true fp32, never TF32. torch.bfloat16 is for accelerators. A
-            group has its name.
+        ns_dtype: precision of Newton-Schulz. fp32 is true fp32, never TF32. torch.bfloat16 is for accelerators.
         maximize: ascend.
         rounding: of matrices stored in bf16 or fp16, as in `RowNorm`.
-        distributed: share the work over the ranks of `process_group` when torch.distributed is initialised. The work on
-            sharded matrices is always shared over their mesh.
+        distributed: share the work on whole matrices over the ranks of `process_group`, under torch.distributed.
         process_group: the ranks that hold the same parameters, where these are whole; all of them by default.
     """
 
@@ -145,13 +141,17 @@ class Muon(MatrixOptimizer):
         if world > 1 and whole:
             size = float(sum(p.float().abs().sum().to(whole[0].device) for p in whole))
             ranks = gather_objects((repr([(tuple(p.shape), p.dtype) for p in whole]), size), world, self.process_group)
-            if any(form != ranks[0][0] or not _same(other, ranks[0][1]) for form, other in ranks):
+            sizes = torch.tensor([size for _, size in ranks], dtype=torch.float64)
+            alike = torch.isclose(sizes, sizes[0], rtol=1e-4, atol=0, equal_nan=True).all()
+            if not alike or any(form != ranks[0][0] for form, _ in ranks):
                 raise ValueError(
                     "the ranks hold different parameters, and Muon shares its work among ranks that hold the same: pass"
                     " the process_group of those, or distributed=False"
                 )
         for mesh, sharded in _by_mesh(params):
-            self._meshes.setdefault(mesh, MeshRanks(mesh)).learn(sharded)
+            if mesh not in self._meshes:
+                self._meshes[mesh] = MeshRanks(mesh)
+            self._meshes[mesh].learn(sharded)
         self._agreed = forms
 
     def _step_group(self, params: list[Tensor], options: Group) -> None:
@@ -174,7 +174,7 @@ class Muon(MatrixOptimizer):
         """Yield the exchanges of a group's parameters, in the same order on all ranks."""
         dtype, world = NS_DTYPES[options["ns_dtype"]], self._world
         whole = [p for p in params if not is_dtensor(p) and (world > 1 or p.grad is not None)]
-        size = BATCH_BYTES if world > 1 or not whole else _stack_bytes(whole[0])
+        size = BATCH_BYTES if world > 1 or not whole else STACK_BYTES.get(whole[0].device.type, BATCH_BYTES)
         for batch in batches(whole, dtype, size):
             yield ReplicatedExchange(batch, dtype, world, self.process_group)
         yield from self._sharded_exchanges(params, dtype)
@@ -187,16 +187,12 @@ class Muon(MatrixOptimizer):
 
     def _orthogonal(self, exchange: Exchange, live: list[Tensor], options: Group) -> list[Result]:
         """Return the orthogonalised directions of an exchange's parameters; zero for inputs that are not `live`."""
-        directions = dict(zip(live, self._directions(live, options), strict=True))
+        N = self._buffers(live)  # or this rank's shards of it
+        if options["nesterov"] and live:
+            N = list(torch._foreach_add([local_gradient(p) for p in live], N, alpha=options["momentum"]))
+        directions = dict(zip(live, N, strict=True))
         matrices = exchange.collect([directions.get(p) for p in exchange.inputs])
         return exchange.distribute(_orthogonalize_each(matrices, options))
-
-    def _directions(self, params: list[Tensor], options: Group) -> list[Tensor]:
-        """Return N_t of each parameter, or this rank's shard of it."""
-        buffers = self._buffers(params)
-        if not options["nesterov"] or not params:
-            return buffers
-        return list(torch._foreach_add([local_gradient(p) for p in params], buffers, alpha=options["momentum"]))
 
     def _buffers(self, params: list[Tensor]) -> list[Tensor]:
         return [local(self.state[p]["momentum_buffer"]) for p in params]
@@ -208,10 +204,8 @@ class Muon(MatrixOptimizer):
                 " for instance in a step post-hook"
             )
         dtype = NS_DTYPES[last.options["ns_dtype"]]
-        exchanges = (
-            self._sharded_exchanges([param], dtype) if is_dtensor(param) else [ReplicatedExchange([param], dtype)]
-        )
-        for exchange in exchanges:
+        whole = [] if is_dtensor(param) else [ReplicatedExchange([param], dtype)]
+        for exchange in (*whole, *self._sharded_exchanges([param], dtype)):
             return _scaled(self._orthogonal(exchange, [param], last.options)[0].X, param, last.options)
         return torch.zeros_like(local(param), dtype=compute_dtype(param))  # this rank is not in the mesh
 
@@ -240,14 +234,6 @@ def _by_mesh(params: list[Tensor]) -> Iterator[tuple[Any, list[Tensor]]]:
     yield from meshes.items()
 
 
-def _same(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-4) or (math.isnan(a) and math.isnan(b))
-
-
-def _stack_bytes(p: Tensor) -> int:
-    return STACK_BYTES.get(p.device.type, 256 * 2**20)
-
-
 def _scaled(X: Tensor, p: Tensor, options: Group) -> Tensor:
     """Return the increment -lr sqrt(max(1, m / n)) X of a matrix like `p`, or of its shard. May overwrite X."""
     m, n = p.shape
@@ -258,12 +244,11 @@ def _scaled(X: Tensor, p: Tensor, options: Group) -> Tensor:
 def _orthogonalize_each(matrices: list[Tensor], options: Group) -> list[Tensor]:
     """Return the orthogonal factors of matrices. Those of one shape go in stacks."""
     results = list(matrices)
-    by_shape: dict[torch.Size, list[int]] = {}
-    for index, N in enumerate(matrices):
-        by_shape.setdefault(N.shape, []).append(index)
-    for (m, n), indices in by_shape.items():
+    for m, n in dict.fromkeys(N.shape for N in matrices):
+        indices = [i for i, N in enumerate(matrices) if N.shape == (m, n)]
         N = matrices[indices[0]]
-        length = max(1, _stack_bytes(N) // max(1, N.numel() * N.element_size()))
+        size = STACK_BYTES.get(N.device.type, BATCH_BYTES)
+        length = max(1, size // max(1, N.numel() * N.element_size()))
         for start in range(0, len(indices), length):
             some = indices[start : start + length]
             X = torch.stack([matrices[i] for i in some])  # (k, m, n)
@@ -281,13 +266,7 @@ def orthogonalize(X: Tensor, *, steps: int, eps: float) -> Tensor:
     time work on A alone: with Z = a I + b A + c A A a step is X <- Z X and A <- Z A Z, so X itself is multiplied once
     in three steps. After them A is computed from X again, so rounding does not build up.
 
-    Args:
-        X: (k, m, n) with m <= n; overwritten.
-        steps: number of iterations.
-        eps: added to the Frobenius norm.
-
-    Returns:
-        (k, m, n) in X's dtype, in which everything is computed.
+    X is (k, m, n) with m <= n, and is overwritten. The result has its shape and dtype, in which all is computed.
     """
     if X.numel() == 0:
         return X
@@ -300,10 +279,6 @@ def orthogonalize(X: Tensor, *, steps: int, eps: float) -> Tensor:
         for done in range(0, steps, 3):
             X = _gram_steps(X, min(3, steps - done))
         return X
-    return _plain_steps(X, steps)
-
-
-def _plain_steps(X: Tensor, steps: int) -> Tensor:
     a, b, c = COEFFICIENTS
     A = X.new_empty(len(X), X.shape[1], X.shape[1])
     Z, Y = torch.empty_like(A), torch.empty_like(X)

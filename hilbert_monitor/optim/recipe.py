@@ -59,15 +59,12 @@ def pretraining_optimizer(
         model: a decoder; its module tree gives the roles (see `parameter_roles`).
         head: optimizer of the LM head.
         head_lr: peak learning rate of the head; by default the paper's, which goes as 1/d.
-        matrix_lr: peak learning rate of Muon.
-        embedding_lr: peak learning rate of AdamW on everything else.
+        matrix_lr, embedding_lr: peak learning rates of Muon, and of AdamW on everything else.
         weight_decay: decoupled weight decay.
         head_module: name of the LM head; by default `find_head` finds it.
-        roles: exceptions, from parameter names (with wildcards) to "matrix", "embedding", "head", "tensor" or
-            "vector".
+        roles: exceptions, from parameter names (with the wildcards of fnmatch) to roles.
         tied: "head" or "embedding": the role of a weight that is both. Without it such a model is refused.
-        muon: further arguments of `Muon`, such as ns_dtype.
-        rownorm: further arguments of `RowNorm`, such as rounding for a head in bf16.
+        muon, rownorm: further arguments of `Muon` and `RowNorm`, such as rounding for weights in bf16.
     """
     if head not in HEAD_LR:
         raise ValueError(f'head must be "rownorm" or "adamw", got {head!r}')
@@ -112,16 +109,11 @@ def warmup_cosine(optimizer: Optimizer, total_steps: int, *, warmup: float = 0.1
     Update t of T, from 0, has the scale t/w for t < w = floor(warmup T), so zero at the first update. Then it follows a
     cosine from one at t = w to exactly `floor` at the last update, t = T - 1, and stays there.
 
-    Args:
-        optimizer: its current learning rates are the peaks.
-        total_steps: T, the optimizer updates of the whole run.
-        warmup: share of T to warm up over.
-        floor: scale at the last update.
+    The current learning rates of `optimizer` are the peaks, and `total_steps` is T, the updates of the whole run.
     """
     if not 1 <= total_steps < math.inf:
         raise ValueError(
-            f"total_steps must be a number of updates, at least 1, got {total_steps}: a Trainer knows it if it has"
-            " max_steps or max_epochs"
+            f"total_steps must be a number of updates, at least 1, got {total_steps}: set max_steps or epochs"
         )
     if not 0 <= warmup < 1:
         raise ValueError(f"warmup must be a share of the run, from 0 to below 1, got {warmup}")
@@ -154,11 +146,7 @@ def parameter_roles(
     - "tensor": weights with three dimensions and more, such as experts in one tensor;
     - "vector": everything else, norms and biases, and matrices with one row or column.
 
-    Args:
-        model: a decoder.
-        head_module: name of the LM head; by default `find_head` finds it.
-        roles: exceptions, from parameter names to roles; a name may have the wildcards of fnmatch.
-        tied: the role of a weight that is embedding and head at once. Without it such a model is refused.
+    The arguments are those of `pretraining_optimizer`.
     """
     if head_module is None and "head" not in (roles or {}).values():
         head_module = find_head(model)
@@ -246,11 +234,7 @@ def find_head(model: Module) -> str:
 
 
 def head_weight(head: Module, name: str) -> Parameter | None:
-    """Return the weight of an LM head as its optimizer has it, or None if it has no weight.
-
-    Raises:
-        TypeError: if the weight is computed from other parameters, which an optimizer moves in its place.
-    """
+    """Return the weight of an LM head as its optimizer has it, or None; raise TypeError if the weight is computed."""
     weight = parameter_of(head, "weight")
     if weight is not None:
         return weight
@@ -279,10 +263,7 @@ def weight_matrix(module: Module) -> Tensor | None:
 
 
 def parameter_of(module: Module, name: str) -> Parameter | None:
-    """Return the parameter that a module has under a name, or None; nothing is computed.
-
-    Reading the attribute itself may compute: a spectral norm then takes a step of its power iteration.
-    """
+    """Return the parameter that a module has under a name, or None. Reading a spectral norm's weight changes it."""
     value = module._parameters.get(name, vars(module).get(name))
     return value if isinstance(value, Parameter) else None
 

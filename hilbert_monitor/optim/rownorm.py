@@ -19,8 +19,7 @@ CHUNK_BYTES = {"cpu": 4 * 2**20}
 """Size of a chunk of rows, in bytes: on a CPU it stays in the cache from one operation to the next.
 
 Elsewhere 256 MiB, because a launch costs more than a second read. Tried and dropped on a CPU, at 50,257 x 512: sizes
-found by trials at run time (1.5 times faster with 260 MB of cache), a thread for each half of the rows, other
-operations in place of `vector_norm`, and torch.compile (8 times slower).
+found by trials at run time, a thread for each half of the rows, and torch.compile (8 times slower).
 """
 
 SAFE_NORMS = 2.0**-45, 2.0**60
@@ -39,12 +38,11 @@ class RowNorm(MatrixOptimizer):
 
     Every row of S_t has norm at most lr, hence D(S_t) <= 2 lr (to fp32 rounding): a step changes no pairwise log-odds
     at a hidden state h by more than 2 lr |h|. For a head stored in bf16 or fp16 this is the intended step, which
-    `increment` returns. The stored weights move by that plus the rounding of U_{t+1}. Where lr is far below the spacing
-    of the weights, rounding to the nearest number loses most of the step; rounding="compensated" keeps it.
+    `increment` returns. The stored weights move by that plus rounding, which loses most of it where lr is far below
+    their spacing.
 
     Cost: the step is in place. On a CPU it takes rows in chunks of 4 MiB and needs no scratch of the matrix's size.
-    Elsewhere it takes up to seven kernels over the matrix and 256 MiB of scratch, twice that for bf16 and fp16
-    matrices.
+    Elsewhere it takes up to seven kernels and 256 MiB of scratch, twice that for bf16 and fp16 matrices.
 
     A sharded matrix (a DTensor) is stepped shard by shard, with state in the same layout. Where rows are sharded, as by
     `fully_shard` and `ColwiseParallel`, a step needs no communication, and every row is equal to the bit to the row
@@ -62,7 +60,7 @@ class RowNorm(MatrixOptimizer):
             softmax does not see a common shift.
         maximize: ascend.
         rounding: of a head stored in bf16 or fp16: "nearest" as in torch's optimizers, or "compensated", which adds the
-            rounding error of each step in the next one, from one more buffer in the head's dtype.
+            rounding error of each step to the next one, from one more buffer in the head's dtype.
     """
 
     def __init__(
@@ -97,7 +95,8 @@ class RowNorm(MatrixOptimizer):
                 state["momentum_buffer"] = torch.zeros_like(p, dtype=compute_dtype(p))
             state["step"] += 1
             B, G, U, lost = local(state["momentum_buffer"]), local_gradient(p), local(p), self._lost(p, options)
-            averages = _averages(B, G, 1 - options["momentum"])
+            weight, chunks = 1 - options["momentum"], zip(cache_chunks(B), cache_chunks(G, B), strict=True)
+            averages = (b.lerp_(g.to(b.dtype), weight) for b, g in chunks)  # B_t, in place
             steps = _steps(averages, len(p), shard_layout(p), state["step"], options)
             weights = cache_chunks(U, B)
             errors = [None] * len(weights) if lost is None else cache_chunks(lost, B)
@@ -114,25 +113,13 @@ class RowNorm(MatrixOptimizer):
 
 
 def cache_chunks(A: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Split the rows of `A` into chunks that fit the cache.
+    """Return views of consecutive rows of a matrix in chunks that fit the cache.
 
-    Args:
-        A: (m, n).
-        like: a matrix whose row size in bytes decides the length of a chunk, so that several matrices split alike;
-            by default `A` itself.
-
-    Returns:
-        views of consecutive rows.
+    The size of a row of `like` decides the length of a chunk, so that several matrices split alike.
     """
     like = A if like is None else like
     row_bytes = like[:1].numel() * like.element_size()
     return torch.split(A, max(1, CHUNK_BYTES.get(A.device.type, 256 * 2**20) // max(1, row_bytes)))
-
-
-def _averages(B: Tensor, G: Tensor, weight: float) -> Iterator[Tensor]:
-    """Add the gradient to the buffer, and yield its chunks: B_t = (1 - weight) B_{t-1} + weight G_t."""
-    for b, g in zip(cache_chunks(B), cache_chunks(G, B), strict=True):
-        yield b.lerp_(g.to(b.dtype), weight)
 
 
 def _steps(
@@ -140,14 +127,8 @@ def _steps(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield chunks of -lr RN(C), or of -lr P RN(P C), as rows and factors (rows, 1) or (); the product is the step.
 
-    With no statistics of the whole matrix the chunks are taken one after another, while each is in the cache.
-
-    Args:
-        averages: chunks of the buffer B, or of this rank's shard of it.
-        V: number of rows, of all shards together.
-        layout: of the buffer.
-        step: number of the step.
-        options: the hyperparameters.
+    `averages` are chunks of the buffer B, or of this rank's shard of it; the whole has V rows. With no statistics of
+    the whole matrix the chunks are taken one after another, while each is in the cache.
     """
     lr = options["lr"] if options["maximize"] else -options["lr"]
     eps = options["eps"] * (1 - options["momentum"] ** step)  # lr b / (|b| + eps') is lr c / (|c| + eps)
@@ -167,23 +148,16 @@ def _steps(
     def directions() -> Iterator[tuple[Tensor, Tensor]]:
         return (direction(b - mean, norm) for b, norm in zip(averages, norms, strict=True))
 
-    if not centred:
-        yield from directions()
-        return
-    shift = _mean((rows * scale for rows, scale in directions()), V, layout)
+    shift = _mean((rows * scale for rows, scale in directions()), V, layout) if centred else mean
     for rows, scale in directions():
-        yield rows.mul_(scale).sub_(shift), torch.ones((), dtype=rows.dtype, device=rows.device)
+        yield (rows.mul_(scale).sub_(shift), rows.new_ones(())) if centred else (rows, scale)
 
 
 def _in_range(b: Tensor, eps: float, norm: Tensor | None) -> tuple[Tensor, Tensor, float | Tensor]:
     """Return rows, their norms and eps, all three divided by a length for rows whose squares leave the range.
 
-    b / (|b| + eps) is the same with or without the division. Norms far below eps do not matter.
-
-    Args:
-        b: rows of the buffer, or this rank's columns of them.
-        eps: the stabiliser of these rows.
-        norm: (rows, 1) in fp64, of whole rows where `b` has some of their columns.
+    b / (|b| + eps) is the same with or without the division. Norms far below eps do not matter. `norm` is (rows, 1) in
+    fp64, of whole rows where `b` has some of their columns.
     """
     local_norm = vector_norm(b, dim=1, keepdim=True) if norm is None else norm
     smallest, largest = SAFE_NORMS

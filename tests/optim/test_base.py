@@ -1,19 +1,16 @@
 """The common part of RowNorm and Muon: how a step runs, is saved, rounded and asked for, and what is refused."""
 
 import copy
-import gc
 import io
 import math
 import pickle
-import weakref
 from functools import partial
 
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.nn.functional import cross_entropy
 
-from hilbert_monitor.optim import ChainedOptimizer, Muon, RowNorm
+from hilbert_monitor.optim import Muon, RowNorm
 from tests.support.optim_references import LRS, close, gradients, muon_steps, rownorm_steps, walk
 from tests.support.references import normal
 
@@ -24,6 +21,12 @@ MAKERS = {
     "RowNorm-both": partial(RowNorm, center="both"),
     "Muon": Muon,
     "Muon-plain": partial(Muon, nesterov=False),
+}
+REFERENCES = {
+    "RowNorm": rownorm_steps,
+    "RowNorm-both": partial(rownorm_steps, center="both"),
+    "Muon": muon_steps,
+    "Muon-plain": partial(muon_steps, nesterov=False),
 }
 each = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 each_class = pytest.mark.parametrize("make", [RowNorm, Muon], ids=["RowNorm", "Muon"])
@@ -95,38 +98,64 @@ def test_closure_is_called_once_with_grad_and_the_callers_autocast_and_the_step_
     assert optimizer.step() is None
 
 
-@each
-def test_gradients_and_places_are_left_alone_and_no_graph_is_built(make):
-    params = matrices()
-    optimizer = make(params, lr=0.1, weight_decay=0.1)
-    places = [p.data_ptr() for p in params]
-    for t in range(3):
-        give_gradients(params, 100 * t)
-        grads, copies = [p.grad for p in params], [p.grad.clone() for p in params]
+@pytest.mark.parametrize("base", [RowNorm, Muon])
+def test_steps_and_increments_are_computed_outside_autocast(base):
+    seen = []
+
+    class Probe(base):
+        def _step_group(self, *args):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            super()._step_group(*args)
+
+        def _form_increment(self, *args):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super()._form_increment(*args)
+
+    p = Parameter(torch.ones(3, 2))
+    p.grad, optimizer = torch.ones(3, 2), Probe([p], lr=0.1)
+    with torch.autocast("cpu", torch.bfloat16):
         optimizer.step()
-        assert all(p.grad is g for p, g in zip(params, grads, strict=True))
-        assert same(grads, copies)
-    assert all(p.is_leaf and p.requires_grad for p in params)
-    assert [p.data_ptr() for p in params] == places
-    assert not any(optimizer.increment(p).requires_grad for p in params)
+        optimizer.increment(p)
+    assert seen == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("make", "reference", "options"),
+    [(RowNorm, rownorm_steps, {"center": "both"}), (Muon, muon_steps, {"nesterov": False, "ns_steps": 2})],
+    ids=["RowNorm", "Muon"],
+)
+def test_each_group_steps_with_its_own_hyperparameters(make, reference, options):
+    recipes = [{"lr": 0.1}, {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.3}, {"lr": 0.5, "eps": 3.0, **options}]
+    start, grads = ([normal(i, 7, 5) for i in range(3)], [gradients(10 * i, (7, 5), steps=3) for i in range(3)])
+    params = [Parameter(W.clone()) for W in start]
+    optimizer = make([{"params": [p], **recipe} for p, recipe in zip(params, recipes, strict=True)], lr=9.0)
+    for t in range(3):
+        for p, G in zip(params, grads, strict=True):
+            p.grad = G[t].clone()
+        optimizer.step()
+    for p, W, G, recipe in zip(params, start, grads, recipes, strict=True):
+        lr, others = recipe["lr"], {name: value for name, value in recipe.items() if name != "lr"}
+        close(p, reference(W, G, 3 * [lr], **others)[-1][0], 1e-5 * lr)
 
 
 @each
-def test_parameter_without_gradient_is_skipped_with_its_state(make):
+def test_parameter_without_gradient_is_skipped_with_its_state_and_its_increment_is_zero(make):
     params, expected = matrices(), stepped(make, steps=3)
     optimizer = make(params, lr=0.1, weight_decay=0.1)
-    params[1].requires_grad_(False)
+    params[0].requires_grad_(False)  # the last has its shape
     take_steps(optimizer, params, 2)
-    weight, state = params[1].detach().clone(), contents(optimizer)[1]
+    weight, state = params[0].detach().clone(), contents(optimizer)[0]
     give_gradients(params, 300)
-    params[1].grad, fresh = None, Parameter(torch.ones(2, 2))
+    params[0].grad, fresh = None, Parameter(torch.ones(2, 2))
     optimizer.add_param_group({"params": [fresh]})
     optimizer.step()
-    assert torch.equal(params[1], weight)
-    assert same_state([contents(optimizer)[1]], [state])
-    assert torch.equal(fresh, torch.ones(2, 2))
+    assert same([params[0], fresh], [weight, torch.ones(2, 2)])
+    assert same_state([contents(optimizer)[0]], [state])
     assert not optimizer.state[fresh]
-    assert all(torch.equal(p, e) for i, (p, e) in enumerate(zip(params, expected, strict=True)) if i != 1)
+    for p, e in zip(params[1:], expected[1:], strict=True):
+        close(p, e, 1e-6)
+    give_gradients(params, 7)  # after the step
+    assert same([optimizer.increment(params[0])], [torch.zeros(params[0].shape)])
 
 
 @each
@@ -233,141 +262,74 @@ def test_compensated_weights_and_their_errors_are_together_the_fp32_weights(make
     assert (nearest.float() - twin).abs().mean() > 3 * (p.float() + lost.float() - twin).abs().mean()
 
 
-def regression(dtype, rounding, start, count=500):
-    """Weights and loss of a softmax regression after some steps of RowNorm at a small learning rate."""
-    draw = torch.Generator().manual_seed(0)
-    H = normal(1, 1024, 32) * 2 / 32**0.5
-    y = torch.multinomial((H @ (start + 0.3 * normal(2, *start.shape)).T).softmax(1), 1, generator=draw)[:, 0]
-    U = Parameter(start.to(dtype, copy=True))
-    optimizer = RowNorm([U], lr=3e-4, rounding=rounding)
-    for _ in range(count):
-        rows = torch.randint(len(H), (128,), generator=draw)
-        W = U.detach().to(torch.float64).requires_grad_()
-        cross_entropy(H[rows] @ W.T, y[rows]).backward()
-        U.grad = W.grad.to(dtype)
-        optimizer.step()
-    return U.detach().double(), float(cross_entropy(H @ U.detach().double().T, y))
-
-
-@pytest.mark.sweep
-def test_compensated_rounding_keeps_a_trajectory_that_rounding_to_nearest_loses():
-    start = (0.5 * normal(0, 100, 32)).bfloat16().double()
-    exact, exact_loss = regression(torch.float64, "nearest", start)
-    first_loss = regression(torch.float64, "nearest", start, count=0)[1]
-    distance, share = {}, {}
-    for rounding in ("nearest", "compensated"):
-        U, loss = regression(torch.bfloat16, rounding, start)
-        distance[rounding] = float((U - exact).norm() / (exact - start).norm())
-        share[rounding] = (first_loss - loss) / (first_loss - exact_loss)
-    assert distance["nearest"] > 0.9
-    assert share["nearest"] < 0.2
-    assert distance["compensated"] < 0.1
-    assert share["compensated"] == pytest.approx(1, abs=0.01)
-
-
 # Saved and copied
+
+
+def reloaded(params, optimizer, make):
+    """A new optimizer with other hyperparameters that has loaded what `optimizer` saved."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    twins = [Parameter(p.detach().clone()) for p in params]
+    twin = make([{"params": twins, "momentum": 0.1}], lr=9.0)
+    twin.load_state_dict(torch.load(file, weights_only=True))
+    return twins, twin
+
+
+RESUME = {
+    "copy": lambda params, optimizer, _: copy.deepcopy((params, optimizer)),
+    "pickle": lambda params, optimizer, _: pickle.loads(pickle.dumps((params, optimizer))),
+    "state dict": reloaded,
+}
 
 
 @each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_saved_state_resumes_to_the_bit_in_at_least_fp32(make, dtype):
+@pytest.mark.parametrize("resume", RESUME.values(), ids=RESUME)
+def test_what_is_saved_or_copied_resumes_to_the_bit_in_at_least_fp32_and_stands_alone(make, dtype, resume):
     params = matrices(dtype=dtype)
     optimizer = make(params, lr=0.1, weight_decay=0.1, rounding="compensated")
     take_steps(optimizer, params, 3)
-    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    for chained in (False, True):
-        file.seek(0)
-        resumed = [Parameter(p.detach().clone()) for p in params]
-        other = make([{"params": resumed, "momentum": 0.1}], lr=9.0)
-        outer = ChainedOptimizer(other) if chained else other
-        saved = torch.load(file, weights_only=True)
-        if chained:
-            saved["param_groups"][0]["owner"] = type(other).__name__
-        outer.load_state_dict(saved)
-        assert {other.state[p]["momentum_buffer"].dtype for p in resumed} == {state_dtype}
-        assert same_state(contents(other), contents(optimizer))
-        mine, first = copy.deepcopy((params, optimizer))
-        assert same(take_steps(outer, resumed, 3, seed=900), take_steps(first, mine, 3, seed=900))
-        assert {other.increment(p).dtype for p in resumed} == {state_dtype}
-
-
-@each
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
-)
-def test_copies_resume_to_the_bit_and_stand_alone(make, copied):
-    params = matrices(dtype=torch.bfloat16)
-    optimizer = make(params, lr=0.1, weight_decay=0.1)
-    take_steps(optimizer, params, 3)
-    twins, twin = copied((params, optimizer))
+    twins, twin = resume(params, optimizer, make)
     with pytest.raises(RuntimeError, match=r"\Ano step has moved this parameter since .*\Z"):
         twin.increment(twins[0])
     before = contents(optimizer)
+    assert same_state(contents(twin), before)
     moved = take_steps(twin, twins, 3, seed=900)
     assert same_state(contents(optimizer), before)
     assert same(moved, take_steps(optimizer, params, 3, seed=900))
     assert same(map(twin.increment, twins), map(optimizer.increment, params))
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {twin.state[p]["momentum_buffer"].dtype for p in twins} == {state_dtype}
 
 
 @each_class
 @pytest.mark.parametrize(
     ("saved", "loaded"), [(torch.float64, torch.float32), (torch.bfloat16, torch.float64)], ids=str
 )
-def test_state_of_a_model_in_another_precision_is_cast_and_the_loaded_one_freed(make, saved, loaded):
+def test_state_of_a_model_in_another_precision_is_cast(make, saved, loaded):
     params, others = matrices(dtype=saved), matrices(dtype=loaded)
     optimizer, other = make(params, lr=0.1), make(others, lr=0.1)
     take_steps(optimizer, params, 2)
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    held = weakref.ref(state_dict["state"][0]["momentum_buffer"])
-    other.load_state_dict(state_dict)
-    del state_dict
-    gc.collect()
-    assert held() is None
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     expected = [optimizer.state[p]["momentum_buffer"].to(loaded) for p in params]
     assert same([other.state[p]["momentum_buffer"] for p in others], expected)
     take_steps(other, others, 1)
 
 
-@each_class
-def test_hooks_of_the_user_see_a_load_as_usual_and_can_replace_it(make):
-    params = matrices(dtype=torch.bfloat16)
-    optimizer = make(params, lr=0.1)
-    take_steps(optimizer, params, 2)
-    saved, seen = copy.deepcopy(optimizer.state_dict()), []
-
-    def doubled(_, state_dict):
-        for state in state_dict["state"].values():
-            state["momentum_buffer"] = 2 * state["momentum_buffer"]
-
-    expected = [2 * state["momentum_buffer"] for state in contents(optimizer)]
-    optimizer.register_load_state_dict_pre_hook(doubled)
-    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.state[params[0]]["momentum_buffer"].dtype))
-    optimizer.load_state_dict(saved)
-    assert seen == [torch.float32]
-    assert same([optimizer.state[p]["momentum_buffer"] for p in params], expected)
-
-
 # The increment
 
-REFERENCES = {
-    "RowNorm": (RowNorm, rownorm_steps, {}),
-    "RowNorm-both": (RowNorm, rownorm_steps, {"center": "both"}),
-    "Muon": (Muon, muon_steps, {}),
-    "Muon-plain": (Muon, muon_steps, {"nesterov": False}),
-}
 
-
-@pytest.mark.parametrize(("make", "reference", "options"), REFERENCES.values(), ids=REFERENCES)
+@pytest.mark.parametrize(
+    ("make", "reference"), list(zip(MAKERS.values(), REFERENCES.values(), strict=True)), ids=MAKERS
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_increment_is_the_step_without_the_decay_to_a_part_of_the_learning_rate(make, reference, options, dtype):
+def test_increment_is_the_step_without_the_decay_to_a_part_of_the_learning_rate(make, reference, dtype):
     for shape in ((12, 5), (4, 30)):
         W, grads = normal(0, *shape).to(dtype), gradients(1, shape, dtype=dtype)
-        options = {**options, "weight_decay": 0.2}
-        expected = reference(W, grads, LRS, **options)
+        steps, expected = (f(W, grads, LRS, weight_decay=0.2) for f in (partial(walk, make), reference))
         before = W.double()
-        for (after, S), (_, T), lr in zip(walk(make, W, grads, LRS, **options), expected, LRS, strict=True):
+        for (after, S), (_, T), lr in zip(steps, expected, LRS, strict=True):
             close(S, T, 1e-5 * lr * math.sqrt(max(1, shape[0] / shape[1])))
             close(after, (1 - 0.2 * lr) * before + S.double(), 1e-6, rtol=torch.finfo(dtype).eps)
             before = after.double()
@@ -388,42 +350,30 @@ def test_increment_keeps_the_hyperparameters_of_its_step(make, kind):
 
 
 @each
-def test_asking_for_the_increment_in_a_hook_or_later_changes_nothing(make):
+def test_a_step_changes_only_weights_and_state_in_place_and_asking_for_the_increment_nothing(make):
     params, expected, seen = matrices(), stepped(make), []
     optimizer = make(params, lr=0.1, weight_decay=0.1)
     optimizer.register_step_post_hook(lambda self, *_: seen.append(self.increment(params[0])))
+    places = [p.data_ptr() for p in params]
     for t in range(3):
         give_gradients(params, 100 + 100 * t)
+        grads, copies = [p.grad for p in params], [p.grad.clone() for p in params]
         optimizer.step()
-        weights, grads = [p.detach().clone() for p in params], [p.grad.clone() for p in params]
         state, generator = contents(optimizer), torch.get_rng_state()
-        first = [optimizer.increment(p) for p in params]
-        copies = [S.clone() for S in first]
-        for S in first:
+        increments = [optimizer.increment(p) for p in params]
+        first = [S.clone() for S in increments]
+        for S in increments:
             S.zero_()
-        assert same(map(optimizer.increment, params), copies)
-        assert same(
-            [optimizer.increment(p, out=torch.empty_like(S)) for p, S in zip(params, copies, strict=True)], copies
-        )
-        assert torch.equal(seen[-1], copies[0])
-        assert same(params, weights)
-        assert same([p.grad for p in params], grads)
+        assert same([optimizer.increment(p, out=S) for p, S in zip(params, increments, strict=True)], first)
+        assert torch.equal(seen[-1], first[0])
+        assert all(p.grad is g for p, g in zip(params, grads, strict=True))
+        assert same(grads, copies)
         assert same_state(contents(optimizer), state)
         assert torch.equal(torch.get_rng_state(), generator)
     assert same(params, expected)
-
-
-@each
-def test_increment_is_zero_where_the_last_step_found_no_gradient(make):
-    params = matrices(dtype=torch.bfloat16)
-    optimizer = make(params, lr=0.1)
-    take_steps(optimizer, params, 2)
-    params[2].grad = None
-    optimizer.step()
-    assert same([optimizer.increment(params[2])], [torch.zeros(params[2].shape)])
-    assert optimizer.increment(params[0]).any()
-    give_gradients(params, 7)  # a gradient that came after the step
-    assert not optimizer.increment(params[2]).any()
+    assert [p.data_ptr() for p in params] == places
+    assert all(p.is_leaf and p.requires_grad for p in params)
+    assert not any(S.requires_grad for S in increments)
 
 
 @each_class
@@ -440,19 +390,11 @@ def test_increment_before_any_step_or_of_a_foreign_parameter_is_refused(make):
         optimizer.increment(Parameter(params[0].detach()))
 
 
-def accumulated(p):
-    (p * torch.ones_like(p)).sum().backward()
-
-
-def replaced(p):
-    p.grad = p.grad.clone()
-
-
 CHANGES = {
     "zeroed": lambda p: torch.optim.SGD([p]).zero_grad(set_to_none=False),
     "dropped": lambda p: torch.optim.SGD([p]).zero_grad(set_to_none=True),
-    "replaced": replaced,
-    "accumulated": accumulated,
+    "replaced": lambda p: setattr(p, "grad", p.grad.clone()),
+    "accumulated": lambda p: p.sum().backward(),
 }
 
 
@@ -480,20 +422,6 @@ def test_parameters_can_be_swapped_after_a_step(monkeypatch):
     optimizer.step()
     layer.to(torch.float64)
     assert layer.weight.dtype == torch.float64
-
-
-def test_increment_after_a_closure_that_raised_is_still_the_step_before():
-    params = [Parameter(torch.ones(2, 2)) for _ in range(2)]
-    optimizer = RowNorm(params, lr=0.1)
-    give_gradients(params, 0)
-    optimizer.step()
-
-    def closure():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step(closure)
-    assert optimizer.increment(params[0]).any()
 
 
 # Bad input
@@ -534,30 +462,13 @@ def test_a_bad_hyperparameter_is_refused_by_one_sentence_that_names_it(make, nam
         assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (RowNorm, {"lr": 0, "momentum": 0, "eps": 1e-15, "weight_decay": 0}),
-        (Muon, {"lr": 0, "momentum": 0, "eps": 0, "weight_decay": 0, "ns_steps": 1}),
-        (Muon, {"ns_steps": 99}),
-    ],
-)
-def test_hyperparameters_at_their_limits_are_taken(make, options):
-    params = matrices()
-    take_steps(make(params, **options), params, 2)
-    assert all(p.isfinite().all() for p in params)
-
-
 @each_class
 def test_other_tensors_than_real_matrices_are_refused_by_name(make):
-    norm, name = torch.nn.LayerNorm(4), make.__name__
-    optimizer = make(matrices(), lr=0.1)
+    norm, name, optimizer = torch.nn.LayerNorm(4), make.__name__, make(matrices(), lr=0.1)
     with pytest.raises(ValueError, match=rf"\A{name} moves matrices, .*'weight' \(4,\).*torch.optim.AdamW.*\Z"):
         make(norm.named_parameters(), lr=0.1)
     with pytest.raises(ValueError, match=rf"\A{name} moves matrices, .*number 1 \(2, 3, 4\).*torch.optim.AdamW.*\Z"):
-        make([Parameter(torch.ones(2, 2)), Parameter(torch.ones(2, 3, 4))], lr=0.1)
-    with pytest.raises(ValueError, match=r"number 0 \(4,\)"):
-        optimizer.add_param_group({"params": norm.weight})
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2, 2)), Parameter(torch.ones(2, 3, 4))]})
     assert len(optimizer.param_groups) == 1
     for dtype in (torch.complex64, torch.int32):
         with pytest.raises(TypeError, match=rf"\A{name} moves real floating-point matrices, got {dtype} .*\Z"):
@@ -568,17 +479,11 @@ def test_other_tensors_than_real_matrices_are_refused_by_name(make):
 def test_a_sparse_gradient_is_refused_before_anything_has_moved(make):
     params = matrices()
     optimizer = make([{"params": params[:3]}, {"params": params[3:]}], lr=0.1, weight_decay=0.1)
-    take_steps(optimizer, params, 1)
-    give_gradients(params, 7)
-    params[-1].grad = params[-1].grad.to_sparse()
-    weights, state = [p.detach().clone() for p in params], contents(optimizer)
-    sentence = rf"\A{make.__name__} needs dense real gradients, got a sparse one .*number 4.*\Z"
-    with pytest.raises(TypeError, match=sentence):
+    weights = take_steps(optimizer, params, 1)
+    params[-1].grad, state = params[-1].grad.to_sparse(), contents(optimizer)
+    with pytest.raises(
+        TypeError, match=rf"\A{make.__name__} needs dense real gradients, got a sparse one .*number 4.*"
+    ):
         optimizer.step()
     assert same(params, weights)
     assert same_state(contents(optimizer), state)
-
-
-@each_class
-def test_decay_is_declared_to_be_decoupled(make):
-    assert make(matrices(), lr=0.1).param_groups[0]["decoupled_weight_decay"] is True

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop, lr_scheduler
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, RMSprop, lr_scheduler
 
 from hilbert_monitor.optim import ChainedOptimizer, Muon, RowNorm
 from tests.support.decoders import Plain, RawPositions, loss_of, seeded
@@ -74,11 +74,6 @@ def is_shared(chain):
     )
 
 
-def has_state(chain, p):
-    """Whether the owner of `p` keeps anything: all do but SGD without momentum."""
-    return not isinstance(chain.owner(p), SGD) or chain.owner(p).defaults["momentum"] > 0
-
-
 def fused(params):
     return AdamW(params, lr=0.01, weight_decay=0.1, fused=True)
 
@@ -90,7 +85,7 @@ OTHERS = {
     "Adam": [lambda params: Adam(params, lr=0.01, amsgrad=True, foreach=True)],
     "Adagrad": [lambda params: Adagrad(params, lr=0.01, initial_accumulator_value=0.1)],
     "RMSprop": [lambda params: RMSprop(params, lr=0.01, momentum=0.5, centered=True)],
-    "NAdam": [lambda params: NAdam(params, lr=0.01)],
+    "Adafactor": [lambda params: Adafactor(params, lr=0.01)],
     "three": [lambda params: SGD(params, lr=0.1), fused, lambda params: Adagrad(params, lr=0.01)],
 }
 all_others = pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
@@ -109,6 +104,7 @@ def test_chain_steps_as_its_optimizers_do_one_after_another(others):
     assert not same(weights(together), weights(seeded(Plain)))
     states = {name: o.state[p] for o in alone for name, p in apart.named_parameters() if p in o.state}
     assert same({name: chain.state[p] for name, p in together.named_parameters() if p in chain.state}, states)
+    assert is_shared(chain)
 
 
 @all_others
@@ -122,53 +118,32 @@ def test_optimizers_that_have_stepped_are_chained_with_their_state(others):
     assert same(weights(together), weights(apart))
 
 
-def test_closure_is_called_once_with_grad_and_the_callers_autocast_and_the_step_has_neither():
-    model, plain = seeded(Plain), seeded(Plain)
-    chain, alone = chained(model), parts(plain)
-    inside, during_step = [], []
-    for o in chain.optimizers:
-        o.register_step_pre_hook(lambda *_: during_step.append(torch.is_autocast_enabled("cpu")))
+def test_closure_is_called_once_with_grad_and_the_callers_autocast_and_every_hook_fires_outside_it():
+    model = seeded(Plain)
+    chain = chained(model)
+    head, fired, inside = model.lm_head.weight, [], []
+
+    def note(name):
+        return lambda *_: fired.append((name, head.grad is not None, torch.is_autocast_enabled("cpu")))
 
     def closure():
         inside.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
-        with torch.autocast("cpu", enabled=False):
-            backward(model, 0)
+        backward(model, 0)
         return "the loss"
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert chain.step(closure) == "the loss"
-        assert torch.is_autocast_enabled("cpu")
-    assert (inside, during_step) == ([(True, True)], [False] * 3)
-    train(plain, lambda: [o.step() for o in alone], [0])
-    assert same(weights(model), weights(plain))
-    chain.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-    assert chain.step() is None
-    assert same(weights(model), weights(plain))
-
-
-def test_every_hook_fires_once_a_step_and_the_inner_ones_see_the_new_gradient():
-    model = seeded(Plain)
-    chain = chained(model)
-    head, fired = model.lm_head.weight, []
-
-    def note(name):
-        return lambda *_: fired.append((name, head.grad is not None))
 
     for name, o in (("chain", chain), *((type(o).__name__, o) for o in chain.optimizers)):
         o.register_step_pre_hook(note(f"before {name}"))
         o.register_step_post_hook(note(f"after {name}"))
-    model.zero_grad()
-    for _ in range(2):
-        fired.clear()
-        chain.step(lambda: backward(model, 0))
-        inner = [(f"{when} {name}", True) for name in ("Muon", "AdamW", "RowNorm") for when in ("before", "after")]
-        assert fired == [("before chain", False), *inner, ("after chain", True)]
-        model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert chain.step(closure) == "the loss"
+    assert inside == [(True, True)]
+    inner = [(f"{when} {name}", True, False) for name in ("Muon", "AdamW", "RowNorm") for when in ("before", "after")]
+    assert fired == [("before chain", False, True), *inner, ("after chain", True, True)]
+    assert chain.step() is None
 
 
-@pytest.mark.parametrize("name", ["blocks.1.up.weight", "lm_head.weight"])
-def test_sparse_gradient_of_a_matrix_is_refused_before_anything_moves(name):
+@pytest.mark.parametrize("name", ["embed.weight", "blocks.1.up.weight", "lm_head.weight"])
+def test_a_sparse_gradient_is_refused_before_anything_moves(name):
     model = seeded(Plain)
     chain = chained(model)
     train(model, chain.step, range(2))
@@ -176,22 +151,12 @@ def test_sparse_gradient_of_a_matrix_is_refused_before_anything_moves(name):
     p = model.get_parameter(name)
     p.grad = p.grad.to_sparse()
     before = snapshot(model, chain)
-    with pytest.raises(TypeError, match=rf"\A.* needs dense real gradients, got a sparse one for .*'{name}'.*\Z"):
+    with pytest.raises(TypeError, match=rf"\A.* sparse .*'{name}'.*\Z"):
         chain.step()
     assert same(snapshot(model, chain), before)
 
 
 # One list of groups, one state
-
-
-@all_others
-def test_groups_and_state_are_shared_from_the_start_and_after_steps(others):
-    model = seeded(Plain)
-    chain = chained(model, others)
-    assert is_shared(chain)
-    train(model, chain.step, range(2))
-    assert is_shared(chain)
-    assert chain.state.keys() == {p for p in model.parameters() if has_state(chain, p)}
 
 
 @pytest.mark.few(3)
@@ -203,7 +168,6 @@ def test_a_copy_shares_nothing_with_the_first_and_goes_on_as_it_does(others, cop
     train(model, chain.step, range(2))
     other_model, other = copied((model, chain))
     assert is_shared(other)
-    assert other.state.keys() == {p for p in other_model.parameters() if has_state(other, p)}
     assert same(snapshot(other_model, other), snapshot(model, chain))
     train(other_model, other.step, range(2, 5))
     assert is_shared(chain)
@@ -211,19 +175,17 @@ def test_a_copy_shares_nothing_with_the_first_and_goes_on_as_it_does(others, cop
     assert same(snapshot(other_model, other), snapshot(model, chain))
 
 
-SCHEDULERS = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t)),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20, cycle_momentum=False),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=10),
-}
-
-
-@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_a_scheduler_on_the_chain_is_schedulers_on_its_optimizers(make):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (lr_scheduler.LambdaLR, {"lr_lambda": lambda t: 1 / (1 + t)}),
+        (lr_scheduler.OneCycleLR, {"max_lr": 0.1, "total_steps": 20, "cycle_momentum": False}),
+    ],
+)
+def test_a_scheduler_on_the_chain_is_schedulers_on_its_optimizers(kind, options):
     together, apart = seeded(Plain), seeded(Plain)
     chain, alone = chained(together), parts(apart)
-    one, several = make(chain), [make(o) for o in alone]
-    lrs = set()
+    one, several = kind(chain, **options), [kind(o, **options) for o in alone]
     for seed in range(5):
         train(together, chain.step, [seed])
         train(apart, lambda: [o.step() for o in alone], [seed])
@@ -231,19 +193,7 @@ def test_a_scheduler_on_the_chain_is_schedulers_on_its_optimizers(make):
             scheduler.step()
         rates = [group["lr"] for o in chain.optimizers for group in o.param_groups]
         assert rates == [group["lr"] for o in alone for group in o.param_groups]
-        lrs.add(tuple(rates))
-    assert len(lrs) == 5
     assert same(weights(together), weights(apart))
-
-
-def test_a_scheduler_goes_on_after_a_load():
-    model = seeded(Plain)
-    chain = chained(model)
-    scheduler = lr_scheduler.LambdaLR(chain, lambda t: 1 / (1 + t))
-    chain.load_state_dict(copy.deepcopy(chain.state_dict()))
-    chain.step()
-    scheduler.step()
-    assert [o.param_groups[0]["lr"] for o in chain.optimizers] == [0.01, 0.0005, 0.015]
 
 
 def scaled_backward(model, scaler, seed):
@@ -283,39 +233,24 @@ def saved(chain, path):
 @all_others
 @pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
 def test_a_fresh_chain_resumes_bit_for_bit(others, named, tmp_path):
-    model = seeded(Plain)
-    chain = chained(model, others, named)
-    train(model, chain.step, range(3))
-    state = saved(chain, tmp_path / "chain.pt")
-    again = copy.deepcopy(model)
-    resumed = chained(again, others, named)
-    resumed.load_state_dict(state)
-    assert is_shared(resumed)
-    assert same(snapshot(again, resumed), snapshot(model, chain))
-    for its, o in ((model, chain), (again, resumed)):
-        train(its, o.step, range(3, 6))
-    assert same(snapshot(again, resumed), snapshot(model, chain))
-    assert is_shared(resumed)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = seeded(Plain).to(dtype)
+        chain = chained(model, others, named)
+        train(model, chain.step, range(3))
+        again = copy.deepcopy(model)
+        resumed = chained(again, others, named)
+        resumed.load_state_dict(saved(chain, tmp_path / "chain.pt"))
+        assert is_shared(resumed)
+        assert resumed.state[again.lm_head.weight]["momentum_buffer"].dtype == torch.float32
+        assert same(snapshot(again, resumed), snapshot(model, chain))
+        for its, o in ((model, chain), (again, resumed)):
+            train(its, o.step, range(3, 6))
+        assert same(snapshot(again, resumed), snapshot(model, chain))
 
 
-def test_a_bf16_model_resumes_bit_for_bit_with_its_matrices_state_in_fp32(tmp_path):
-    model = seeded(Plain).bfloat16()
-    chain = chained(model, [fused])
-    train(model, chain.step, range(3))
-    again = copy.deepcopy(model)
-    resumed = chained(again, [fused])
-    resumed.load_state_dict(saved(chain, tmp_path / "chain.pt"))
-    for name in ("lm_head.weight", *MATRICES):
-        assert resumed.state[again.get_parameter(name)]["momentum_buffer"].dtype == torch.float32
-    assert resumed.state[again.embed.weight]["exp_avg"].dtype == torch.bfloat16
-    for its, o in ((model, chain), (again, resumed)):
-        train(its, o.step, range(3, 6))
-    assert same(snapshot(again, resumed), snapshot(model, chain))
-
-
-def test_states_before_a_step_other_hyperparameters_and_state_of_other_shapes_load(tmp_path):
+def test_a_state_from_before_any_step_with_other_hyperparameters_loads():
     model, again = seeded(Plain), seeded(Plain)
-    chain, resumed = chained(model, [Adafactor]), chained(again, [Adafactor])
+    chain, resumed = chained(model), chained(again)
     state = copy.deepcopy(chain.state_dict())
     for lr, group in enumerate(state["param_groups"]):
         group["lr"] = lr
@@ -324,12 +259,6 @@ def test_states_before_a_step_other_hyperparameters_and_state_of_other_shapes_lo
     assert not resumed.state
     assert is_shared(resumed)
     assert [group["lr"] for o in resumed.optimizers for group in o.param_groups] == [0, 1, 2]
-    train(model, chain.step, range(2))
-    again.load_state_dict(model.state_dict())
-    resumed.load_state_dict(saved(chain, tmp_path / "chain.pt"))
-    for its, o in ((model, chain), (again, resumed)):
-        train(its, o.step, range(2, 4))
-    assert same(weights(again), weights(model))
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module._orig_mod.", "_checkpoint_wrapped_module."])
@@ -351,106 +280,52 @@ def swapped(model):
     return ChainedOptimizer(rownorm, adamw, muon)
 
 
-def without_a_parameter(model):
-    model.norm.weight.requires_grad_(False)
-    muon, _, rownorm = parts(model)
-    rest = ["embed.weight", *VECTORS[:-1]]
-    return ChainedOptimizer(muon, AdamW([(name, model.get_parameter(name)) for name in rest]), rownorm)
-
-
 def renamed(model):
     model.unembed = model.lm_head
     muon, adamw, _ = parts(model)
     return ChainedOptimizer(muon, adamw, RowNorm([("unembed.weight", model.unembed.weight)], lr=1.0))
 
 
-def in_another_order(model):
-    _, adamw, rownorm = parts(model)
-    names = [MATRICES[i] for i in (2, 1, 0, 3)]
-    return ChainedOptimizer(Muon([(name, model.get_parameter(name)) for name in names]), adamw, rownorm)
-
-
-def in_two_groups(model):
-    muon, _, rownorm = parts(model)
-    groups = [{"params": [model.embed.weight]}, {"params": [model.get_parameter(name) for name in VECTORS]}]
-    return ChainedOptimizer(muon, AdamW(groups), rownorm)
-
-
-OTHER_CHAINS = {
-    "another order of optimizers": (Plain, swapped),
-    "another class": (Plain, lambda model: chained(model, [SGD])),
-    "one more optimizer": (Plain, lambda model: chained(model, [AdamW, AdamW])),
-    "one optimizer fewer": (Plain, lambda model: ChainedOptimizer(*parts(model)[:2])),
-    "another number of parameters": (Plain, without_a_parameter),
-    "another division into groups": (Plain, in_two_groups),
-    "other shapes": (lambda: Plain(V=29), chained),
-    "other widths without names": (lambda: Plain(d=8), lambda model: chained(model, named=False)),
-    "other names": (Plain, renamed),
-    "another order of names": (Plain, in_another_order),
+ANOTHER = "this state belongs to another chain: .*"
+FOREIGN = {
+    "another order of optimizers": (lambda: swapped(seeded(Plain)), ANOTHER),
+    "another class": (lambda: chained(seeded(Plain), [SGD]), ANOTHER),
+    "one optimizer fewer": (lambda: ChainedOptimizer(*parts(seeded(Plain))[:2]), ANOTHER),
+    "other shapes": (lambda: chained(seeded(Plain, V=29)), ANOTHER),
+    "other widths without names": (lambda: chained(seeded(Plain, d=8), named=False), ANOTHER),
+    "other names": (lambda: renamed(seeded(Plain)), ANOTHER),
+    "AdamW": (lambda: AdamW(seeded(Plain).parameters()), "this state was not saved by a ChainedOptimizer: .*"),
+    "a checkpoint around it": (lambda: {"optimizer": {}}, "ChainedOptimizer loads what state_dict.* without 'state'.*"),
+    "none": (lambda: None, r"ChainedOptimizer loads a dict that state_dict\(\) made, got NoneType"),
 }
 
 
-@pytest.mark.parametrize(("kind", "make"), OTHER_CHAINS.values(), ids=OTHER_CHAINS)
-def test_the_state_of_another_chain_is_refused_in_one_sentence_and_nothing_changes(kind, make):
+@pytest.mark.parametrize(("make", "sentence"), FOREIGN.values(), ids=FOREIGN)
+def test_a_foreign_state_is_refused_in_one_sentence_and_nothing_changes(make, sentence):
     model = seeded(Plain)
     chain = chained(model)
     train(model, chain.step, range(2))
-    other_model = seeded(kind)
-    other = make(other_model)
-    for seed in range(2):
-        other.zero_grad()
-        other_model(torch.tensor([[seed, 2, 3]])).sum().backward()
-        other.step()
-    for loading, its, state in ((chain, model, other.state_dict()), (other, other_model, chain.state_dict())):
-        before, groups = snapshot(its, loading), list(loading.param_groups)
-        with pytest.raises(ValueError, match=r"\Athis state belongs to another chain: [^\n]*\Z"):
-            loading.load_state_dict(state)
-        assert same(snapshot(its, loading), before)
-        assert list(map(id, loading.param_groups)) == list(map(id, groups))
-        assert is_shared(loading)
-
-
-def test_the_same_optimizers_in_another_order_are_refused_without_names_and_before_a_step():
-    p, q = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3, 3))
-    state = ChainedOptimizer(RowNorm([p], lr=1.0), Muon([q])).state_dict()
-    chain = ChainedOptimizer(Muon([p]), RowNorm([q], lr=1.0))
-    with pytest.raises(ValueError, match=r"\Athis state belongs to another chain: .*RowNorm: 1 parameters, Muon.*\Z"):
+    state = make()
+    if isinstance(state, torch.optim.Optimizer):
+        for p in (p for group in state.param_groups for p in group["params"]):
+            p.grad = torch.ones_like(p)
+        state.step()
+        state = state.state_dict()
+    before, groups = snapshot(model, chain), list(chain.param_groups)
+    with pytest.raises((TypeError, ValueError), match=rf"\A{sentence}\Z"):
         chain.load_state_dict(state)
-    assert [group["owner"] for group in chain.param_groups] == ["Muon", "RowNorm"]
-
-
-NOT_A_CHAINS = {
-    "AdamW": lambda: AdamW(seeded(Plain).parameters()).state_dict(),
-    "empty": dict,
-    "no groups": lambda: {"state": {}},
-    "no state": lambda: {"param_groups": chained(seeded(Plain)).state_dict()["param_groups"]},
-    "a list": lambda: [{}],
-    "none": lambda: None,
-    "a checkpoint around it": lambda: {"optimizer": chained(seeded(Plain)).state_dict()},
-}
-
-
-@pytest.mark.parametrize("make", NOT_A_CHAINS.values(), ids=NOT_A_CHAINS)
-def test_what_no_chain_saved_is_refused_in_one_sentence_and_nothing_changes(make):
-    model = seeded(Plain)
-    chain = chained(model)
-    train(model, chain.step, range(2))
-    before = snapshot(model, chain)
-    with pytest.raises((TypeError, ValueError), match=r"\A[^\n]*ChainedOptimizer[^\n]*\Z"):
-        chain.load_state_dict(make())
     assert same(snapshot(model, chain), before)
+    assert list(map(id, chain.param_groups)) == list(map(id, groups))
     assert is_shared(chain)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_load_hooks_of_the_user_fire_once_and_have_the_last_word(dtype):
-    model = seeded(Plain).to(dtype)
+def test_load_hooks_of_the_user_fire_once_and_have_the_last_word():
+    model = seeded(Plain).bfloat16()
     chain = chained(model)
     train(model, chain.step, range(2))
-    state, fired = copy.deepcopy(chain.state_dict()), []
-    halved = copy.deepcopy(state)
+    halved, fired = copy.deepcopy(chain.state_dict()), []
     halved["state"][halved["param_groups"][-1]["params"][0]]["momentum_buffer"] /= 2
-    hook = chain.register_load_state_dict_pre_hook(lambda _, given: fired.append(1) or given["optimizer"])
+    chain.register_load_state_dict_pre_hook(lambda _, given: fired.append(1) or given["optimizer"])
     chain.register_load_state_dict_post_hook(
         lambda o: fired.append(o.state[model.lm_head.weight]["momentum_buffer"].dtype)
     )
@@ -460,16 +335,6 @@ def test_load_hooks_of_the_user_fire_once_and_have_the_last_word(dtype):
         assert fired == [1, torch.float32]
         assert is_shared(chain)
         assert same(chain.state_dict(), halved)
-    hook.remove()
-    assert not chain._optimizer_load_state_dict_pre_hooks, "of our own none is left"
-    before, other = snapshot(model, chain), seeded(Plain, V=29)
-    foreign = chained(other)
-    backward(other, 0)
-    foreign.step()
-    chain.register_load_state_dict_pre_hook(lambda *_: foreign.state_dict())
-    with pytest.raises(ValueError, match=r"\Athis state belongs to another chain: .*\Z"):
-        chain.load_state_dict(copy.deepcopy(state))
-    assert same(snapshot(model, chain), before)
 
 
 # Bad input
@@ -490,7 +355,6 @@ BAD_CHAINS = {
     ],
     r"parameter number 0 \(23, 6\) is in AdamW and SGD: .*": lambda m: [*parts(m), SGD([m.embed.weight])],
     "parameter .* is in SGD and SGD 2: give it to one of them": lambda m: [SGD([m.embed.weight]) for _ in range(2)],
-    "parameter .* is in SGD.*": lambda m: 2 * [SGD([m.embed.weight])],
 }
 
 
@@ -508,8 +372,6 @@ def test_every_trainable_parameter_of_the_model_needs_an_owner():
     frozen = seeded(Plain)
     frozen.lm_head.requires_grad_(False)
     assert is_shared(ChainedOptimizer(*parts(frozen)[:2], model=frozen))
-    with pytest.raises(ValueError, match=r"\Aparameter 'embed.weight' is in AdamW and SGD: .*\Z"):
-        ChainedOptimizer(*parts(frozen), SGD([frozen.embed.weight]), model=frozen)
 
 
 # Adding a group
@@ -522,50 +384,27 @@ def extra(shape=(4, 6)):
 
 
 @pytest.mark.parametrize("owner", ["Muon", "AdamW", "AdamW 2", "RowNorm"])
-def test_an_added_group_is_stepped_by_its_owner_and_saved(owner, tmp_path):
-    def grown():
-        model = seeded(Plain)
-        chain, p = chained(model, [AdamW, fused]), extra()
-        chain.add_param_group({"params": [("extra", p)], "lr": 0.125, "owner": owner})
-        return model, chain, p
-
-    model, chain, p = grown()
-    index = ["Muon", "AdamW", "AdamW 2", "RowNorm"].index(owner)
+def test_an_added_group_is_stepped_by_its_owner(owner):
+    model = seeded(Plain)
+    chain, p = chained(model, [AdamW, fused]), extra()
+    chain.add_param_group({"params": [("extra", p)], "lr": 0.125, "owner": owner})
+    its = chain.optimizers[["Muon", "AdamW", "AdamW 2", "RowNorm"].index(owner)]
     assert is_shared(chain)
-    assert chain.owner(p) is chain.optimizers[index]
+    assert chain.owner(p) is its
     assert chain.param_groups[-1]["lr"] == 0.125
-    assert chain.param_groups[-1].keys() >= chain.optimizers[index].param_groups[0].keys()
+    assert chain.param_groups[-1].keys() >= its.param_groups[0].keys()
     backward(model, 0)
     chain.step()
     assert not torch.equal(p, torch.ones(4, 6))
-
-    again, resumed, q = grown()
-    again.load_state_dict(model.state_dict())
-    q.data.copy_(p.data)
-    resumed.load_state_dict(saved(chain, tmp_path / "chain.pt"))
-    assert is_shared(resumed)
-    assert same(resumed.state[q], chain.state[p])
-    for its, o in ((model, chain), (again, resumed)):
-        train(its, o.step, range(1, 3))
-    assert torch.equal(p, q)
-    assert same(snapshot(again, resumed), snapshot(model, chain))
 
 
 HAS_OWNER = r"[^\n]*(has an owner already|more than one parameter group)[^\n]*"
 BAD_GROUPS = [
     (lambda m: {"params": [extra()]}, r".*\"owner\" with one of 'Muon', 'AdamW', 'RowNorm', got None"),
     (lambda m: {"params": [extra()], "owner": "AdamW 2"}, ".*, got 'AdamW 2'"),
-    *(
-        (lambda m, o=o: {"params": [("new", extra()), ("taken", m.embed.weight)], "owner": o}, HAS_OWNER)
-        for o in ("Muon", "AdamW", "RowNorm")
-    ),
-    *(
-        (
-            lambda m, o=o: {"params": [("new", extra((4,)))], "owner": o},
-            rf"{o} moves matrices, and parameter 'new' \(4,\) is none: .*",
-        )
-        for o in ("Muon", "RowNorm")
-    ),
+    (lambda m: {"params": [("new", extra()), ("taken", m.embed.weight)], "owner": "AdamW"}, HAS_OWNER),
+    (lambda m: {"params": [("new", extra()), ("taken", m.embed.weight)], "owner": "Muon"}, HAS_OWNER),
+    (lambda m: {"params": [("new", extra((4,)))], "owner": "RowNorm"}, "RowNorm moves matrices, and .*'new' .*"),
 ]
 
 
@@ -589,12 +428,15 @@ def test_a_bad_group_is_refused_in_one_sentence_and_nothing_changes(make, senten
 # Asking
 
 
-def test_owner_is_the_optimizer_that_moves_a_parameter():
+def test_the_owner_moves_a_parameter_and_gives_its_increment():
     model = seeded(Plain)
     muon, adamw, rownorm = chain_parts = parts(model)
     chain = ChainedOptimizer(*chain_parts)
     owned = (model.blocks[0].up, model.norm, model.lm_head)
     assert [chain.owner(module.weight) for module in owned] == [muon, adamw, rownorm]
+    train(model, chain.step, [0])
+    for o, p in ((muon, model.blocks[0].up.weight), (rownorm, model.lm_head.weight)):
+        assert torch.equal(chain.increment(p), o.increment(p))
     for ask in (chain.owner, chain.increment):
         with pytest.raises(
             ValueError, match=r"\Athe parameter of shape \(4, 6\) is in none of the chained optimizers\Z"
@@ -602,18 +444,6 @@ def test_owner_is_the_optimizer_that_moves_a_parameter():
             ask(extra())
     with pytest.raises(TypeError, match=r"\AAdamW cannot say what its last step was: RowNorm and Muon can\Z"):
         chain.increment(model.embed.weight)
-
-
-def test_increment_is_what_the_step_added():
-    model = seeded(Plain).double()
-    chain = chained(model)
-    before = weights(model)
-    train(model, chain.step, [0])
-    for name, shrink in (("lm_head.weight", 1.0), ("blocks.0.up.weight", 1 - 0.02 * 0.1)):
-        increment = chain.increment(model.get_parameter(name))
-        moved = model.get_parameter(name).detach() - shrink * before[name]
-        torch.testing.assert_close(increment, moved, rtol=0, atol=1e-15)
-        assert increment.norm() > 0
 
 
 def test_description_names_optimizers_groups_parameters_peaks_and_decays(capsys):
@@ -643,23 +473,6 @@ def test_description_names_optimizers_groups_parameters_peaks_and_decays(capsys)
 # What people do to optimizers
 
 
-class OtherAdamW(AdamW):
-    """A subclass from some library, under the name of its base."""
-
-
-OtherAdamW.__name__ = "AdamW"
-
-
-def test_two_classes_of_one_name_own_each_their_own():
-    p, q = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    chain = ChainedOptimizer(AdamW([p], lr=1e-3, weight_decay=0), OtherAdamW([q], lr=1e-3, weight_decay=0))
-    assert [group["owner"] for group in chain.param_groups] == ["AdamW", "AdamW 2"]
-    p.grad, q.grad = torch.ones(2), torch.ones(2)
-    chain.step()
-    assert [float(chain.state[x]["step"]) for x in (p, q)] == [1, 1]
-    torch.testing.assert_close(p.detach(), torch.full((2,), 0.999))
-
-
 def test_a_load_that_fails_inside_leaves_everything_as_it_was():
     model = seeded(Plain)
     chain = chained(model)
@@ -683,13 +496,3 @@ def test_groups_put_in_from_outside_are_used():
     train(model, chain.step, range(2))
     assert same(weights(model), before)
     assert is_shared(chain)
-
-
-def test_a_sparse_gradient_for_adam_is_refused_before_anything_has_moved():
-    model = seeded(Plain)
-    model.embed.sparse = True
-    chain = chained(model)
-    before = weights(model)
-    with pytest.raises(TypeError, match="AdamW takes no sparse gradient"):
-        train(model, chain.step, range(1))
-    assert same(weights(model), before)

@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from itertools import chain
 
 import pytest
 import torch
@@ -54,12 +53,6 @@ def test_steps_are_the_papers(seed, shape, momentum, weight_decay, nesterov, ns_
     assert_walks_agree(walk(double, W, grads, LRS, **options), muon_steps(W, grads, LRS, **options), 1e-10)
 
 
-@every_shape
-def test_steps_in_fp32_are_the_papers_to_rounding(shape):
-    W, grads = normal(0, *shape).float(), gradients(1, shape, dtype=torch.float32)
-    assert_walks_agree(walk(Muon, W, grads, LRS), muon_steps(W, grads, LRS), 2e-5)
-
-
 def test_defaults_are_the_papers():
     p, G = Parameter(normal(0, 7, 5)), normal(1, 7, 5, scale=1e-5)  # small, so that eps shows
     p.grad = G
@@ -68,26 +61,6 @@ def test_defaults_are_the_papers():
     optimizer.step()
     optimizer.step()
     close(p, expected[-1][0], 1e-14)
-
-
-def test_each_group_steps_with_its_own_hyperparameters():
-    recipes = [
-        {"lr": 0.1},
-        {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.3},
-        {"lr": 0.5, "eps": 3.0, "nesterov": False, "ns_steps": 2},
-    ]
-    start = [[normal(10 * i + j, *shape) for j, shape in enumerate(SHAPES)] for i in range(len(recipes))]
-    params = [[Parameter(W.clone()) for W in group] for group in start]
-    optimizer = double([{"params": p, **recipe} for p, recipe in zip(params, recipes, strict=True)], lr=9.0)
-    grads = {p: gradients(100 * i, p.shape, steps=3) for i, p in enumerate(chain.from_iterable(params))}
-    for t in range(3):
-        for p, G in grads.items():
-            p.grad = G[t].clone()
-        optimizer.step()
-    for group, W, recipe in zip(params, start, recipes, strict=True):
-        options = {name: value for name, value in recipe.items() if name != "lr"}
-        for p, w in zip(group, W, strict=True):
-            close(p, muon_steps(w, grads[p], 3 * [recipe["lr"]], **options)[-1][0], 1e-11)
 
 
 @pytest.mark.few(4)
@@ -138,17 +111,6 @@ def test_matrices_in_stacks_step_as_they_do_one_by_one(together, monkeypatch):
         close(p, muon_steps(W, [G], [0.1])[0][0], 1e-5)
 
 
-@every_shape
-def test_a_nan_in_one_gradient_leaves_the_other_matrices_as_they_would_be(shape):
-    grads = directions(shape)
-    matrices = [normal(i, *shape).float() for i in range(len(grads))]
-    clean = step_together(matrices, grads)
-    grads[4][0, 0] = torch.nan
-    spoiled = step_together(matrices, grads)
-    assert spoiled[4].isnan().any()
-    assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(spoiled, clean, strict=True)) if i != 4)
-
-
 @pytest.mark.parametrize("ns_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1e19, 1e30, 1e-25, 1e-35])
 def test_matrices_whose_squares_leave_the_range_step_like_others(size, ns_dtype):
@@ -162,45 +124,7 @@ def test_matrices_whose_squares_leave_the_range_step_like_others(size, ns_dtype)
     assert steps[0].norm() > 1
 
 
-def test_matrices_without_gradient_do_not_shift_the_others():
-    grads = directions((5, 12))
-    matrices = [normal(i, 5, 12).float() for i in range(len(grads))]
-    expected = step_together(matrices, grads)
-    params = [Parameter(W.clone()) for W in matrices]
-    for i, p in enumerate(params):
-        p.grad = None if i in (0, 3) else grads[i]
-    Muon(params, lr=0.1).step()
-    for i, (p, W) in enumerate(zip(params, matrices, strict=True)):
-        close(p, W if i in (0, 3) else expected[i], 1e-6)
-
-
-def test_gradient_of_a_frozen_parameter_is_used_like_any_other():
-    W, G = normal(0, 5, 12).float(), normal(1, 5, 12).float()
-    p = Parameter(W.clone(), requires_grad=False)
-    p.grad = G
-    Muon([p], lr=0.1).step()
-    close(p, step_together([W], [G])[0], 0.0)
-
-
 # What it does not depend on
-
-
-@every_shape
-def test_transposed_matrix_makes_the_transposed_step_but_for_the_scale(shape):
-    m, n = shape
-    W, grads = torch.zeros(shape), gradients(1, shape, dtype=torch.float32)
-    scale = math.sqrt(max(1, m / n)) / math.sqrt(max(1, n / m))
-    for (_, S), (_, T) in zip(walk(Muon, W, grads, LRS), walk(Muon, W.T, [G.T for G in grads], LRS), strict=True):
-        close(S, scale * T.T, 1e-5)
-
-
-@every_shape
-def test_singular_values_of_the_step_are_near_the_scaled_learning_rate(shape):
-    scale = 0.1 * math.sqrt(max(1, shape[0] / shape[1]))
-    for _, S in walk(Muon, normal(0, *shape).float(), gradients(1, shape, dtype=torch.float32), 6 * [0.1]):
-        singular_values = torch.linalg.svdvals(S) / scale
-        assert singular_values.min() > 0.3
-        assert singular_values.max() < 1.3
 
 
 # Newton-Schulz
@@ -236,15 +160,8 @@ def test_result_is_the_plain_loops_after_any_number_of_steps(kind, shape):
     for steps in range(1, 8):
         close(one(N, steps), newton_schulz(N, steps), 1e-12)
     close(one(N.float()), newton_schulz(N.float()), 1e-5)
+    assert one(N.bfloat16()).dtype == torch.bfloat16
     assert torch.equal(one(-N), -one(N))
-
-
-@every_stacked
-def test_result_has_the_dtype_of_the_input_and_its_precision(shape):
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        N = normal(5, *shape).to(dtype)
-        assert one(N).dtype == dtype
-        close(one(N), newton_schulz(N), 64 * torch.finfo(dtype).eps)
 
 
 @every_stacked
@@ -258,36 +175,6 @@ def test_stacked_matrices_do_not_see_each_other(shape, bad):
     others = [i for i in range(len(stack)) if i != 2]
     assert torch.equal(result[others], clean[others])
     assert result[2].isnan().any()
-
-
-stacked = st.tuples(st.integers(1, 12), st.integers(1, 40)).map(sorted)
-
-
-@examples
-@given(seeds, stacked, st.sampled_from([0.0, 1e-5, 1.0]), st.integers(1, 7))
-def test_stabiliser_is_added_to_the_frobenius_norm_and_the_frame_can_be_rotated(seed, shape, eps, steps):
-    m, n = shape
-    N, left, right = normal(seed, m, n, scale=0.1), rotation(normal(seed + 1, m, m)), rotation(normal(seed + 2, n, n))
-    close(one(N, steps, eps), newton_schulz(N, steps, eps), 1e-12)
-    close(one(left @ N @ right, steps, eps), left @ one(N, steps, eps) @ right, 1e-11)
-
-
-@examples
-@given(seeds, stacked, st.floats(1.0, 5.0))
-def test_singular_values_of_a_well_conditioned_matrix_come_near_one(seed, shape, condition):
-    m, n = shape
-    values = torch.linspace(1, 1 / condition, m, dtype=torch.float64)
-    N = rotation(normal(seed, m, m)) * values @ rotation(normal(seed + 1, n, n))[:m]
-    singular_values = torch.linalg.svdvals(one(N.float()))
-    assert singular_values.min() > 0.3
-    assert singular_values.max() < 1.3
-
-
-@examples
-@given(seeds, stacked, st.integers(-40, 40))
-def test_scale_of_the_matrix_changes_no_bit_without_a_stabiliser(seed, shape, exponent):
-    N = normal(seed, *shape).float()
-    assert torch.equal(one(N * 2.0**exponent, eps=0.0), one(N, eps=0.0))
 
 
 @pytest.mark.parametrize("shape", [(7, 9), (7, 40)], ids=str)
