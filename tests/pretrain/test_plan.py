@@ -1,7 +1,6 @@
 """A plan against small runs that are counted: FLOPs, bytes, and the paper's three sizes."""
 
 import io
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -148,18 +147,15 @@ def test_the_papers_sizes_are_printed_with_their_assumptions(size, parameters, u
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp=8"])
-def test_a_plan_of_a_huge_model_on_512_devices_takes_no_time(strategy):
-    start = time.monotonic()
-    sizes = {"vocab_size": 262_144, "width": 8192, "head_dim": 128, "micro_batch": 1, "global_batch": 512}
-    found = plan(recipe("640M", strategy=strategy, devices=8, nodes=64, **sizes)).memory
-    whole = plan(recipe("640M", **sizes | {"global_batch": 8})).memory
+def test_only_sharded_strategies_split_memory_over_512_devices(strategy):
+    sizes = {"vocab_size": 262_144, "width": 8192, "head_dim": 128, "micro_batch": 1}
+    found = memory(recipe("640M", strategy=strategy, devices=8, nodes=64, global_batch=512, **sizes))
+    whole = memory(recipe("640M", global_batch=8, **sizes))
     split = 1 if strategy == "ddp" else 512
     assert found["parameters"] == whole["parameters"] // split
     assert found["monitor: increment"] == 262_144 * 8192 * 4 // split
-    assert found["gathered units of FSDP"] == 0 if strategy == "ddp" else found["gathered units of FSDP"] > 0
-    if strategy == "tp=8":
-        assert found["logits of a loss chunk"] == whole["logits of a loss chunk"] // 8
-    assert time.monotonic() - start < 5
+    assert (found["gathered units of FSDP"] > 0) == (strategy != "ddp")
+    assert found["logits of a loss chunk"] == whole["logits of a loss chunk"] // (8 if strategy == "tp=8" else 1)
 
 
 def test_twice_the_nodes_take_half_the_time():
