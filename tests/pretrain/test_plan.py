@@ -121,7 +121,7 @@ def test_a_loss_holds_three_tables_of_logits_at_its_peak(chunk):
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        if abs(event.nbytes()) == 4 * (chunk or 80) * r.vocab_size:
+        if abs(event.nbytes()) >= 4 * (chunk or 80) * r.vocab_size:  # nothing else is as large
             held += event.nbytes()
             peak = max(peak, held)
     assert memory(r)["logits of a loss chunk"] == peak
