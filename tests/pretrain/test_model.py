@@ -31,7 +31,6 @@ def test_the_papers_sizes_have_the_papers_numbers_of_parameters(size, parameters
     with torch.device("meta"):
         model = Decoder(config)
     assert sum(p.numel() for p in model.parameters()) == parameters == config.parameters
-    assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 def reference(model, tokens):
