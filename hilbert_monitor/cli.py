@@ -51,9 +51,9 @@ def main(
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for data, run logs and checkpoints.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="Folder for data, run logs, checkpoints and the report.")] = Path("demo"),
     steps: Annotated[int, typer.Option(help="Updates of each run.")] = 300,
-    seeds: Annotated[int, typer.Option(help="Number of pairs to train, one after the other.")] = 1,
+    seeds: Annotated[int, typer.Option(help="Number of pairs to train, one after the other.", min=1)] = 1,
     text: Annotated[
         list[Path] | None, typer.Option(help="Text files or folders to train on, instead of Python's own sources.")
     ] = None,
@@ -95,7 +95,7 @@ def demo(
                 with suppress(KeyboardInterrupt):
                     console.print(f"the dashboard stays at {url} until Ctrl-C", soft_wrap=True)
                     signal.pause()
-    except (ValueError, FileNotFoundError, AddressError) as error:
+    except (ValueError, FileNotFoundError, FileExistsError, AddressError) as error:
         raise typer.BadParameter(str(error)) from None
     except RuntimeError as error:
         console.print(str(error), style="red")
@@ -110,7 +110,10 @@ def pretrain(
     head: Annotated[str, typer.Option(help="Optimizer of the LM head: rownorm or adamw.")] = "rownorm",
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 0,
     devices: Annotated[
-        int | None, typer.Option(help="Devices on each machine. By default all visible GPUs, or one CPU process.")
+        int | None,
+        typer.Option(
+            help="Devices on each machine. By default all visible GPUs, or one CPU process; eight for --plan."
+        ),
     ] = None,
     nodes: Annotated[int, typer.Option(help="Number of machines.")] = 1,
     strategy: Annotated[
@@ -133,7 +136,7 @@ def pretrain(
     plan: Annotated[
         bool, typer.Option("--plan", help="Print the memory, FLOPs, tokens and hours of the run, and stop.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print neither the recipe nor progress.")] = False,
 ) -> None:
     """Train a language model by the paper's recipe, with the monitor attached.
 

@@ -91,8 +91,8 @@ def train_pairs(out: Path, recipe: Recipe, *, seeds: int, texts: Sequence[Path],
 def prepare(folder: Path, recipe: Recipe, texts: Sequence[Path]) -> None:
     """Write the demo's shards, from the given texts or the sources of the standard library.
 
-    The validation text is windows spread evenly over the held-out files: the loss on the first few files can be off by
-    more than the runs differ.
+    Validation windows are spread evenly over the held-out files. The loss on the first files alone can be off by more
+    than the runs differ.
     """
     tokenize(texts or standard_library(), folder, vocab_size=recipe.vocab_size, shard_tokens=sys.maxsize, force=True)
     [shard] = find_shards(folder, VALIDATION)
@@ -103,7 +103,7 @@ def prepare(folder: Path, recipe: Recipe, texts: Sequence[Path]) -> None:
 
 
 def start(out: Path, recipe: Recipe, head: Head, seed: int) -> DemoRun:
-    """Start a run as a process, with half of the processor."""
+    """Start a run as a process, with its share of the processor cores."""
     values = {f.name: (getattr(recipe, f.name), getattr(DEMO, f.name)) for f in fields(Recipe) if f.name != "head_lr"}
     name, started = f"demo-{head}-seed{seed}", time.time()
     command = [sys.executable, "-m", "hilbert_monitor", "pretrain", "--size=demo", f"--head={head}", f"--seed={seed}"]
@@ -118,7 +118,7 @@ def start(out: Path, recipe: Recipe, head: Head, seed: int) -> DemoRun:
 
 
 def stop(run: DemoRun, patience: float = 20.0) -> None:
-    """End a run that is still going, give it time to close its log, and read the rest of the log."""
+    """End a run that is still running, give it time to close its log, and read the rest of the log."""
     if run.process.poll() is None:
         with suppress(ProcessLookupError):
             run.process.send_signal(signal.SIGINT)
@@ -131,7 +131,7 @@ def stop(run: DemoRun, patience: float = 20.0) -> None:
 
 
 def follow(pair: Sequence[DemoRun], recipe: Recipe, console: Console, *, title: str = "") -> None:
-    """Show the runs of a pair until both have ended. Raise RuntimeError if one of them failed.
+    """Show the runs of a pair until both end. Raise RuntimeError if one of them fails.
 
     A terminal has a table that changes in place. A file or a pipe gets a line every `QUIET` seconds.
     """
@@ -175,7 +175,7 @@ def progress_table(pair: Sequence[DemoRun], recipe: Recipe, title: str) -> Table
 
 
 def results(runs: Sequence[DemoRun], folder: Path) -> dict[str, Any]:
-    """Return the final numbers of each head, as means over the seeds, and the ratios of AdamW to RowNorm."""
+    """Return the last numbers of each head, as means over the seeds, and the ratios of AdamW to RowNorm."""
     heads: dict[str, Any] = {
         head: {name: mean(values) if (values := _last_values(runs, head, name)) else None for name in RESULTS}
         for head in HEADS

@@ -1,4 +1,4 @@
-"""The demo, as a command: a pair of runs, its dashboard, an interruption, a failure."""
+"""The demo, as a command: a pair of runs, its dashboard, an interruption, a failure, bad input."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import hilbert_monitor
 from hilbert_monitor.cli import app
+from hilbert_monitor.pretrain.data import write_shard
 from hilbert_monitor.runs.reader import find_runs
 from tests.support.warm import Program
 
@@ -105,3 +106,20 @@ def test_a_run_of_the_demo_that_fails_is_told_in_one_sentence(tmp_path, monkeypa
     assert result.exit_code == 1
     assert "run ended with an error: " in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--set=seed=1", "--set seed: the demo trains both heads"),
+        ("--seeds=0", "0 is not in the range x>=1"),
+        ("--steps=8", "has shards that this command did not write, such as fineweb_val_000000.bin"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(tmp_path, argument, message):
+    (tmp_path / "data").mkdir()
+    write_shard(tmp_path / "data" / "fineweb_val_000000.bin", [1, 2])
+    command = ["demo", "--out", str(tmp_path), "--no-serve", argument, *SMALL]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("\u2502", " ").split())

@@ -41,7 +41,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A token file with a valid header. It is open only while it is read, because a corpus has a thousand of them."""
+    """A token file with a valid header. It is open only during a read, because a corpus has a thousand of them."""
 
     path: Path
     tokens: int
@@ -155,14 +155,14 @@ def _shuffled(number: int, *key: int) -> NDArray[np.int64]:
 
 
 class TrainingLoader:
-    """Yields one rank's micro-batches, from a position that Lightning saves in checkpoints and restores.
+    """Micro-batches of one rank, from a position that Lightning saves in checkpoints and restores.
 
-    All iterators share the position: a new one continues where the last one was. Save between updates, as
-    `UpdateCheckpoint` does, and the run may continue on another number of ranks.
+    All iterators share the position: a new one continues where the last one was. If the position was saved between
+    updates, as `UpdateCheckpoint` does, the run may continue on another number of ranks.
 
     Args:
         folder: folder of the shards.
-        recipe: resolved.
+        recipe: a resolved recipe.
         rank: this rank among those that read different data.
     """
 
@@ -222,7 +222,7 @@ class TrainingLoader:
 
 
 def rescaled(taken: int, accumulation: int, new: int) -> int:
-    """Convert a count of micro-batches from one number of them per update to another."""
+    """Convert a count of micro-batches to another number of micro-batches per update."""
     if taken * new % accumulation:
         raise ValueError(
             f"the run was saved within an update, after {taken % accumulation} of {accumulation} micro-batches: resume"
@@ -232,7 +232,7 @@ def rescaled(taken: int, accumulation: int, new: int) -> int:
 
 
 class ValidationLoader:
-    """Yields one rank's micro-batches of the first validation blocks, the same in every validation.
+    """Micro-batches of one rank from the first validation blocks, the same in every validation.
 
     All micro-batches of all ranks have one size, so the mean of their mean losses is the mean over all tokens. Blocks
     beyond the last complete micro-batch of all ranks are dropped.
@@ -240,7 +240,7 @@ class ValidationLoader:
     Args:
         folder: folder of the shards. If they have less text than `validation_tokens`, all of it is used, with a
             warning.
-        recipe: resolved.
+        recipe: a resolved recipe.
         rank: this rank among those that read different data.
     """
 

@@ -60,7 +60,7 @@ class Norm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates coordinates i and i + n/2 of a head by the angle position * base^(-2i/n)."""
+    """Rotation of coordinates i and i + n/2 of a head by the angle position * base^(-2i/n)."""
 
     cos: Tensor
     sin: Tensor
@@ -129,10 +129,10 @@ class Head(nn.Linear):
 
 
 class Decoder(nn.Module):
-    """Maps tokens (B, T) to logits (B, T, V) in fp32.
+    """The paper's decoder, from tokens (B, T) to logits (B, T, V) in fp32.
 
-    Torch draws its default initialization first. Then weights are drawn from N(0, init_std^2) in the order of the
-    modules.
+    Every weight has torch's default initialization first. Then it is drawn from N(0, init_std^2), in module order, so
+    that a seed gives the weights of the paper's code.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -158,7 +158,7 @@ class Decoder(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor, *, chunk: int | None = None) -> Tensor:
         """Return the mean cross entropy of targets (B, T).
 
-        It bypasses the head's forward: give a monitor ``hidden=lambda model, tokens: model.hidden(tokens)``.
+        The head's forward does not run, so a monitor needs ``hidden=lambda model, tokens: model.hidden(tokens)``.
 
         Args:
             tokens: (B, T).

@@ -1,4 +1,4 @@
-"""Computes what a run takes before it starts: parameters, memory, FLOPs, tokens, updates and hours.
+"""The costs of a run before it starts: parameters, memory, FLOPs, tokens, updates and hours.
 
 A multiply-add counts as two FLOPs, and only matrix products count. Memory is what PyTorch holds at the end of a forward
 pass, plus the loss and the monitor, without gradients of activations, workspaces of kernels and of NCCL, and the

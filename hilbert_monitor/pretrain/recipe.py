@@ -50,23 +50,24 @@ class Recipe:
     final_rate: float = 0.1
     """Last learning rate, as a fraction of the peak."""
     head_lr: float | None = None
-    """Peak learning rate of the head. By default the paper's, which is proportional to 1 / width."""
+    """Peak learning rate of the head. None takes the paper's, proportional to 1 / width."""
     matrix_lr: float = MATRIX_LR
     embedding_lr: float = EMBEDDING_LR
     weight_decay: float = WEIGHT_DECAY
     clip: float = 1.0
+    """Largest norm of the gradient."""
 
     trust_region: float | None = None
     """Limit of the diameter of the head's steps. The paper has none."""
     trust_how: Literal["rows", "scale"] = "rows"
-    """Shortens a longer step: "rows" projects its centred rows onto a ball, "scale" scales the whole step."""
+    """Method for a longer step: "rows" projects its centred rows onto a ball, "scale" scales the whole step."""
 
     diameter_every: int = 10
     perturbation_every: int = 500
     panel_size: int = 8192
     panel: Literal["loader", "paper"] = "paper"
     efficiency: bool = False
-    """Measure the efficiency of the steps as often as the perturbation."""
+    """True to measure the efficiency of the steps as often as the perturbation."""
     validation_every: int = 500
     """Updates between validations."""
     validation_tokens: int = 5_242_880

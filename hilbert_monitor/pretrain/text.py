@@ -1,4 +1,4 @@
-"""Turns text into token shards, with a byte-level BPE tokenizer that is given or trained, and tokens into text."""
+"""Text to token shards and back, with a given or trained byte-level BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PIECE = 2**20
 """Characters read at a time. A longer document is tokenized in pieces."""
 _NAME = "text"
 Tick = Callable[[int], None]
-"""Advances a progress bar by a number of bytes."""
+"""Function that advances a progress bar by a number of bytes."""
 
 
 class Piece(NamedTuple):
@@ -67,7 +67,7 @@ def tokenize(
 ) -> Tokenized:
     """Write shards of text, and their tokenizer. All files appear at the end, or none.
 
-    It holds neither the whole text nor all tokens in memory. Training a tokenizer reads the files once more.
+    Neither the whole text nor all tokens are in memory at once. Training a tokenizer reads the files once more.
 
     Args:
         paths: text files, or folders of them.
@@ -176,10 +176,10 @@ def _cut(text: str) -> int:
 
 
 def _split_rule(files: Sequence[Path], fraction: float) -> Callable[[int, str], bool]:
-    """Return a function that is true if a document, given by number and beginning, is held out: its hash is small.
+    """Return a function that is true if a document, given by number and beginning, is held out.
 
-    So equal documents are on the same side. If a side would be empty, the last document alone is held out. Files are
-    read only until each side has a document.
+    It holds out documents with a small hash, so equal documents are on the same side. If a side would be empty, it
+    holds out only the last document. Files are read only until each side has a document.
     """
 
     def small_hash(_: int, text: str) -> bool:
@@ -196,8 +196,8 @@ def _split_rule(files: Sequence[Path], fraction: float) -> Callable[[int, str], 
         raise ValueError(f"found no text in {len(files)} files: give files that have some")
     if documents == 1:
         raise ValueError(
-            f"there is one document alone, and none to hold out: give more files, put {END} between documents, or hold"
-            " out none (--validation 0)"
+            f"there is one document, and none to hold out: give more files, put {END} between documents, or hold out"
+            " none (--validation 0)"
         )
     return lambda number, _: number == documents - 1
 
@@ -268,7 +268,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
 
 
 class _ShardWriter:
-    """Cuts a stream of tokens into shards ``name_000000.bin``, ``name_000001.bin``, ... of a folder."""
+    """Writer of a stream of tokens into shards ``name_000000.bin``, ``name_000001.bin``, ... of a folder."""
 
     def __init__(self, folder: Path, name: str, size: int) -> None:
         self.shards: list[Shard] = []
@@ -323,7 +323,7 @@ def _batches(parts: Iterable[tuple[Piece, bool]]) -> Iterator[list[tuple[Piece, 
 
 @contextmanager
 def _progress(files: Sequence[Path], console: Console | None) -> Iterator[Callable[[str], Tick]]:
-    """Give a function that adds a progress bar over the bytes of the files. Without a console it draws nothing."""
+    """Yield a function that adds a progress bar over the bytes of the files. Without a console it draws nothing."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()

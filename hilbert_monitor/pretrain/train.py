@@ -1,4 +1,4 @@
-"""Trains a recipe with Lightning: the module, its strategy and its run from start to end."""
+"""Training of a recipe with Lightning: its module, strategy, checkpoints and run."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class RunPaths:
         complete = list(folder.glob("*.ckpt/meta.pt"))  # Lightning writes it last
         if file.exists() if recipe.sharded else complete:
             raise ValueError(
-                f"{folder} has checkpoints of another strategy than {recipe.strategy}: go on with the strategy of that"
-                " run, or begin anew under another --name"
+                f"{folder} has checkpoints of another strategy than {recipe.strategy}: continue with the strategy of"
+                " that run, or start a run with another --name"
             )
         if not recipe.sharded:
             return file if file.exists() else None
@@ -126,8 +126,8 @@ def shard(model: Decoder, mesh: DeviceMesh) -> None:
     splits the rows of all these matrices, with a unit for each block, one for the head, and one for the embedding.
 
     Args:
-        model: with the same whole weights on every rank, so that a sharded run starts where a DDP run does.
-        mesh: with dimensions data_parallel and tensor_parallel.
+        model: a decoder with the same whole weights on every rank, so that a sharded run starts where a DDP run does.
+        mesh: a mesh with dimensions data_parallel and tensor_parallel.
     """
     data, tensor = mesh["data_parallel"], mesh["tensor_parallel"]
     if tensor.size() > 1:
@@ -146,23 +146,23 @@ def shard(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 class LastValidation(Callback):
-    """Makes Lightning validate after the last update too, if that is not a multiple of the interval."""
+    """Callback that makes Lightning validate after the last update too, if that is not a multiple of the interval."""
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.updates is not None
         self.last, self.batches = recipe.updates - 1, recipe.updates * recipe.accumulation
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        """Make the interval the whole run before the last update."""
+        """Set the interval to the whole run before the last update."""
         if trainer.global_step == self.last:
             trainer.val_check_batch = self.batches
 
 
 class UpdateCheckpoint(ModelCheckpoint):
-    """Saves only after updates. Lightning's own also saves after the first micro-batch of a resumed update."""
+    """Checkpoints after updates only. Lightning's own also saves after the first micro-batch of a resumed update."""
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Note the update at which the run resumes."""
+        """Record the update at which the run resumes."""
         super().on_train_start(trainer, pl_module)
         self._last_global_step_saved = trainer.global_step
 
@@ -180,7 +180,7 @@ def train(
     """Run a recipe, or continue it from its last checkpoint, perhaps on another number of devices.
 
     Args:
-        recipe: resolved.
+        recipe: a resolved recipe.
         paths: folders of data, logs and checkpoints.
         accelerator: as in Lightning.
         resume: continue from the last checkpoint of this name, if there is one.
@@ -203,7 +203,7 @@ def train(
         gradient_clip_val=r.clip,
         val_check_interval=r.validation_every * r.accumulation,
         check_val_every_n_epoch=None,
-        # as many as hold the panel, which the monitor takes from these batches
+        # enough batches for the monitor to collect its panel from
         num_sanity_val_steps=-(-r.panel_size // (r.data_parallel * r.micro_batch * r.context)),
         callbacks=[*callbacks, *_callbacks(r, paths, monitor or {})],
         logger=False,
@@ -224,10 +224,11 @@ def train(
 def _callbacks(r: Recipe, paths: RunPaths, monitor: dict[str, Any]) -> list[Callback]:
     name = paths.run_name(r)
     options: dict[str, Any] = {
-        **{
-            key: getattr(r, key)
-            for key in ("panel_size", "diameter_every", "perturbation_every", "panel", "efficiency")
-        },
+        "panel_size": r.panel_size,
+        "diameter_every": r.diameter_every,
+        "perturbation_every": r.perturbation_every,
+        "panel": r.panel,
+        "efficiency": r.efficiency,
         "hidden": _hidden,
         "decode": load_decoder(paths.data) if (paths.data / TOKENIZER).exists() else None,
         "run_dir": str(paths.runs),

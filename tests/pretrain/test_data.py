@@ -1,19 +1,16 @@
 """Shards, the paper's order of blocks against a plain restatement, saved positions, and the validation text."""
 
 import os
-import pickle
 import struct
-import warnings
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from numpy.random import SeedSequence, default_rng
 
-from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.pretrain.data import (
     TrainingLoader,
     ValidationLoader,
@@ -77,63 +74,20 @@ def test_a_shard_has_the_bytes_of_gpt2_speed_runs_and_is_read_back(tmp_path_fact
     assert read.tolist() == ids
     assert isinstance(read, np.memmap)
     assert not read.flags.writeable
-    assert [p.name for p in path.parent.iterdir()] == ["x.bin"]
-
-
-def shard_bytes(magic=20240520, version=1, tokens=3, held=3):
-    return struct.pack("<256i", magic, version, tokens, *[0] * 253) + bytes(2 * held)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "bad.bin has 0 bytes, less than the header"),
-        (shard_bytes()[:1023], "bad.bin has 1023 bytes, less than the header"),
-        (shard_bytes(magic=7), "bad.bin is not a shard: its first number must be 20240520, got 7"),
-        (shard_bytes(version=2), "bad.bin has version 2 of the layout, but 1 is read"),
-        (shard_bytes(tokens=0, held=0), "bad.bin has 0 tokens by its header"),
-        (shard_bytes()[:-1], "bad.bin is cut short: its header says 3 tokens, but it holds 2"),
-        (shard_bytes(held=4), "bad.bin is too long: its header says 3 tokens, but it holds 4"),
-    ],
-)
-def test_a_file_that_is_not_a_whole_shard_is_refused_by_name(tmp_path, content, message):
-    (tmp_path / "bad.bin").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        open_shard(tmp_path / "bad.bin")
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        ([], "at least one integer"),
-        ([[1]], "at least one integer"),
-        ([1.0], "float64"),
-        ([-1], "got -1 to -1"),
-        ([65_536], "at most 65,536"),
-    ],
-)
-def test_other_values_than_a_row_of_tokens_are_not_written(tmp_path, tokens, message):
-    with pytest.raises(ValueError, match=message):
-        write_shard(tmp_path / "x.bin", tokens)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "x.bin"
     write_shard(path, [1, 2])
-
-    def fail(_):
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="full"):
+    monkeypatch.setattr(os, "fsync", None)  # calling None fails
+    with pytest.raises(TypeError):
         write_shard(path, [3, 4, 5])
     assert [p.name for p in tmp_path.iterdir()] == ["x.bin"]
     assert open_shard(path).read(0, 2).tolist() == [1, 2]
 
 
 def test_a_shard_has_the_permissions_of_the_umask_which_never_changes(tmp_path, monkeypatch):
-    """It belongs to the process: with another umask in between, files of other threads would be open to all."""
+    """Threads share the umask of the process: a change in between would open the files of others to everybody."""
     before = os.umask(0o027)
     change = os.umask
     try:
@@ -145,25 +99,57 @@ def test_a_shard_has_the_permissions_of_the_umask_which_never_changes(tmp_path, 
 
 
 def test_shards_are_found_by_pattern_in_the_order_of_their_names(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
-        find_shards(tmp_path / "nowhere", "*.bin")
-    with pytest.raises(FileNotFoundError, match=r"is named \*_train_\*.bin: tokenize text"):
-        loader(tmp_path)
     for name in ("b_train_1", "a_train_2", "a_train_10", "a_val_0"):
         write_shard(tmp_path / f"{name}.bin", [1, 2])
     assert [s.path.stem for s in find_shards(tmp_path, "*train*.bin")] == ["a_train_10", "a_train_2", "b_train_1"]
 
 
-def test_a_token_outside_the_vocabulary_is_refused_when_it_is_read(folder, tmp_path):
-    reader = loader(folder, vocab_size=30_000, micro_batch=6)
-    with pytest.raises(ValueError, match=r"fineweb_train_000003\.bin has a token 30\d\d\d .*the vocabulary has 30000"):
-        take(reader, 40)
-    with pytest.raises(ValueError, match=r"fineweb_val_000002\.bin has a token 20005"):
-        take(validation(folder, 95, vocab_size=20_000, micro_batch=1), 19)
-    shard = write_shard(tmp_path / "x.bin", [3, 8, 9])
-    assert shard.read(0, 2, 9).tolist() == [3, 8]  # only the tokens that are read are checked
-    with pytest.raises(ValueError, match=r"x\.bin has a token 9 between its tokens 0 and 3, but the vocabulary has 9"):
-        shard.read(0, 3, 9)
+def move(reader, other):
+    """Resume a run with another loader."""
+    other.load_state_dict(reader.state_dict())
+
+
+def open_bytes(tmp_path, magic=20240520, version=1, tokens=3, held=6, header=1024):
+    content = struct.pack("<256i", magic, version, tokens, *[0] * 253)[:header] + bytes(held)
+    (tmp_path / "bad.bin").write_bytes(content)
+    return open_shard(tmp_path / "bad.bin")
+
+
+BAD_INPUT = [
+    (lambda tmp, _: open_bytes(tmp, header=1023, held=0), "bad.bin has 1023 bytes, less than the header"),
+    (lambda tmp, _: open_bytes(tmp, magic=7), "bad.bin is not a shard: its first number must be 20240520, got 7"),
+    (lambda tmp, _: open_bytes(tmp, version=2), "bad.bin has version 2 of the layout, but 1 is read"),
+    (lambda tmp, _: open_bytes(tmp, tokens=0, held=0), "bad.bin has 0 tokens by its header"),
+    (lambda tmp, _: open_bytes(tmp, held=5), "bad.bin is cut short: its header says 3 tokens, but it holds 2"),
+    (lambda tmp, _: open_bytes(tmp, held=8), "bad.bin is too long: its header says 3 tokens, but it holds 4"),
+    (lambda tmp, _: write_shard(tmp / "x.bin", []), "at least one integer"),
+    (lambda tmp, _: write_shard(tmp / "x.bin", [[1]]), "at least one integer"),
+    (lambda tmp, _: write_shard(tmp / "x.bin", [1.0]), "float64"),
+    (lambda tmp, _: write_shard(tmp / "x.bin", [-1]), "got -1 to -1"),
+    (lambda tmp, _: write_shard(tmp / "x.bin", [65_536]), "at most 65,536"),
+    (lambda tmp, _: find_shards(tmp / "nowhere", "*.bin"), "nowhere does not exist"),
+    (lambda tmp, _: loader(tmp), r"is named \*_train_\*.bin: tokenize text"),
+    (lambda _, data: loader(data, global_batch=100), "complete batch of 100 blocks of 5 tokens, the largest has 60"),
+    (
+        lambda _, data: take(loader(data, vocab_size=1), 1),
+        r"has a token \d+ between its tokens .*the vocabulary has 1:",
+    ),
+    (lambda _, data: take(validation(data, vocab_size=1), 1), r"fineweb_val_000000\.bin has a token 5 between"),
+    (
+        lambda _, data: move(loader(data), loader(data, seed=1)),
+        "is of a run with seed=0, got seed=1: resume with the data",
+    ),
+    (lambda _, data: move(loader(data), loader(data, global_batch=12)), "with global_batch=6, got global_batch=12"),
+    (lambda tmp, data: move(loader(data), loader(write_text(tmp, (*SIZES, 100)))), "is of a run with shards="),
+    (lambda _, data: validation(data, 4), "validation has 0 blocks, less than a micro-batch of 2 on each of 1 devices"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_INPUT, ids=[message for _, message in BAD_INPUT])
+def test_bad_data_is_refused_in_one_sentence(folder, tmp_path, call, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        call(tmp_path, folder)
+    assert not list(tmp_path.glob("x.bin"))
 
 
 # The order
@@ -201,10 +187,7 @@ def test_ranks_share_the_blocks_of_the_plain_order_to_the_token(tmp_path_factory
     folder = write_text(tmp_path_factory.mktemp("order"), sizes)
     epochs = [plain_epoch(sizes, context, size, seed, epoch) for epoch in range(2)]
     changes = {"context": context, "global_batch": size, "seed": seed, "micro_batch": micro, "updates": 1000}
-    if not epochs[0]:
-        with pytest.raises(ValueError, match="has a complete batch"):
-            loader(folder, world=world, **changes)
-        return
+    assume(epochs[0])
     ranks = [iter(loader(folder, world=world, rank=rank, **changes)) for rank in range(world)]
     for step in (step for epoch in epochs for step in epoch):
         parts = [next(batches) for _ in range(accumulation) for batches in ranks]
@@ -212,39 +195,6 @@ def test_ranks_share_the_blocks_of_the_plain_order_to_the_token(tmp_path_factory
         first = torch.tensor([10_000 * k + b * context for k, b in step])
         assert torch.equal(tokens, first[:, None] + torch.arange(context))
         assert torch.equal(targets, tokens + 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"global_batch": 100}, "no shard in .* complete batch of 100 blocks of 5 tokens, the largest has 60 blocks"),
-        ({"validation_tokens": 4}, "validation has 0 blocks, less than a micro-batch of 2 on each of 1 devices"),
-        ({"validation_tokens": 35, "world": 4, "global_batch": 8}, "has 7 blocks, less than .* of 2 on each of 4"),
-    ],
-)
-def test_too_little_data_for_a_recipe_is_refused(folder, changes, message):
-    kind = ValidationLoader if "validation_tokens" in changes else TrainingLoader
-    with pytest.raises(ValueError, match=message):
-        loader(folder, kind, **changes)
-
-
-def test_changing_a_batch_changes_neither_its_targets_nor_the_file(folder):
-    reader = loader(folder)
-    tokens, targets = reader.batch(0)
-    before = targets.clone()
-    tokens.zero_()
-    assert torch.equal(targets, before)
-    assert not torch.equal(reader.batch(0)[0], tokens)
-
-
-def test_batches_are_in_pinned_memory_where_there_is_cuda(folder, monkeypatch):
-    pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x) or x)
-    for available in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
-        next(iter(loader(folder)))
-        next(iter(validation(folder)))
-        assert len(pinned) == 4 * available
 
 
 # Positions
@@ -258,7 +208,7 @@ def test_a_run_resumes_on_another_number_of_ranks_with_exactly_the_blocks_that_a
         taken = flat(take(first, 3 * updates))
         ranks = [loader(folder, world=world, micro_batch=micro, rank=rank, updates=20) for rank in range(world)]
         for reader in ranks:
-            reader.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+            move(first, reader)
         parts = [list(reader) for reader in ranks]
         left = [name for together in zip(*parts, strict=True) for batch in together for name in firsts(batch)]
         assert taken + left == whole
@@ -268,37 +218,22 @@ def test_a_position_within_an_update_is_kept_where_micro_batches_end_there(folde
     first = loader(folder)
     take(first, 4)
     finer, coarser = loader(folder, micro_batch=1), loader(folder, micro_batch=6)
-    finer.load_state_dict(first.state_dict())
+    move(first, finer)
     assert flat(take(finer, 2)) == firsts(first.batch(4))
     with pytest.raises(ValueError, match=r"saved within an update, after 1 of 3 micro-batches: .* got 1"):
-        coarser.load_state_dict(first.state_dict())
+        move(first, coarser)
 
 
-@pytest.mark.parametrize("changes", [{"seed": 1}, {"context": 4}, {"global_batch": 12}, {"shards": 5}])
-def test_a_position_in_other_data_is_refused(folder, tmp_path, changes):
-    other = loader(write_text(tmp_path, (*SIZES, 100))) if "shards" in changes else loader(folder, **changes)
-    with pytest.raises(ValueError, match=f"is of a run with {next(iter(changes))}=.*resume with the data"):
-        other.load_state_dict(loader(folder).state_dict())
-
-
-def test_the_position_counts_batches_that_were_read(folder):
-    reader = loader(folder)
+def test_the_position_counts_the_batches_that_were_read_until_the_last_update(folder):
+    reader = loader(folder, updates=2)
     batches = iter(reader)
     iter(reader)  # Lightning makes one more
     for n in range(5):
         assert reader.state_dict()["taken"] == n
         next(batches)
     assert firsts(next(iter(reader))) == firsts(reader.batch(5))
-    unreadable = loader(folder, vocab_size=1)
-    with pytest.raises(ValueError, match="has a token"):
-        next(iter(unreadable))
-    assert unreadable.state_dict()["taken"] == 0
-
-
-def test_a_loader_ends_after_its_updates_and_refuses_to_start_again(folder):
-    reader = loader(folder, updates=7)
-    assert len(reader) == len(list(reader)) == 21
-    with pytest.raises(RuntimeError, match="all 7 updates of the data were taken: end training there"):
+    assert reader.state_dict()["taken"] == len(reader) == 6
+    with pytest.raises(RuntimeError, match="all 2 updates of the data were taken: end training there"):
         list(reader)
 
 
@@ -310,10 +245,7 @@ def test_a_loader_ends_after_its_updates_and_refuses_to_start_again(folder):
 @settings(max_examples=draws(40), deadline=None)
 def test_ranks_validate_on_disjoint_parts_of_the_first_blocks_in_complete_micro_batches(folder, number, world, micro):
     changes = {"tokens": 5 * number + 4, "micro_batch": micro, "global_batch": world * micro}
-    if number < world * micro:
-        with pytest.raises(ValueError, match=f"has {number} blocks, less than a micro-batch of {micro} on each of"):
-            validation(folder, world=world, **changes)
-        return
+    assume(number >= world * micro)
     names = [10_000 * k + 5 * b for k, blocks in ((0, 10), (2, 9)) for b in range(blocks)][:number]
     ranks = [validation(folder, world=world, rank=rank, **changes) for rank in range(world)]
     for _ in range(2):  # the same in every validation
@@ -328,15 +260,5 @@ def test_ranks_validate_on_disjoint_parts_of_the_first_blocks_in_complete_micro_
 
 def test_validation_on_more_tokens_than_there_are_warns_with_the_true_number(folder):
     message = "have 95 tokens in blocks of 5, but validation_tokens is 5242880: validating on 95"
-    with pytest.warns(UserWarning, match=message) as caught:
+    with pytest.warns(UserWarning, match=message):
         assert len(validation(folder, 5_242_880, micro_batch=1)) == 19
-    assert len(caught) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(validation(folder, 95, micro_batch=1)) == 19
-
-
-def test_the_panel_of_the_validation_text_depends_on_no_micro_batch(folder):
-    panels = [Panel.of_batches(validation(folder, 90, micro_batch=micro), 40) for micro in (1, 2, 8)]
-    assert {panel.hash for panel in panels} == {panels[0].hash}
-    assert panels[0].size == 40

@@ -1,7 +1,6 @@
 """A plan against small runs that are counted: FLOPs, bytes, and the paper's three sizes."""
 
 import io
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from hilbert_monitor.optim import pretraining_optimizer
 from hilbert_monitor.pretrain import plan as plans
 from hilbert_monitor.pretrain.model import Decoder
 from hilbert_monitor.pretrain.plan import memory, plan, show
-from hilbert_monitor.pretrain.recipe import HEADS, PAPER, Recipe, recipe
+from hilbert_monitor.pretrain.recipe import HEADS, Recipe, recipe
 
 RECIPES = [
     Recipe(vocab_size=97, width=48, blocks=3, head_dim=16, context=40, micro_batch=3, global_batch=3),
@@ -122,7 +121,7 @@ def test_a_loss_holds_three_tables_of_logits_at_its_peak(chunk):
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        if abs(event.nbytes()) == 4 * (chunk or 80) * r.vocab_size:
+        if abs(event.nbytes()) >= 4 * (chunk or 80) * r.vocab_size:  # nothing else is as large
             held += event.nbytes()
             peak = max(peak, held)
     assert memory(r)["logits of a loss chunk"] == peak
@@ -139,6 +138,7 @@ def test_a_loss_holds_three_tables_of_logits_at_its_peak(chunk):
 def test_the_papers_sizes_are_printed_with_their_assumptions(size, parameters, updates, newton_schulz):
     found, out = plan(recipe(size)), io.StringIO()
     assert sum(found.parameters.values()) == parameters
+    assert found.hours == pytest.approx(updates * sum(found.seconds.values()) / 3600)
     training = sum(plans.training_flops(found.recipe).values())
     assert found.flops["Newton-Schulz"] / training == pytest.approx(newton_schulz / 8, rel=0.01)
     assert sum(found.memory.values()) < 141e9  # of an H200
@@ -148,22 +148,11 @@ def test_the_papers_sizes_are_printed_with_their_assumptions(size, parameters, u
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp=8"])
-def test_a_plan_of_a_huge_model_on_512_devices_takes_no_time(strategy):
-    start = time.monotonic()
-    sizes = {"vocab_size": 262_144, "width": 8192, "head_dim": 128, "micro_batch": 1, "global_batch": 512}
-    found = plan(recipe("640M", strategy=strategy, devices=8, nodes=64, **sizes)).memory
-    whole = plan(recipe("640M", **sizes | {"global_batch": 8})).memory
+def test_only_sharded_strategies_split_memory_over_512_devices(strategy):
+    sizes = {"vocab_size": 262_144, "width": 8192, "head_dim": 128, "micro_batch": 1}
+    found = memory(recipe("640M", strategy=strategy, devices=8, nodes=64, global_batch=512, **sizes))
+    whole = memory(recipe("640M", global_batch=8, **sizes))
     split = 1 if strategy == "ddp" else 512
     assert found["parameters"] == whole["parameters"] // split
     assert found["monitor: increment"] == 262_144 * 8192 * 4 // split
-    assert found["gathered units of FSDP"] == 0 if strategy == "ddp" else found["gathered units of FSDP"] > 0
-    if strategy == "tp=8":
-        assert found["logits of a loss chunk"] == whole["logits of a loss chunk"] // 8
-    assert time.monotonic() - start < 5
-
-
-def test_twice_the_nodes_take_half_the_time():
-    one, two = (plan(replace(PAPER["640M"], nodes=n, micro_batch=4)) for n in (1, 2))
-    assert two.seconds == pytest.approx({name: seconds / 2 for name, seconds in one.seconds.items()})
-    assert one.flops == two.flops
-    assert one.hours == pytest.approx(24_406 * sum(one.seconds.values()) / 3600)
+    assert found["logits of a loss chunk"] == whole["logits of a loss chunk"] // (8 if strategy == "tp=8" else 1)

@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hilbert_monitor.cli import app
-from hilbert_monitor.pretrain.recipe import SIZES, Recipe, parse_changes, recipe
+from hilbert_monitor.pretrain.recipe import Recipe, parse_changes, recipe
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,8 @@ def test_the_presets_have_the_papers_numbers(size, width, heads, updates, adamw,
         r = recipe(size, head=head)
         assert (r.width, r.updates, r.micro_batch, r.accumulation) == (width, updates, micro, accumulation)
         assert r.head_lr == pytest.approx(rate, rel=2e-4)
-        assert (r.global_batch, r.context, r.vocab_size, r.blocks, r.head_dim) == (
-            256,
-            2048,
-            50_257,
-            32,
-            width // heads,
-        )
+        assert (r.global_batch, r.context, r.vocab_size, r.blocks) == (256, 2048, 50_257, 32)
+        assert r.width // r.head_dim == heads
         assert (r.matrix_lr, r.embedding_lr, r.weight_decay, r.clip) == (8e-3, 4e-3, 0.1, 1.0)
         assert (r.warmup, r.final_rate, r.precision, r.loss_chunk) == (0.1, 0.1, "bf16-mixed", 4096)
         assert (r.diameter_every, r.perturbation_every, r.panel_size, r.panel) == (10, 500, 8192, "paper")
@@ -38,7 +33,7 @@ def test_every_number_can_be_overridden_by_name():
     assert changes == {"width": 64, "vocab_size": 512, "head_lr": 0.5, "compile": True, "loss_chunk": None}
     r = recipe("190M", **parse_changes(["width=64", "vocab_size=512", "blocks=2", "head_dim=32", "loss_chunk=None"]))
     assert (r.model.parameters, r.head_lr) == (2 * 512 * 64 + 2 * 16 * 64**2, 1.6384 / 64)
-    assert r.loss_chunk is None, "None is a number like others"
+    assert r.loss_chunk is None
 
 
 @pytest.mark.parametrize(
@@ -79,11 +74,3 @@ def test_a_recipe_that_cannot_run_is_refused_in_one_sentence(arguments, message)
     result = CliRunner().invoke(app, command, env={"COLUMNS": "400"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
-    assert "Traceback" not in result.output
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_recipe_is_plain_data_with_its_derived_numbers(size):
-    r = recipe(size)
-    assert r.as_dict().items() >= {"size": size, "updates": r.updates, "accumulation": r.accumulation}.items()
-    assert Recipe(**{k: v for k, v in r.as_dict().items() if k not in ("parameters", "accumulation")}) == r
