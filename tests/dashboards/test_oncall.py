@@ -305,7 +305,9 @@ def says_what_happened(cluster, system):
     wanted = {"alertname": "LearningRateJump", "run": "accident", "system": system}
     said = next(alert for alert in cluster.page.posted if wanted.items() <= alert["labels"].items())["annotations"]
     assert "accident" in said["summary"]
-    assert re.search(r"head AdamW, step 11[12]: the learning rate is [\d.]+, expected at most [\d.]+", said["description"])
+    assert re.search(
+        r"head AdamW, step 11[12]: the learning rate is [\d.]+, expected at most [\d.]+", said["description"]
+    )
     for link, text in (("dashboard", "hilbert-monitor"), ("runbook_url", "Mitigation")):
         assert text in read(said[link])
     assert re.search(r"/runs/accident\?step=11[12]$", said["dashboard"])

@@ -36,7 +36,16 @@ PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touc
 def write_more(root):
     """To the zoo: a run as hostile as can be, one that was gone on with, two without a common panel, and odd ones."""
     blown = [
-        Alert(step=step, time=time.time() + step, kind=HOSTILE, value=9.0, expected=3.0, pair=(1, 2), message=HOSTILE)
+        Alert(
+            step=step,
+            time=time.time() + step,
+            kind=HOSTILE,
+            value=9.0,
+            expected=3.0,
+            severity="page",
+            pair=(1, 2),
+            message=HOSTILE,
+        )
         for step in (2, 3)
     ]
     evil = {"head_optimizer": HOSTILE, "model": HOSTILE, "panel_hash": HOSTILE, "remarks": (HOSTILE,)}

@@ -38,7 +38,14 @@ def zoo(tmp_path_factory):
     root = tmp_path_factory.mktemp("zoo")
     write_zoo(root)
     blown = Alert(
-        step=50, time=5.0, kind="diameter", value=9.0, expected=3.0, pair=(1, 2), message="It is three times."
+        step=50,
+        time=5.0,
+        kind="diameter",
+        value=9.0,
+        expected=3.0,
+        severity="page",
+        pair=(1, 2),
+        message="Three times.",
     )
     steps = [record(s) for s in range(1, 101)]
     write_run(root, "again", steps, [blown], OSError("the machine went down"), config={"lr": 0.1}, model="Resumed")

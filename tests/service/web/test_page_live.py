@@ -110,7 +110,9 @@ def test_runs_appear_grow_blow_up_on_a_banner_and_end_by_themselves(tmp_path, vi
 def blow_up(run, visitor, page):
     """Let a run blow up: it is on a banner until that is dismissed, and is then again."""
     assert page.locator("#banner .banner-inner").count() == 0
-    run.alert(step=4, time=time.time(), kind="diameter", value=9.0, expected=3.0, message="D(S) is three times that.")
+    run.alert(
+        step=4, time=time.time(), kind="diameter", value=9.0, severity="page", message="D(S) is three times that."
+    )
     until(page, "document.querySelector('#banner .banner-inner')?.innerText.includes('three times that')")
     assert "hot blew up at step 4" in page.locator("#banner").inner_text()
     later = visitor.open("/alerts")
@@ -125,7 +127,7 @@ def blow_up(run, visitor, page):
     wait_for_panels(page, "diameter")
     wait_until_live(page)
     assert page.locator("#banner .banner-inner").count() == 0
-    run.alert(step=5, time=time.time(), kind="diameter", value=9.5, expected=3.0, message="And again.")
+    run.alert(step=5, time=time.time(), kind="diameter", value=9.5, severity="page", message="And again.")
     until(page, "document.querySelector('#banner').innerText.includes('And again')")
 
 
