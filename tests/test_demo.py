@@ -112,7 +112,7 @@ def test_a_run_of_the_demo_that_fails_is_told_in_one_sentence(tmp_path, monkeypa
     ("argument", "message"),
     [
         ("--set=seed=1", "--set seed: the demo trains both heads"),
-        ("--seeds=0", "0 is not in the range x>=1"),
+        ("--seeds=0", "Invalid value for '--seeds'"),
         ("--steps=8", "has shards that this command did not write, such as fineweb_val_000000.bin"),
     ],
 )
