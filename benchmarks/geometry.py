@@ -1,6 +1,6 @@
 """The exact row diameter against all pairs, its bounds against one pass over S, the panel against the bare product.
 
-Also rows that are hard to search, and how the time of the exact search grows with V and d.
+Also rows that are formed on demand, hard rows, and how the time of the exact search grows with V and d.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from hilbert_monitor.doctor.samples import SampleIncrement, make_increment
-from hilbert_monitor.geometry import hilbert_perturbation, row_diameter, row_diameter_bracket
+from hilbert_monitor.geometry import RowSource, hilbert_perturbation, row_diameter, row_diameter_bracket
 from hilbert_monitor.pretrain.recipe import HEADS
 
 from .data import hard_rows
@@ -33,6 +33,8 @@ def _results(quick: bool, increments: Sequence[SampleIncrement]) -> Iterator[Res
     for increment in increments or (make_increment(head, V, d, panel=N) for head in HEADS):
         yield from exact_search(increment)
         yield from panel(increment)
+    for width in (d,) if quick else (d, 1024):
+        yield from on_demand(V, width)
     yield from worst_case(V, d)
     yield from hard_cases(1024 if quick else 20_000, 64)
     yield from long_run(*((1024, 64, 40) if quick else (8192, 64, 2000)))
@@ -59,6 +61,32 @@ def exact_search(increment: SampleIncrement) -> Iterator[Result]:
     )
     note = f"lower {bracket.lower / exact.value:.3f} D, upper {bracket.upper / exact.value:.3f} D"
     yield Result("bracket of D(S)", case, ours, "norm of every row", one_pass, note=note)
+
+
+def on_demand(V: int, d: int) -> Iterator[Result]:
+    """Time and count the memory of AdamW's step measured from the optimizer's state, next to its step formed first."""
+    S = make_increment("adamw", V, d, steps=3, panel=1).S
+    square = torch.rand(V, d, generator=torch.Generator().manual_seed(0)).add_(0.5).mul_(1e-3).square_()
+    average, memory = S * square.sqrt(), torch.empty_like(S)  # a state whose step is S
+
+    def form(average: Tensor, square: Tensor, out: Tensor | None = None) -> Tensor:
+        root = torch.sqrt(square, out=out).add_(1e-10)
+        return torch.div(average, root, out=root)
+
+    def form_first() -> Tensor:
+        for at in range(0, V, rows := max(64, 2**20 // d)):  # in chunks that fit the cache
+            part = slice(at, at + rows)
+            form(average[part], square[part], memory[part])
+        return memory
+
+    source = RowSource(average, square, form=form)
+    for name, measure in (("bracket", row_diameter_bracket), ("exact D(S)", row_diameter)):
+        ours, first = paired_seconds(lambda: measure(source), lambda: measure(form_first()), repeat=9)  # noqa: B023
+        scratch = peak_bytes(lambda: measure(source)) / 2**20  # noqa: B023
+        note = f"{scratch:.0f} MiB scratch, S has {S.nbytes / 2**20:.0f}"
+        yield Result(
+            "rows on demand", f"{name} of AdamW's step ({V:,} x {d})", ours, "S formed first", first, note=note
+        )
 
 
 def panel(increment: SampleIncrement) -> Iterator[Result]:

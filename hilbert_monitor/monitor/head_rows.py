@@ -32,7 +32,8 @@ class HeadRows:
         if self.sharded:
             tokens_first: Any = weight.detach() if dim == 0 else weight.detach().t()
             check_layout(tokens_first)
-            self._shards = RowShards.of(tokens_first)
+            width = None if tokens_first.ndim == 2 else 1  # of a bias
+            self._shards = RowShards.of(RowSource(tokens_first, width=width))
 
     def of(self, x: Tensor) -> Tensor:
         """Return this rank's entries of a tensor that is laid out as the weight is. Nothing is copied."""

@@ -40,7 +40,7 @@ class DiameterBounds:
 
     @classmethod
     def of(cls, S: Matrix) -> DiameterBounds:
-        """Bound the diameter of an increment (V, d) in two passes."""
+        """Bound the diameter of an increment (V, d) in one pass."""
         return cls.of_bracket(row_diameter_bracket(S))
 
     @staticmethod
