@@ -83,7 +83,7 @@ class MatrixOptimizer(Optimizer, ABC):
             )
         if not p.is_floating_point():
             raise TypeError(f"{name} moves real floating-point matrices, got {p.dtype} for {label}")
-        if is_dtensor(p) and any(placement.is_partial() for placement in p.placements):  # type: ignore[attr-defined]
+        if is_dtensor(p) and any(placement.is_partial() for placement in p.placements):
             raise TypeError(f"{name} got a sum that the ranks have not taken yet, {label}: redistribute it first")
 
     def check_gradients(self) -> None:
