@@ -486,7 +486,7 @@ def test_every_one_of_several_steps_in_a_batch_is_recorded_and_judged():
     assert [record.step for record, _ in earlier] == [25, 26]
     assert last.step == 27
     assert [record.diameter is not None for record, _ in earlier] == [True, True]  # the first was searched on suspicion
-    assert [[alert.kind for alert in alerts] for _, alerts in earlier] == [["diameter"], []]
+    assert [[alert.kind for alert in alerts] for _, alerts in earlier] == [["rate"], []]
     assert probe.earlier() == []
 
 

@@ -398,7 +398,19 @@ class Jumps(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def blow_up(**options):
+class Overwrites(Module):
+    """Writes to the optimizer's state before update 25: D(S) exceeds the optimizer's ceiling."""
+
+    def configure_optimizers(self):
+        return AdamW(self.parameters(), lr=1e-3)
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.trainer.global_step == 24:
+            for state in optimizer.state.values():
+                state["exp_avg"].mul_(1e4)
+
+
+def blow_up(module=Jumps, **options):
     """A run of 26 updates with a blow-up."""
     torch.manual_seed(1)
     trainer = lightning.Trainer(
@@ -410,7 +422,7 @@ def blow_up(**options):
         enable_model_summary=False,
         callbacks=[HilbertMonitor(perturbation_every=0, **options)],
     )
-    trainer.fit(Jumps(), DataLoader(Text(0), batch_size=4))
+    trainer.fit(module(), DataLoader(Text(0), batch_size=4))
     return trainer
 
 
@@ -430,8 +442,8 @@ def test_the_texts_are_in_the_alert_wherever_it_goes():
     with ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        with pytest.warns(UserWarning, match=r"step 25: D\(S\) = .* between tokens \d+ '<\d+>' and \d+ '<\d+>'"):
-            blow_up(decode=Decoder(), on_blowup=["warn", alerts.append, address], run_name="alerts")
+        with pytest.warns(UserWarning, match=r"step 25: .* between tokens \d+ '<\d+>' and \d+ '<\d+>'"):
+            blow_up(Overwrites, decode=Decoder(), on_blowup=["warn", alerts.append, address], run_name="alerts")
         server.shutdown()
     (alert,) = alerts
     assert alert.pair_text == texts_of(alert.pair)

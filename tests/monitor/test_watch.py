@@ -212,7 +212,7 @@ def test_schedulers_that_nobody_named_are_found_and_their_restarts_are_no_blow_u
             scheduler.step()
         assert run.session._schedulers() == [scheduler] != [elsewhere]
     assert [record.step for record in kept.records if record.scheduled is not True] == [96]
-    assert [(alert.step, alert.pattern) for alert in alerts] == [(96, "rate")]
+    assert [(alert.step, alert.kind) for alert in alerts] == [(96, "rate")]
 
 
 # What comes out
