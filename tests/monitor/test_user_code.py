@@ -445,7 +445,8 @@ def test_the_texts_are_in_the_alert_wherever_it_goes():
         with pytest.warns(UserWarning, match=r"step 25: .* between tokens \d+ '<\d+>' and \d+ '<\d+>'"):
             blow_up(Overwrites, decode=Decoder(), on_blowup=["warn", alerts.append, address], run_name="alerts")
         server.shutdown()
-    (alert,) = alerts
+    alert = alerts[0]
+    assert alert.kind == "ceiling"
     assert alert.pair_text == texts_of(alert.pair)
     assert f"tokens {alert.pair[0]} '<{alert.pair[0]}>' and {alert.pair[1]} '<{alert.pair[1]}>'" in alert.message
     assert list(RunReader("runs/alerts").alerts()) == alerts
