@@ -34,7 +34,7 @@ class RowSource:
     """Rows of a (V, d) matrix, formed on demand from the corresponding rows of some tensors or other sources.
 
     Args:
-        parts: (V, ...) tensors or sources; DTensors must share one layout.
+        parts: (V, ...) tensors or sources. DTensors must share one layout, and be parts of the outermost source.
         form: function from n rows of each part to n rows of the matrix, as a view of its arguments or in new memory
             that it does not use again. It must not write to its arguments, and must treat each row by itself. By
             default the rows are those of the only part.
@@ -303,6 +303,8 @@ class RowShards:
         source = S if isinstance(S, RowSource) else RowSource(S)
         sharded: Any = next((part for part in source.parts if is_dtensor(part)), None)
         if sharded is None:
+            if any(is_dtensor(part) for part in _tensors_within(source)):
+                raise ValueError(f"{name} has a DTensor in an inner source: make it a part of the outermost one")
             ids = torch.arange(len(source), device=source.device)
             return cls(source, ids, len(source), Ranks([], source.device))
         mesh, placements = sharded.device_mesh, sharded.placements
@@ -349,6 +351,11 @@ class RowShards:
             lambda: self.take(choose(), k), ((k, self.shape[1]), self.rows.dtype), ((k,), torch.int64)
         )
         return rows.flatten(0, 1), ids.flatten()
+
+
+def _tensors_within(source: RowSource) -> Iterator[Tensor]:
+    for part in source.parts:
+        yield from _tensors_within(part) if isinstance(part, RowSource) else [part]
 
 
 def as_shards(
