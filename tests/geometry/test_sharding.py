@@ -367,8 +367,8 @@ def _refused(rank, world):
         row_diameter(distribute_tensor(rows_of(10, 4, "gauss"), mesh, [Shard(1)], src_data_rank=None))
     with pytest.raises(ValueError, match=r"\(V, d\) matrix"):
         row_diameter(distribute_tensor(torch.ones(8), mesh, [Shard(0)], src_data_rank=None))
+    head = distribute_tensor(rows_of(10, 4, "gauss"), mesh, [Shard(0)], src_data_rank=None)
     with pytest.raises(ValueError, match="DTensor in an inner source"):
-        head = distribute_tensor(rows_of(10, 4, "gauss"), mesh, [Shard(0)], src_data_rank=None)
         row_diameter(RowSource(RowSource(head)))
     return True
 

@@ -111,17 +111,14 @@ def test_bytes_of_activations_are_those_that_autograd_holds(r, bf16, chunk):
 
 @pytest.mark.parametrize("chunk", [None, 20])
 def test_a_loss_holds_three_tables_of_logits_at_its_peak(chunk):
-    r = Recipe(
-        vocab_size=3001, width=16, blocks=1, head_dim=8, context=40, micro_batch=2, global_batch=2, loss_chunk=chunk
-    )
+    r = replace(RECIPES[0], vocab_size=3001, width=16, blocks=1, head_dim=8, loss_chunk=chunk)
     model, tokens = Decoder(r.model), text(r)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiled:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profiled:
         model.loss(*tokens, chunk=chunk).backward()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        if abs(event.nbytes()) >= 4 * (chunk or 80) * r.vocab_size:  # nothing else is as large
+        if abs(event.nbytes()) >= 4 * (chunk or 120) * r.vocab_size:  # nothing else is as large
             held += event.nbytes()
             peak = max(peak, held)
     assert memory(r)["logits of a loss chunk"] == peak
