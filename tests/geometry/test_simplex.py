@@ -89,12 +89,8 @@ def test_distributions_with_different_supports_are_infinitely_far_apart(seed, V)
     p_support[first], q_support[first] = True, False
     q_support[second] = True
     p, q = p.where(p_support, 0.0), q.where(q_support, 0.0)
-    assert hilbert_distance(p, q) == torch.inf
-    assert hilbert_distance(q, p) == torch.inf
-
-
-def test_distance_is_never_negative_even_for_vectors_without_mass():
-    assert not hilbert_distance(torch.zeros(3), torch.zeros(3)) < 0
+    assert hilbert_distance(p, q) == hilbert_distance(q, p) == torch.inf
+    assert not hilbert_distance(0 * p, 0 * p) < 0
 
 
 # What it bounds
@@ -102,7 +98,7 @@ def test_distance_is_never_negative_even_for_vectors_without_mass():
 
 @examples
 @given(seeds, vocabularies, scales)
-def test_loss_changes_of_all_targets_fill_an_interval_around_zero_as_long_as_the_distance(seed, V, scale):
+def test_distance_is_the_range_of_loss_changes_and_bounds_the_total_variation(seed, V, scale):
     z, z_after = normal(seed, 2, V, scale=scale)
     every_target = torch.arange(V)
     loss, loss_after = (
@@ -116,14 +112,7 @@ def test_loss_changes_of_all_targets_fill_an_interval_around_zero_as_long_as_the
     ):
         assert (change.abs() <= bound + slack).all()
         close(change.max() - change.min(), bound, slack)
-    assert change.min() <= slack
-    assert change.max() >= -slack
-
-
-@examples
-@given(seeds, vocabularies, scales)
-def test_total_variation_is_at_most_tanh_of_a_quarter_of_the_distance(seed, V, scale):
-    p, q = normal(seed, 2, V, scale=scale).softmax(-1)
+    p, q = z.softmax(0), z_after.softmax(0)
     assert total_variation(p, q) <= tv_bound(hilbert_distance(p, q)) + 1e-14
 
 
@@ -138,14 +127,7 @@ def test_two_point_likelihood_ratio_attains_the_total_variation_bound(seed, n, m
     close(hilbert_distance(p, q), delta, rounding(delta))
     close(total_variation(p, q), math.tanh(delta / 4), 1e-14)
     close(tv_bound(hilbert_distance(p, q)), total_variation(p, q), 1e-14)
-
-
-def test_total_variation_bound_runs_from_zero_to_one():
-    delta = torch.tensor([0.0, 1e-3, 1.0, 10.0, torch.inf], dtype=torch.float64)
-    bound = tv_bound(delta)
-    assert bound[0] == 0
-    assert bound[-1] == 1
-    assert (bound.diff() > 0).all()
+    assert tv_bound(torch.tensor([0.0, torch.inf])).tolist() == [0, 1]
 
 
 # How it computes
@@ -244,29 +226,17 @@ def test_no_zero_sum_cotangent_is_carried_further_than_half_its_mass_times_the_d
 
 @examples
 @given(seeds, tokens, widths, steps, st.floats(1e-3, 1e3))
-def test_the_longest_pair_of_rows_attains_the_fixed_cotangent_bound(seed, V, d, step, mass):
+def test_the_longest_pair_attains_the_bound_and_the_cross_entropy_has_mass_one_minus_p(seed, V, d, step, mass):
     S = normal(seed, V, d, scale=step)
+    diameter = all_pairs_diameter(S)
     i, j = divmod(int((S[:, None] - S).norm(dim=-1).argmax()), V)
     r = torch.zeros(V, dtype=torch.float64)
     r[i], r[j] = mass, -mass
-    close_to(fixed_cotangent_bound(all_pairs_diameter(S), r), (S.T @ r).norm())
-
-
-@examples
-@given(seeds, tokens, widths, steps)
-def test_the_cross_entropy_gradient_of_target_c_has_mass_one_minus_p_c(seed, V, d, step):
-    S = normal(seed, V, d, scale=step)
+    close_to(fixed_cotangent_bound(diameter, r), (S.T @ r).norm())
     p = normal(seed + 1, V, scale=3.0).softmax(0)
     r = p - torch.eye(V, dtype=torch.float64)  # row c is p - e_c
-    bound = fixed_cotangent_bound(all_pairs_diameter(S), r)
-    rounding = 1e-14 * S.norm(dim=1).max()  # the probabilities sum to one up to rounding, however small |r|_1 is
-    close_to(bound, all_pairs_diameter(S) * (1 - p), atol=1e-15 * all_pairs_diameter(S))
-    assert ((r @ S).norm(dim=-1) <= bound + rounding).all()
-
-
-def test_a_zero_cotangent_or_a_zero_step_is_bounded_by_zero():
-    assert fixed_cotangent_bound(3.0, torch.zeros(5)) == 0
-    assert fixed_cotangent_bound(0.0, torch.tensor([1.0, -1.0])) == 0
+    close_to(fixed_cotangent_bound(diameter, r), diameter * (1 - p), atol=1e-15 * diameter)
+    assert fixed_cotangent_bound(diameter, 0 * p) == fixed_cotangent_bound(0.0, r[0]) == 0
 
 
 @pytest.mark.parametrize(("dtype", "margin"), [(torch.float32, 18.0), (torch.bfloat16, 0.0), (torch.float16, 0.0)])
@@ -330,10 +300,12 @@ def test_two_tokens_that_swap_their_odds_attain_each_decomposition(delta):
     close_to(bound_at(U + S, -S, h).value[1], change(U + S, -S, h)[1])
 
 
-def test_no_step_and_no_change_of_probability_is_bounded_by_zero():
+def test_no_step_is_bounded_by_zero_and_states_of_any_length_by_a_number():
     p = torch.tensor([0.2, 0.8])
     sizes = {"diameter_step": 0.0, "diameter_head": 5.0, "diameter_updated": 5.0}
     assert (backward_bound(p, p, torch.zeros(2), **sizes).value == 0).all()
+    uniform = uniform_backward_bound(torch.tensor([0.0, torch.inf]), **sizes | {"diameter_step": 2.0})
+    assert uniform.tolist() == [2.0, 7.0]
     assert (uniform_backward_bound(torch.ones(2), **sizes) == 0).all()
 
 
@@ -350,12 +322,6 @@ def test_uniform_bound_is_the_papers_and_holds_for_every_target(seed, V, d, step
     close_to(uniform, eta + smaller * math.tanh(eta * norm / 4))
     assert (change(U, S, h) <= uniform + ROUNDING * (1 + step)).all()
     assert (bound_at(U, S, h).value <= uniform * (1 + ROUNDING)).all()
-
-
-def test_uniform_bound_of_a_state_of_any_length_is_finite():
-    h_norm = torch.tensor([0.0, 1.0, torch.inf], dtype=torch.float64)
-    uniform = uniform_backward_bound(h_norm, diameter_step=2.0, diameter_head=1.0, diameter_updated=9.0)
-    close_to(uniform, [2.0, 2.0 + math.tanh(0.5), 3.0])
 
 
 @examples
