@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hilbert_monitor.doctor.samples import make_increment
-from hilbert_monitor.geometry import hilbert_distance, hilbert_perturbation, log_partition, row_diameter
+from hilbert_monitor.geometry import hilbert_distance, hilbert_perturbation, log_partition, row_diameter, row_statistics
 from hilbert_monitor.geometry.logits import NO_TARGET
 from tests.support import clouds
 from tests.support.draws import draws
@@ -270,7 +270,8 @@ def _measured_by_parts(rank, world):
             U[V // 2, 0] = entry
             for round_to in (None, torch.bfloat16):
                 found = [log_partition(A, H, targets, round_to=round_to) for A in (sharded(U), U)]
-                results.append([torch.stack([x.mean, x.log_z, x.largest, x.target]) for x in found])
+                results.append([torch.cat([x.mean, x.log_z, x.largest, x.target]) for x in found])
+            results.append([torch.tensor(row_statistics(A), dtype=torch.float64) for A in (sharded(U), U)])
     return results
 
 
