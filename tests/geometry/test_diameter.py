@@ -150,11 +150,6 @@ def test_non_finite_rows_are_counted_and_named(V, d, bad, value):
             assert set(where) & set(result.pair)
 
 
-def test_memory_bound_changes_no_result():
-    S = clouds.row_normalised(9000, 48, 2)
-    assert row_diameter(S, max_bytes=2**21).value == row_diameter(S).value
-
-
 # Hard rows
 
 aten = torch.ops.aten
@@ -171,9 +166,9 @@ def assert_longest(S, expected):
     return found
 
 
-def anisotropic(V, d, seed, decay=0.5):
+def anisotropic(V, d, seed):
     """Unit rows whose spread falls slowly over the coordinates: almost every row is in some pair of a long bound."""
-    return normalize(clouds.gaussian(V, d, seed) * torch.arange(1, d + 1) ** -decay, dim=1)
+    return normalize(clouds.gaussian(V, d, seed) * torch.arange(1, d + 1) ** -0.5, dim=1)
 
 
 @settings(max_examples=draws(10), deadline=None)
@@ -205,14 +200,6 @@ def test_rows_that_are_equal_but_for_one_are_all_different():
     assert 1234 in assert_longest(S, all_pairs_diameter(S)).pair
 
 
-@pytest.mark.sweep
-@settings(max_examples=draws(4), deadline=None)
-@given(seed=seeds, d=st.sampled_from([40, 160]), decay=st.sampled_from([0.5, 0.7]))
-def test_many_hubs_with_few_long_pairs_each(seed, d, decay):
-    S = anisotropic(6000, d, seed, decay)
-    assert row_diameter(S).value == pytest.approx(blocked_diameter(S), rel=1e-6)
-
-
 @pytest.mark.parametrize("row", [6012, 3500])
 def test_the_longest_pair_is_found_where_the_guess_does_not_look(row):
     """The rows have almost equal norms."""
@@ -220,8 +207,8 @@ def test_the_longest_pair_is_found_where_the_guess_does_not_look(row):
     i, j = row_diameter(S).pair
     S = S[[k for k in range(6013) if k not in (i, j)]]
     hidden = torch.cat([S[:row], -S[17:18], S[row:]])
-    found = row_diameter(hidden)
-    assert found.value == pytest.approx(blocked_diameter(hidden), rel=1e-6)
+    assert row_diameter(hidden).value == pytest.approx(blocked_diameter(hidden), rel=1e-6)
+    assert row_diameter(hidden, max_bytes=2**22).value == row_diameter(hidden).value
 
 
 @pytest.mark.few(2)

@@ -229,18 +229,6 @@ def test_losses_round_to_bf16_are_those_of_rounded_operands_and_logits(seed, sca
     assert 0 < float(error.square().mean().sqrt()) < 0.1 * scale
 
 
-def test_larger_logits_cost_more_round_to_bf16_even_where_softmax_does_not_see_it():
-    U, H = (normal(0, 500, 32) * 0.3).float(), normal(1, 400, 32).float()
-    targets, direction = torch.arange(400), H.mean(0)
-
-    def error(shift):
-        A = U + shift * direction
-        losses = [log_partition(A, H, targets, round_to=dtype).loss for dtype in (torch.bfloat16, None)]
-        return float((losses[0] - losses[1]).square().mean().sqrt())
-
-    assert error(40.0) > 2 * error(0.0)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_or_a_state_that_is_not_finite_gives_nan_where_it_acts(bad):
     U, H = normal(0, 30, 3).float(), normal(1, 4, 3).float()

@@ -159,12 +159,8 @@ def test_low_precision_input_is_measured_in_fp32(dtype):
     assert hilbert_distance(p, q.double()).dtype == hilbert_distance(z.double(), z, logits=True).dtype == torch.float64
 
 
-def test_probabilities_below_the_normal_range_keep_their_logarithm():
-    p = torch.tensor([2.0**-149, 1.0])  # the smallest fp32
-    close(hilbert_distance(p, torch.ones(2)), 149 * math.log(2), 1e-4)
-
-
-def test_logits_of_minus_infinity_are_zero_probabilities():
+def test_the_smallest_probability_keeps_its_logarithm_and_a_logit_of_minus_infinity_is_none():
+    close(hilbert_distance(torch.tensor([2.0**-149, 1.0]), torch.ones(2)), 149 * math.log(2), 1e-4)
     z, w = torch.tensor([1.0, 3.0, -torch.inf]), torch.tensor([2.0, 2.0, -torch.inf])
     assert hilbert_distance(z, w, logits=True) == 2
     assert hilbert_distance(z, torch.zeros(3), logits=True) == torch.inf
@@ -388,14 +384,11 @@ def fixed(*entries, dtype=torch.float32):
 
 MISUSE = [
     (ValueError, "negative entry", lambda: hilbert_distance(torch.tensor([-0.1, 1.1]), torch.ones(2))),
-    (ValueError, "negative entry", lambda: hilbert_distance(torch.ones(2), torch.tensor([-0.1, 1.1]))),
     (ValueError, "one vocabulary", lambda: hilbert_distance(torch.ones(3), torch.ones(1), logits=True)),
     (ValueError, "at least one entry", lambda: variation_seminorm(torch.ones(0))),
-    (ValueError, "at least one entry", lambda: variation_seminorm(torch.tensor(1.0))),
     (ValueError, "at least one entry", lambda: fixed_cotangent_bound(1.0, torch.ones(3, 0))),
     (TypeError, "floating-point", lambda: hilbert_distance(torch.ones(3), torch.ones(3, dtype=torch.long))),
     (TypeError, "floating-point", lambda: tv_bound(torch.tensor(1))),
-    (TypeError, "floating-point", lambda: fixed(1, -1, dtype=torch.long)),
     (TypeError, "floating-point", lambda: full(q=torch.tensor([0, 1]))),
     (TypeError, "torch.Tensor", lambda: hilbert_distance([0.5, 0.5], torch.ones(2))),
     (TypeError, "torch.Tensor", lambda: uniform_backward_bound(1.0, **SIZES)),
@@ -403,14 +396,12 @@ MISUSE = [
     (ValueError, "zero or positive", lambda: tv_bound(torch.tensor(-1.0))),
     (ValueError, "a sum of 0.9 for abs.* to 1.1", lambda: fixed(1.0, -0.1)),
     (ValueError, "sum to zero", lambda: fixed(1.0, -0.75, dtype=torch.bfloat16)),
-    (ValueError, "sum to zero", lambda: fixed(1e-3, -1e-4, dtype=torch.half)),
     (ValueError, "sum to zero", lambda: fixed(1e-9, -1e-10)),
     (ValueError, "sum to zero", lambda: fixed(1.0, -0.99999, dtype=torch.double)),
     (ValueError, "sum to zero", lambda: fixed([1.0, -1.0], [0.1, -0.01])),
     (ValueError, "diameter must be zero or positive", lambda: fixed_cotangent_bound(-1.0, HALF - 0.5)),
     (ValueError, "p_target must be zero or positive", lambda: full(p=-HALF)),
     (ValueError, "q_target must be a probability, got 3", lambda: full(q=6 * HALF)),
-    (ValueError, "q_target must be zero or positive", lambda: full(q=-HALF)),
     (ValueError, "delta must be zero or positive", lambda: full(delta=-HALF)),
     (ValueError, "h_norm must be zero or positive", lambda: uniform_backward_bound(-HALF, **SIZES)),
 ]
