@@ -19,6 +19,7 @@ from tests.support.references import all_pairs_diameter, blocked_diameter, lengt
 
 seeds = st.integers(0, 2**31)
 shapes = st.tuples(st.integers(2, 60), st.integers(1, 20))
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def assert_exact(S, expected=None, **options):
@@ -40,9 +41,9 @@ def assert_exact(S, expected=None, **options):
 
 @pytest.mark.parametrize("kind", clouds.KINDS, ids=lambda kind: kind.__name__)
 @settings(max_examples=draws(6), deadline=None)
-@given(seed=seeds, V=st.integers(600, 2500), d=st.sampled_from([2, 17, 40, 160]))
-def test_exact_on_every_kind_of_cloud(kind, seed, V, d):
-    assert_exact(kind(V, d, seed))
+@given(seed=seeds, V=st.integers(600, 2500), d=st.sampled_from([2, 17, 40, 160]), dtype=st.sampled_from(DTYPES))
+def test_exact_on_every_kind_of_cloud_in_every_dtype(kind, seed, V, d, dtype):
+    assert_exact(kind(V, d, seed).to(dtype))
 
 
 @settings(max_examples=draws(60), deadline=None)
@@ -54,13 +55,6 @@ def test_exact_on_few_rows(seed, shape, kind):
         assert row_diameter(S).value == 0
     else:
         assert_exact(S, expected)
-
-
-@pytest.mark.few(6)
-@pytest.mark.parametrize("kind", clouds.KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_exact_in_every_dtype(kind, dtype):
-    assert_exact(kind(1500, 48, 7).to(dtype))
 
 
 @pytest.mark.few(1)

@@ -92,13 +92,6 @@ def test_projected_rownorm_has_at_least_jungs_share_of_the_best_decrease_and_on_
         assert least * (1 - 1e-6) <= share <= most * (1 + 1e-6)
 
 
-def test_jungs_ratio_falls_from_one_to_the_root_of_a_half() -> None:
-    ratios = [jung_ratio(k) for k in (1, 2, 3, 10**9)]
-    assert ratios == sorted(ratios, reverse=True)
-    assert ratios[0] == 1
-    assert ratios[-1] == pytest.approx(math.sqrt(0.5))
-
-
 small = st.tuples(st.integers(2, 9), st.integers(1, 4), st.integers(0, 10**6))
 
 
