@@ -12,13 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measure import peak_bytes
 from hilbert_monitor.doctor.samples import make_increment
-from hilbert_monitor.geometry import bracket, center_rows, diameter, points, row_diameter, row_diameter_bracket
+from hilbert_monitor.geometry import bracket, diameter, points, row_diameter, row_diameter_bracket
 from tests.support import clouds
 from tests.support.draws import draws
 from tests.support.references import all_pairs_diameter, blocked_diameter, length, regular_simplex
 
 seeds = st.integers(0, 2**31)
 shapes = st.tuples(st.integers(2, 60), st.integers(1, 20))
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def assert_exact(S, expected=None, **options):
@@ -40,9 +41,9 @@ def assert_exact(S, expected=None, **options):
 
 @pytest.mark.parametrize("kind", clouds.KINDS, ids=lambda kind: kind.__name__)
 @settings(max_examples=draws(6), deadline=None)
-@given(seed=seeds, V=st.integers(600, 2500), d=st.sampled_from([2, 17, 40, 160]))
-def test_exact_on_every_kind_of_cloud(kind, seed, V, d):
-    assert_exact(kind(V, d, seed))
+@given(seed=seeds, V=st.integers(600, 2500), d=st.sampled_from([2, 17, 40, 160]), dtype=st.sampled_from(DTYPES))
+def test_exact_on_every_kind_of_cloud_in_every_dtype(kind, seed, V, d, dtype):
+    assert_exact(kind(V, d, seed).to(dtype))
 
 
 @settings(max_examples=draws(60), deadline=None)
@@ -56,13 +57,6 @@ def test_exact_on_few_rows(seed, shape, kind):
         assert_exact(S, expected)
 
 
-@pytest.mark.few(6)
-@pytest.mark.parametrize("kind", clouds.KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_exact_in_every_dtype(kind, dtype):
-    assert_exact(kind(1500, 48, 7).to(dtype))
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("V", [1500, 10_000])
 @pytest.mark.parametrize("head", ["adamw", "rownorm"])
@@ -74,8 +68,7 @@ def test_increments_of_optimizers_need_few_pairs(head, V):
 def test_a_common_shift_of_a_million_times_the_spread_changes_nothing():
     for kind in (clouds.gaussian, clouds.heavy_tailed, clouds.row_normalised):
         S = kind(3000, 32, 5)
-        S = S / S.std()
-        assert_exact(S + 1e6 * torch.randn(32, generator=torch.Generator().manual_seed(0)))
+        assert_exact(S / S.std() + 1e6 * clouds.gaussian(1, 32, 0))
 
 
 def test_shift_in_one_column_does_not_drown_the_others():
@@ -84,19 +77,19 @@ def test_shift_in_one_column_does_not_drown_the_others():
     assert_exact(S, all_pairs_diameter(S))
 
 
-@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-20, 1e-13, 1e13, 1e20, 1e37])
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-20, 1e13, 1e20, 3e38])
 def test_exact_from_denormals_to_the_largest_floats(scale):
-    S = clouds.heavy_tailed(900, 8, 2)
-    S = (S / S.abs().max()).double().mul(scale).float()
-    assert_exact(S, all_pairs_diameter(S))
+    for d in (8, 40):
+        S = clouds.heavy_tailed(900, d, 2)
+        S = (S / S.abs().max()).double().mul(scale).float()
+        assert_exact(S, all_pairs_diameter(S))
 
 
 @pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e200, 1e307])
 def test_exact_over_the_range_of_fp64(scale):
     S = clouds.gaussian(700, 8, 2).double()
     S = S / S.abs().max() * scale
-    d = row_diameter(S)
-    assert d.value == pytest.approx(all_pairs_diameter(S), rel=1e-6, abs=0)
+    assert row_diameter(S).value == pytest.approx(all_pairs_diameter(S), rel=1e-6, abs=0)
 
 
 def test_the_upper_bound_holds_between_two_denormals():
@@ -108,78 +101,26 @@ def test_the_upper_bound_holds_between_two_denormals():
 def test_rows_at_both_ends_of_fp32_are_apart_by_more_than_fp32_holds():
     S = torch.full((5, 2), 3e38)
     S[3] = -3e38
-    d = row_diameter(S)
-    assert d.value == pytest.approx(6e38 * math.sqrt(2))
-    assert 3 in d.pair
-
-
-@pytest.mark.parametrize("k", [1, 2, 7, 100])
-def test_regular_simplex(k):
-    assert_exact(regular_simplex(k), 1.0)
+    assert 3 in assert_exact(S, 6e38 * math.sqrt(2)).pair
 
 
 def test_ties_everywhere():
-    """Half a million pairs at exactly the diameter, which fp32 cannot tell apart."""
+    """Half a million pairs at exactly the diameter, which fp32 cannot tell apart; and regular simplices."""
     assert_exact(clouds.simplex_vertices(1200, 33, 0), 1.0)
+    for k in (1, 2, 7, 100):
+        assert_exact(regular_simplex(k), 1.0)
 
 
-@pytest.mark.parametrize("V", [1, 2, 3, 700, 5000])
-def test_equal_rows_have_diameter_zero(V):
+@pytest.mark.parametrize("V", [1, 2, 700, 5000])
+def test_only_equal_rows_have_diameter_zero(V):
     S = torch.randn(1, 9, generator=torch.Generator().manual_seed(V)).expand(V, 9)
     d, b = row_diameter(S), row_diameter_bracket(S)
     assert d.value == d.upper == b.lower == b.upper == 0
     assert d.pair == b.pair == (0, min(1, V - 1))
-
-
-def test_two_rows_and_one_column():
-    assert_exact(torch.tensor([[1.0, 2.0], [4.0, 6.0]]), 5.0)
-    assert_exact(torch.linspace(-1, 3, 5000)[torch.randperm(5000)][:, None], 4.0)
-
-
-# D is a seminorm whose kernel is the common-row matrices.
-
-
-@settings(max_examples=draws(40), deadline=None)
-@given(seed=seeds, shape=shapes, factor=st.floats(-100, 100).filter(lambda x: abs(x) > 1e-3))
-def test_diameter_scales_with_its_argument(seed, shape, factor):
-    S = clouds.gaussian(*shape, seed).double()
-    assert row_diameter(factor * S).value == pytest.approx(abs(factor) * row_diameter(S).value, rel=1e-12)
-
-
-@settings(max_examples=draws(40), deadline=None)
-@given(seed=seeds, shape=shapes)
-def test_diameter_obeys_the_triangle_inequality(seed, shape):
-    A, B = clouds.heavy_tailed(*shape, seed).double(), clouds.sphere(*shape, seed + 9).double()
-    assert row_diameter(A + B).value <= (row_diameter(A).value + row_diameter(B).value) * (1 + 1e-12)
-
-
-@settings(max_examples=draws(40), deadline=None)
-@given(seed=seeds, shape=shapes)
-def test_diameter_ignores_common_row_shift_permutation_and_rotation(seed, shape):
-    S = clouds.gaussian(*shape, seed).double()
-    V, d = shape
-    value = row_diameter(S).value
-    rotation, _ = torch.linalg.qr(clouds.gaussian(d, d, seed + 1).double())
-    order = torch.randperm(V, generator=torch.Generator().manual_seed(seed))
-    for same in (S + clouds.gaussian(1, d, seed + 2), S[order], S @ rotation, center_rows(S)):
-        assert row_diameter(same).value == pytest.approx(value, rel=1e-9)
-
-
-@settings(max_examples=draws(40), deadline=None)
-@given(seed=seeds, shape=shapes)
-def test_only_common_rows_have_diameter_zero(seed, shape):
-    V, d = shape
-    S = clouds.gaussian(1, d, seed).double().repeat(V, 1)
-    assert row_diameter(S).value == 0
-    S[seed % V, seed % d] += 2.0**-20
-    assert row_diameter(S).value > 0
-
-
-def test_the_pair_moves_with_its_rows():
-    S = clouds.row_normalised(2000, 32, 4)
-    order = torch.randperm(2000, generator=torch.Generator().manual_seed(1))
-    i, j = row_diameter(S[order]).pair
-    assert tuple(sorted(order[[i, j]].tolist())) == row_diameter(S).pair
+    if V > 1:
+        S = S.double().clone()
+        S[V // 2, 3] += 2.0**-20
+        assert row_diameter(S).value > 0
 
 
 # Non-finite rows are reported, not hidden.
@@ -189,12 +130,11 @@ def test_the_pair_moves_with_its_rows():
     ("bad", "value"),
     [([math.inf], math.inf), ([-math.inf, math.inf], math.inf), ([math.nan, math.inf], math.nan)],
 )
-@pytest.mark.parametrize("V", [1, 2, 3000])
-def test_non_finite_rows_are_counted_and_named(V, bad, value):
-    S = clouds.gaussian(V, 8, 0)
+@pytest.mark.parametrize(("V", "d"), [(1, 8), (2, 8), (3000, 8), (900, 40)])
+def test_non_finite_rows_are_counted_and_named(V, d, bad, value):
+    S = clouds.heavy_tailed(V, d, 0)
     where = [0, V // 2, V - 1][: len(bad)]
-    for row, x in zip(where, bad, strict=False):
-        S[row, 3] = x
+    S[where, 3] = torch.tensor(bad)
     for result in (row_diameter(S), row_diameter_bracket(S)):
         if V == 1:
             assert not math.isfinite(result.lower)
@@ -204,31 +144,9 @@ def test_non_finite_rows_are_counted_and_named(V, bad, value):
             assert set(where) & set(result.pair)
 
 
-# Memory
-
-
-def test_memory_bound_too_small_for_the_rows_is_refused():
-    with pytest.raises(ValueError, match="max_bytes"):
-        row_diameter(torch.randn(100_000, 4), max_bytes=2**20)
-
-
-def test_memory_bound_changes_no_result():
-    S = clouds.row_normalised(9000, 48, 2)
-    assert row_diameter(S, max_bytes=2**21).value == row_diameter(S).value
-
-
 # Hard rows
 
 aten = torch.ops.aten
-
-
-def fp64_diameter(S):
-    """All pairs in fp64, by differences."""
-    x = S.double()
-    return max(
-        float(torch.cdist(x[i : i + 512], x, compute_mode="donot_use_mm_for_euclid_dist").max())
-        for i in range(0, len(x), 512)
-    )
 
 
 def assert_longest(S, expected):
@@ -242,9 +160,9 @@ def assert_longest(S, expected):
     return found
 
 
-def anisotropic(V, d, seed, decay=0.5):
+def anisotropic(V, d, seed):
     """Unit rows whose spread falls slowly over the coordinates: almost every row is in some pair of a long bound."""
-    return normalize(clouds.gaussian(V, d, seed) * torch.arange(1, d + 1) ** -decay, dim=1)
+    return normalize(clouds.gaussian(V, d, seed) * torch.arange(1, d + 1) ** -0.5, dim=1)
 
 
 @settings(max_examples=draws(10), deadline=None)
@@ -252,7 +170,7 @@ def anisotropic(V, d, seed, decay=0.5):
 def test_ties_of_different_rows_are_settled_in_fp64(seed, k, noise):
     """Vertices of a product of three simplices: most pairs have the largest distance, or one that fp32 takes for it."""
     S = clouds.simplex_product(1200, k, seed) + noise * clouds.gaussian(1200, 3 * k, seed)
-    assert_longest(S, fp64_diameter(S))
+    assert_longest(S, all_pairs_diameter(S))
 
 
 @settings(max_examples=draws(10), deadline=None)
@@ -266,22 +184,14 @@ def test_of_equal_rows_one_is_searched_and_named(seed, kinds, dtype, scale):
     distinct = (scale * clouds.gaussian(kinds, 24, seed)).to(dtype)
     at = torch.randint(kinds, (3000,), generator=torch.Generator().manual_seed(seed))
     S = distinct[at]
-    found = assert_longest(S, fp64_diameter(distinct[at.unique()]))
+    found = assert_longest(S, all_pairs_diameter(distinct[at.unique()]))
     assert found.pairs_computed + found.pairs_screened <= 8 * kinds**2 + 50 * 3000
 
 
 def test_rows_that_are_equal_but_for_one_are_all_different():
     S = clouds.sphere(40, 16, 0).repeat(100, 1)
     S[1234] *= 1.5
-    assert 1234 in assert_longest(S, fp64_diameter(S)).pair
-
-
-@pytest.mark.sweep
-@settings(max_examples=draws(4), deadline=None)
-@given(seed=seeds, d=st.sampled_from([40, 160]), decay=st.sampled_from([0.5, 0.7]))
-def test_many_hubs_with_few_long_pairs_each(seed, d, decay):
-    S = anisotropic(6000, d, seed, decay)
-    assert row_diameter(S).value == pytest.approx(blocked_diameter(S), rel=1e-6)
+    assert 1234 in assert_longest(S, all_pairs_diameter(S)).pair
 
 
 @pytest.mark.parametrize("row", [6012, 3500])
@@ -291,8 +201,8 @@ def test_the_longest_pair_is_found_where_the_guess_does_not_look(row):
     i, j = row_diameter(S).pair
     S = S[[k for k in range(6013) if k not in (i, j)]]
     hidden = torch.cat([S[:row], -S[17:18], S[row:]])
-    found = row_diameter(hidden)
-    assert found.value == pytest.approx(blocked_diameter(hidden), rel=1e-6)
+    assert row_diameter(hidden).value == pytest.approx(blocked_diameter(hidden), rel=1e-6)
+    assert row_diameter(hidden, max_bytes=2**22).value == row_diameter(hidden).value
 
 
 @pytest.mark.few(2)
@@ -301,24 +211,6 @@ def test_the_longest_pair_is_found_where_the_guess_does_not_look(row):
 def test_hard_cases_stay_within_the_memory_bound(make, mebibytes):
     S = make(8000, 96, 0)
     assert peak_bytes(lambda: row_diameter(S, max_bytes=mebibytes * 2**20)) <= mebibytes * 2**20
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e25, 3e38])
-def test_rows_out_of_range_are_searched_again_in_range(scale):
-    S = clouds.heavy_tailed(900, 40, 2)
-    S = (S / S.abs().max()).double().mul(scale).float()
-    assert_longest(S, fp64_diameter(S))
-
-
-@pytest.mark.parametrize("x", [math.inf, math.nan])
-@pytest.mark.parametrize("row", [0, 899])
-def test_rows_that_are_not_finite_are_counted_where_directions_are_taken(x, row):
-    S = clouds.heavy_tailed(900, 40, 2)
-    S[row, 3] = x
-    found = row_diameter(S)
-    assert not math.isfinite(found.value)
-    assert found.nonfinite_rows == 1
-    assert row in found.pair
 
 
 def test_directions_that_are_not_orthonormal_weaken_the_bounds_and_change_no_answer(monkeypatch):
@@ -333,7 +225,7 @@ def test_directions_that_are_not_orthonormal_weaken_the_bounds_and_change_no_ans
     for skew in (1e-3, 0.05, 0.7):  # noqa: B007
         for kind in (clouds.heavy_tailed, clouds.row_normalised, clouds.low_rank):
             S = kind(3000, 40, 4)
-            assert_longest(S, fp64_diameter(S))
+            assert_longest(S, all_pairs_diameter(S))
 
 
 # A device that is far away: every read waits for all that is queued. Its code paths run here on the CPU.

@@ -80,16 +80,11 @@ def test_increments_of_optimizers_need_few_products(head):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_every_dtype(dtype):
-    S, H = clouds.heavy_tailed(900, 32, 0).to(dtype), panel(300, 32, 1).to(dtype)
-    p = assert_exact(S, H, rel=1e-12 if dtype == torch.float64 else 2e-6)
-    assert p.delta.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-
-
-def test_update_and_states_may_differ_in_dtype():
-    assert_exact(clouds.heavy_tailed(900, 32, 0), panel(300, 32, 1).bfloat16())
-    assert_exact(clouds.heavy_tailed(900, 32, 0).bfloat16(), panel(300, 32, 1).double())
-    assert_exact(clouds.heavy_tailed(17_000, 64, 0), panel(540, 64, 1).bfloat16())
+def test_every_dtype_of_the_update_and_of_the_states(dtype):
+    S, H = clouds.heavy_tailed(900, 32, 0), panel(300, 32, 1)
+    for update, states in ((S.to(dtype), H.to(dtype)), (S, H.to(dtype)), (S.to(dtype), H)):
+        p = assert_exact(update, states, rel=1e-12 if update.dtype == states.dtype == torch.float64 else 2e-6)
+        assert p.delta.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 @settings(max_examples=draws(40), deadline=None)
@@ -114,14 +109,6 @@ def test_supremum_over_a_ball_is_radius_times_diameter_and_is_attained(seed, V, 
     assert float(p.delta[-1]) == pytest.approx(radius * D.value, rel=1e-9)
 
 
-def test_a_common_shift_changes_nothing():
-    S, H = clouds.row_normalised(17_000, 64, 0), panel(540, 64, 1)
-    shift = 30 * clouds.gaussian(1, 64, 2)
-    expected = hilbert_perturbation(S, H)
-    shifted = hilbert_perturbation(S + shift, H)
-    torch.testing.assert_close(shifted.delta, expected.delta, rtol=1e-4, atol=0)
-
-
 def test_equal_rows_move_nothing():
     p = hilbert_perturbation(torch.randn(1, 8).expand(500, 8), torch.randn(20, 8))
     assert p.rms == p.max == 0
@@ -133,39 +120,23 @@ def test_tiny_and_huge_updates(scale):
     assert_exact(S, panel(50, 16, 1), rel=1e-6)
 
 
-@pytest.fixture(scope="module")
-def pruned():
-    """An increment and a panel that are large enough to be pruned, and their deltas."""
-    S, H = make_increment("adamw", 17_000, 64, panel=600).S, panel(600, 64, 1)
-    return S, H, deltas(S, H)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("scale", [1e-40, 1e-25, 1e17, 1e30])
-def test_tiny_and_huge_states(pruned, scale):
-    S, H, expected = pruned
-    p = hilbert_perturbation(S, H.double().mul(scale).float())
-    torch.testing.assert_close(p.delta.double(), expected * scale, rtol=1e-2 if scale == 1e-40 else 1e-5, atol=0)
-
-
-def test_one_exploding_position_spoils_no_other(pruned):
-    S, H, expected = pruned
-    factor = torch.ones(600, dtype=torch.float64)
-    factor[7] = 2.0**60
-    p = hilbert_perturbation(S, H * factor[:, None].float())
-    torch.testing.assert_close(p.delta.double(), expected * factor, rtol=1e-5, atol=0)
+def test_tiny_and_huge_states_and_one_that_explodes_spoils_no_other(scale):
+    S, H = make_increment("adamw", 17_000, 64, panel=600).S, panel(600, 64, 1)
+    factor = torch.full((600, 1), scale, dtype=torch.float64)
+    factor[7] *= 2.0**20
+    p = hilbert_perturbation(S, (H * factor).float())
+    torch.testing.assert_close(
+        p.delta.double(), deltas(S, H) * factor[:, 0], rtol=1e-2 if scale == 1e-40 else 1e-5, atol=0
+    )
+    few = hilbert_perturbation(S[:300], (H * factor**2).double())
+    torch.testing.assert_close(few.delta, deltas(S[:300], H) * factor[:, 0] ** 2, rtol=1e-12, atol=0)
 
 
 def test_the_pair_is_right_under_a_large_common_shift():
     S = clouds.gaussian(2000, 64, 0) + 1e6 * clouds.gaussian(1, 64, 1)
     assert_exact(S, clouds.gaussian(8, 64, 2))
-
-
-@pytest.mark.parametrize("scale", [1e-50, 1e50])
-def test_states_in_fp64_keep_their_range(scale):
-    S, H = clouds.gaussian(300, 8, 0), panel(20, 8, 1).double()
-    p = hilbert_perturbation(S, H * scale)
-    torch.testing.assert_close(p.delta, deltas(S, H) * scale, rtol=1e-12, atol=0)
 
 
 def test_non_finite_update_is_said():
@@ -176,8 +147,7 @@ def test_non_finite_update_is_said():
     assert (p.nonfinite_rows, p.pair) == (1, (7, 7))
     S[9] = math.nan
     p = hilbert_perturbation(S, H)
-    assert math.isnan(p.max)
-    assert math.isnan(p.rms)
+    assert math.isnan(p.max + p.rms)
     assert p.nonfinite_rows == 2
 
 
@@ -186,33 +156,22 @@ def test_non_finite_position_spoils_no_other():
     good = hilbert_perturbation(S, H)
     H[11, 3] = -math.inf
     p = hilbert_perturbation(S, H)
-    assert math.isnan(p.delta[11])
     assert p.nonfinite_positions == 1
+    assert math.isnan(p.delta[11])
     rest = torch.arange(40) != 11
     assert torch.equal(p.delta[rest], good.delta[rest])
     assert not torch.isfinite(H[11]).all(), "the caller's states stay as they were"
 
 
-@pytest.mark.parametrize(
-    ("S", "H", "error", "words"),
-    [
-        (torch.zeros(4, 3), torch.zeros(5, 2), ValueError, "one width"),
-        (torch.zeros(4, 3), torch.zeros(0, 3), ValueError, "H must have at least one row"),
-        (torch.zeros(4, 3), torch.zeros(2, 5, 3), ValueError, r"H must be a \(V, d\) matrix"),
-        (
-            torch.zeros(4, 3, dtype=torch.int32),
-            torch.zeros(5, 3),
-            TypeError,
-            "S must be a real floating-point",
-        ),
-        (torch.zeros(4, 3), torch.zeros(5, 3, device="meta"), ValueError, "one device"),
-    ],
-    ids=["widths", "empty panel", "three dimensions", "integers", "devices"],
-)
-def test_bad_input_gets_one_sentence(S, H, error, words):
-    with pytest.raises(error, match=words) as caught:
-        hilbert_perturbation(S, H)
-    assert "\n" not in str(caught.value)
+def test_states_that_do_not_fit_are_refused():
+    for H, words in (
+        (torch.zeros(5, 2), "one width"),
+        (torch.zeros(0, 3), "H must have at least one row"),
+        (torch.zeros(2, 5, 3), r"H must be a \(V, d\) matrix"),
+        (torch.zeros(5, 3, device="meta"), "one device"),
+    ):
+        with pytest.raises(ValueError, match=rf"\A.*{words}.*\Z"):
+            hilbert_perturbation(torch.zeros(4, 3), H)
 
 
 # The log-partition
@@ -243,19 +202,6 @@ def test_numbers_are_those_of_the_whole_product(size, seed, scale, softcap):
 
 
 @examples
-@given(sizes, seeds, st.sampled_from([0.0, 3.0, -100.0]))
-def test_a_common_shift_of_the_rows_moves_the_mean_logit_alone(size, seed, shift):
-    V, N, d = size
-    U, H = normal(seed, V, d), normal(seed + 1, N, d)
-    targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(seed))
-    before, after = (log_partition(A, H, targets) for A in (U, U + shift))
-    tolerance = 1e-11 * (1 + abs(shift)) * d
-    assert torch.allclose(after.centred, before.centred, rtol=0, atol=tolerance)
-    assert torch.allclose(after.loss, before.loss, rtol=0, atol=tolerance)
-    assert torch.allclose(after.mean - before.mean, shift * H.sum(1), rtol=0, atol=tolerance)
-
-
-@examples
 @given(sizes, seeds)
 def test_targets_give_the_cross_entropy_and_a_permutation_changes_nothing(size, seed):
     V, N, d = size
@@ -265,12 +211,10 @@ def test_targets_give_the_cross_entropy_and_a_permutation_changes_nothing(size, 
     expected = torch.nn.functional.cross_entropy(H @ U.T, targets, reduction="none")
     assert torch.allclose(log_partition(U, H, targets).loss, expected, rtol=0, atol=1e-11)
     assert torch.allclose(log_partition(U[order], H, order.argsort()[targets]).loss, expected, rtol=0, atol=1e-11)
-
-
-def test_a_position_without_target_has_no_loss_and_the_others_have():
-    U, H = normal(0, 40, 4), normal(1, 3, 4)
-    loss = log_partition(U, H, torch.tensor([2, NO_TARGET, 39])).loss
-    assert loss.isnan().tolist() == [False, True, False]
+    targets[0] = NO_TARGET
+    loss = log_partition(U, H, targets).loss
+    assert bool(loss[0].isnan())
+    assert torch.allclose(loss[1:], expected[1:], rtol=0, atol=1e-11)
 
 
 @examples
@@ -285,18 +229,6 @@ def test_losses_round_to_bf16_are_those_of_rounded_operands_and_logits(seed, sca
     assert 0 < float(error.square().mean().sqrt()) < 0.1 * scale
 
 
-def test_larger_logits_cost_more_round_to_bf16_even_where_softmax_does_not_see_it():
-    U, H = (normal(0, 500, 32) * 0.3).float(), normal(1, 400, 32).float()
-    targets, direction = torch.arange(400), H.mean(0)
-
-    def error(shift):
-        A = U + shift * direction
-        losses = [log_partition(A, H, targets, round_to=dtype).loss for dtype in (torch.bfloat16, None)]
-        return float((losses[0] - losses[1]).square().mean().sqrt())
-
-    assert error(40.0) > 2 * error(0.0)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_or_a_state_that_is_not_finite_gives_nan_where_it_acts(bad):
     U, H = normal(0, 30, 3).float(), normal(1, 4, 3).float()
@@ -308,41 +240,30 @@ def test_a_row_or_a_state_that_is_not_finite_gives_nan_where_it_acts(bad):
     assert bool(log_partition(U, H).log_z.isnan().all())
 
 
-@pytest.mark.parametrize(
-    ("targets", "says"),
-    [(torch.tensor([1]), "one per state"), (torch.tensor([1.0, 2.0]), "tokens"), (torch.tensor([0, 9]), "below 9")],
-)
-def test_targets_that_do_not_fit_are_refused(targets, says):
-    with pytest.raises(ValueError, match=says):
-        log_partition(normal(0, 9, 3), normal(1, 2, 3), targets)
+def test_targets_that_do_not_fit_are_refused():
+    for targets, says in (([1], "one per state"), ([1.0, 2.0], "tokens"), ([0, 9], "below 9")):
+        with pytest.raises(ValueError, match=says):
+            log_partition(normal(0, 9, 3), normal(1, 2, 3), torch.tensor(targets))
 
 
 # Rows on several ranks
 
-CASES = [(1001, 8), (3, 2), (1, 3)]
-
 
 def _measured_by_parts(rank, world):
     results = []
-    for V, d in CASES:
+    for V, d in ((1001, 8), (3, 2), (1, 3)):
         U, H = normal(V, V, d).float(), normal(d, 20, d).float()
         targets = torch.arange(20) % (V + 1) - 1
-        for matrix in (sharded(U), U):
+        for entry in (0.5, math.nan):
+            U[V // 2, 0] = entry
             for round_to in (None, torch.bfloat16):
-                found = log_partition(matrix, H, targets, round_to=round_to)
-                results.append((found.mean, found.log_z, found.largest, found.target, tuple(row_statistics(matrix))))
-        U[V // 2, 0] = math.nan
-        results.append(bool(log_partition(sharded(U), H).log_z.isnan().all()))
+                found = [log_partition(A, H, targets, round_to=round_to) for A in (sharded(U), U)]
+                results.append([torch.cat([x.mean, x.log_z, x.largest, x.target]) for x in found])
+            results.append([torch.tensor(row_statistics(A), dtype=torch.float64) for A in (sharded(U), U)])
     return results
 
 
 def test_ranks_that_share_the_rows_find_what_one_finds(tmp_path):
-    first, second = in_ranks(_measured_by_parts, tmp_path)
-    for case in range(len(CASES)):
-        *found, is_nan = first[5 * case : 5 * case + 5]
-        assert is_nan
-        for shared, whole, other in zip(found[:2], found[2:], second[5 * case :], strict=False):
-            for mine, alone, theirs in zip(shared, whole, other, strict=True):
-                mine, alone, theirs = (torch.as_tensor(x, dtype=torch.float64) for x in (mine, alone, theirs))
-                assert torch.allclose(mine, alone, rtol=1e-6, atol=1e-5, equal_nan=True)
-                assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+    for (shared, whole), (other, _) in zip(*in_ranks(_measured_by_parts, tmp_path), strict=True):
+        assert torch.allclose(shared, whole, rtol=1e-6, atol=1e-5, equal_nan=True)
+        assert torch.equal(shared.nan_to_num(), other.nan_to_num())

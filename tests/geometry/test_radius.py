@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hilbert_monitor.doctor.samples import make_increment
@@ -103,8 +103,9 @@ def test_a_cone_solver_agrees(kind, V, d):
 @settings(max_examples=draws(4), deadline=None)
 @given(seed=seeds, V=st.integers(3000, 9000), d=st.sampled_from([2, 17, 64]))
 def test_the_bounds_are_close_on_every_kind_of_cloud(kind, seed, V, d):
-    r = assert_certified(kind(V, d, seed))
-    assert r.upper <= (1.12 if kind is clouds.repeated else 1.03) * r.lower
+    for dtype in (torch.float32, torch.float16):
+        r = assert_certified(kind(V, d, seed).to(dtype))
+        assert r.upper <= (1.12 if kind is clouds.repeated else 1.03) * r.lower
 
 
 @pytest.mark.few(1)
@@ -117,37 +118,14 @@ def test_the_bounds_are_within_a_percent_on_increments_of_optimizers(head, V):
         assert r.upper <= 1.01 * r.lower
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_every_dtype(dtype):
-    for kind in (clouds.heavy_tailed, clouds.row_normalised):
-        r = assert_certified(kind(3000, 24, 3).to(dtype))
-        assert r.upper <= 1.02 * r.lower
-        assert r.center.dtype == torch.float64
-
-
 # The ends of the chain D <= 2 rad <= 2 J_k D.
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 7, 30, 100])
+@pytest.mark.parametrize("k", [1, 2, 7, 100])
 def test_a_regular_simplex_attains_jungs_bound(k):
     S = regular_simplex(k)
     for diameter in (None, row_diameter(S)):
         assert_brackets(assert_certified(S, diameter=diameter), 1 / (2 * jung_ratio(k)), gap=1.5e-3)
-
-
-def test_two_rows_have_half_their_distance_as_radius():
-    S = torch.tensor([[1.0, 2.0], [4.0, 6.0]])
-    r = assert_certified(S)
-    assert_brackets(r, 2.5, gap=1e-5)
-    assert r.center.tolist() == pytest.approx([2.5, 4.0], rel=1e-5)
-    assert sorted(r.support.tolist()) == [0, 1]
-
-
-@settings(max_examples=draws(30), deadline=None)
-@given(seed=seeds, V=st.integers(2, 500))
-def test_on_a_line_the_radius_is_half_the_diameter(seed, V):
-    S = clouds.heavy_tailed(V, 1, seed)
-    assert_brackets(assert_certified(S), float(S.double().max() - S.double().min()) / 2, gap=1.5e-3)
 
 
 @settings(max_examples=draws(40), deadline=None)
@@ -177,42 +155,24 @@ def test_shift_permutation_rotation_and_copies_of_rows_change_nothing(seed, V, d
         assert other.upper <= 1.01 * r.lower
 
 
-@settings(max_examples=draws(25), deadline=None)
-@given(seed=seeds, V=st.integers(2, 60), d=st.integers(1, 20), exponent=st.integers(-30, 30))
-def test_a_power_of_two_scales_the_bracket_exactly(seed, V, d, exponent):
-    S = clouds.gaussian(V, d, seed)
-    r, scaled = covering_radius(S), covering_radius(S * 2.0**exponent)
-    assert scaled.lower == pytest.approx(r.lower * 2.0**exponent, rel=1e-15)
-    assert scaled.upper == pytest.approx(r.upper * 2.0**exponent, rel=1e-15)
-    assert torch.equal(scaled.center, r.center * 2.0**exponent)
-
-
 def test_a_common_shift_of_a_million_times_the_spread():
     for kind in (clouds.gaussian, clouds.heavy_tailed, clouds.row_normalised):
         S = kind(3000, 32, 5)
-        S = S / S.std() + 1e6 * torch.randn(32, generator=torch.Generator().manual_seed(0))
-        r = assert_certified(S)
+        r = assert_certified(S / S.std() + 1e6 * clouds.gaussian(1, 32, 0))
         assert r.upper <= 1.01 * r.lower
 
 
-@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-20, 1e-13, 1e13, 1e20, 1e37])
-def test_from_denormals_to_the_largest_floats(scale):
-    S = clouds.heavy_tailed(900, 8, 2)
-    S = (S / S.abs().max()).double().mul(scale).float()
-    r = covering_radius(S)
-    exact = covering_radius(S.double() / scale)
-    assert exact.lower <= r.upper / scale
-    assert r.lower / scale <= exact.upper
-    assert r.upper <= 1.01 * r.lower
+FP32_SCALES = [(torch.float32, scale) for scale in (1e-44, 1e-38, 1e-20, 1e13, 1e37, 3e38)]
+FP64_SCALES = [(torch.float64, scale) for scale in (1e-310, 1e-200, 1e200, 1e307)]
 
 
-@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e200, 1e307])
-def test_over_the_range_of_fp64(scale):
-    S = clouds.gaussian(700, 8, 2).double()
-    S = S / S.abs().max()
-    r, exact = covering_radius(S * scale), covering_radius(S)
-    assert r.lower <= exact.upper * scale
-    assert r.upper >= exact.lower * scale
+@pytest.mark.parametrize(("dtype", "scale"), FP32_SCALES + FP64_SCALES)
+def test_from_denormals_to_the_largest_floats(dtype, scale):
+    S = clouds.heavy_tailed(900, 8, 2).double()
+    S = (S / S.abs().max()).mul(scale).to(dtype)
+    r, exact = covering_radius(S), covering_radius(S.double() / scale)
+    assert exact.lower * scale <= r.upper * (1 + 1e-12)
+    assert r.lower <= exact.upper * scale * (1 + 1e-12)
     assert r.upper <= 1.01 * r.lower
 
 
@@ -222,28 +182,20 @@ def test_the_bounds_hold_between_two_denormals():
     assert r.upper >= 5e-324
 
 
-def test_rows_at_both_ends_of_fp32():
+def test_rows_at_both_ends_of_fp32_are_apart_by_more_than_fp32_holds():
     S = torch.full((5, 2), 3e38)
     S[3] = -3e38
     assert_brackets(assert_certified(S), float(S[0, 0]) * math.sqrt(2))
 
 
-@pytest.mark.parametrize("V", [1, 2, 700, 5000])
-def test_equal_rows_have_radius_zero(V):
-    S = torch.randn(1, 9, generator=torch.Generator().manual_seed(V)).expand(V, 9)
+@pytest.mark.parametrize("V", [1, 2, 5000])
+def test_only_equal_rows_have_radius_zero(V):
+    S = clouds.gaussian(1, 9, V).double().repeat(V, 1)
     r = covering_radius(S)
     assert r.lower == r.upper == r.ball_radius == 0
-    assert torch.equal(r.center, S[0].double())
-
-
-@settings(max_examples=draws(40), deadline=None)
-@given(seed=seeds, V=st.integers(2, 40), d=st.integers(1, 12))
-@example(seed=0, V=2, d=1)
-def test_only_equal_rows_have_radius_zero(seed, V, d):
-    S = clouds.gaussian(1, d, seed).double().repeat(V, 1)
-    assert covering_radius(S).upper == 0
-    S[seed % V, seed % d] += 2.0**-20
-    assert covering_radius(S).lower > 0
+    assert torch.equal(r.center, S[0])
+    S[V // 2, 3] += 2.0**-20
+    assert (covering_radius(S).lower > 0) == (V > 1)
 
 
 # Non-finite rows, and arguments that are refused.
@@ -253,7 +205,7 @@ def test_only_equal_rows_have_radius_zero(seed, V, d):
     ("bad", "value"),
     [([math.inf], math.inf), ([-math.inf, math.inf], math.inf), ([math.nan, math.inf], math.nan)],
 )
-@pytest.mark.parametrize("V", [1, 2, 5000])
+@pytest.mark.parametrize("V", [1, 5000])
 def test_non_finite_rows_are_counted(V, bad, value):
     S = clouds.gaussian(V, 8, 0)
     where = [V // 2, V - 1][: len(bad)]

@@ -51,23 +51,22 @@ SHAPES = {
 def rows_of(V, d, kind):
     draw = torch.Generator().manual_seed(V + d)
     S = torch.randn(V, d, generator=draw)
-    if kind == "heavy":
-        S /= torch.rand(V, 1, generator=draw)
-    elif kind == "sphere":
-        S /= torch.linalg.vector_norm(S, dim=1, keepdim=True)
-    elif kind == "signs":
-        S = S.sign()
-    elif kind == "equal":
-        S = torch.full((V, d), 0.3)
-    elif kind in ("nan", "inf"):
+    if kind in ("nan", "inf"):
         S[V // 2, 0] = float(kind)
-    elif kind == "tiny":
-        S *= 1e-30
-    elif kind == "bf16":
-        S = S.bfloat16()
-    elif kind == "huge":
-        S = S.double() * 1e200
-    return S
+    made = {
+        "heavy": lambda: S / torch.rand(V, 1, generator=draw),
+        "sphere": lambda: S / torch.linalg.vector_norm(S, dim=1, keepdim=True),
+        "signs": S.sign,
+        "equal": lambda: torch.full((V, d), 0.3),
+        "tiny": lambda: S * 1e-30,
+        "bf16": S.bfloat16,
+        "huge": lambda: S.double() * 1e200,
+    }
+    return made.get(kind, lambda: S)()
+
+
+def states(d):
+    return torch.randn(20, d, generator=torch.Generator().manual_seed(d))
 
 
 def same(a, b, rel=1e-12):
@@ -97,9 +96,8 @@ def _measured_by_parts(rank, world):
     """For every case what the ranks give, and on the first what the whole matrix does."""
     results = {}
     for (V, d), kinds in SHAPES.items():
-        H = torch.randn(20, d, generator=torch.Generator().manual_seed(d))
         for kind in kinds:
-            S = rows_of(V, d, kind)
+            S, H = rows_of(V, d, kind), states(d)
             results[V, d, kind] = answers(sharded(S), H), None if rank else answers(S, H), S
     return results
 
@@ -127,27 +125,20 @@ def test_every_rank_has_the_same_answers(measured):
             assert repr(other[case][0]) == repr(ours), case
 
 
-def test_the_exact_diameter_is_that_of_the_whole_matrix(measured):
+def test_the_exact_diameter_is_that_of_the_whole_matrix_and_in_the_bracket(measured):
     for case, (ours, whole, S) in measured[0].items():
-        assert same(ours["exact"][0], whole["exact"][0]), case
-        assert ours["exact"][3] == whole["exact"][3], case
-        value, upper, (i, j), _ = ours["exact"]
+        (value, upper, (i, j), bad), true = ours["exact"], whole["exact"]
+        lower, above, ends, as_bad = ours["bracket"]
+        assert same(value, true[0]), case
+        assert bad == as_bad == true[3], case
         assert not value > upper, case
-        if math.isfinite(value) and len(S) > 1:
-            assert same(distance(S, i, j), value), case
-
-
-def test_the_bracket_holds_the_diameter_and_its_pair_attains_the_lower_bound(measured):
-    for case, (ours, whole, S) in measured[0].items():
-        lower, upper, (i, j), bad = ours["bracket"]
-        value = whole["exact"][0]
-        assert bad == whole["bracket"][3], case
         if math.isfinite(value):
-            assert lower * (1 - 1e-12) <= value <= upper <= 2.1 * lower + 1e-300, case
-            assert same(distance(S, i, j), lower), case
+            assert len(S) == 1 or same(distance(S, i, j), value), case
+            assert lower * (1 - 1e-12) <= value <= above <= 2.1 * lower + 1e-300, case
+            assert same(distance(S, *ends), lower), case
         else:
             assert same(lower, value), case
-            assert same(upper, value), case
+            assert same(above, value), case
 
 
 def test_the_panel_the_waste_and_the_spectral_norm_are_those_of_the_whole_matrix(measured):
@@ -183,24 +174,9 @@ def test_the_radius_is_bracketed_as_that_of_the_whole_matrix_with_certificates(m
 def _without_padding(rank, world):
     """Rows past the vocabulary are cut by each rank; all of the last rank's are."""
     V, d, padded = 700, 16, 1100
-    S, H = rows_of(padded, d, "gauss"), torch.randn(20, d, generator=torch.Generator().manual_seed(d))
+    S = rows_of(padded, d, "gauss")
     S[V:] *= 100
-    return answers(sharded(S, first=V), H), answers(S[:V], H)
-
-
-def test_padding_rows_that_each_rank_cuts_are_not_measured(found_by):
-    ranks = found_by(_without_padding, 3)
-    for ours, whole in ranks:
-        assert repr(ours) == repr(ranks[0][0])
-        assert same(ours["exact"][0], whole["exact"][0])
-        assert ours["exact"][2] == whole["exact"][2]
-        assert ours["bracket"][0] <= whole["exact"][0] <= ours["bracket"][1]
-        assert same(ours["panel"][0], whole["panel"][0], rel=1e-5)
-        assert ours["panel"][3] == whole["panel"][3]
-        assert same(ours["waste"], whole["waste"], rel=1e-6)
-        assert same(ours["spectral"][0], whole["spectral"][0], rel=1e-6)
-        assert ours["radius"][0] <= whole["radius"][1]
-        assert whole["radius"][0] <= ours["radius"][1] <= 1.02 * ours["radius"][0]
+    return [("without padding", answers(sharded(S, first=V), states(d)), answers(S[:V], states(d)), True)]
 
 
 def _layouts(rank, world):
@@ -212,7 +188,7 @@ def _layouts(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     results = []
     for V, d in ((1001, 16), (3, 4)):
-        S, H = rows_of(V, d, "gauss"), torch.randn(7, d, generator=torch.Generator().manual_seed(1))
+        S, H = rows_of(V, d, "gauss"), states(d)
         head = torch.nn.Linear(d, V, bias=False)
         with torch.no_grad():
             head.weight.copy_(S)
@@ -233,46 +209,42 @@ def _layouts(rank, world):
     return results
 
 
-def test_any_layout_of_rows_over_a_mesh_gives_the_answers_of_the_whole_matrix(found_by):
-    """Replicas, nested shards, and the strided ones of FSDP over tensor parallelism; with empty shards."""
-    ranks = found_by(_layouts, 4)
+@pytest.mark.parametrize(("case", "world"), [(_without_padding, 3), (_layouts, 4)])
+def test_any_layout_of_rows_over_a_mesh_gives_the_answers_of_the_whole_matrix(found_by, case, world):
+    """Replicas, nested shards, and the strided ones of FSDP over tensor parallelism; with empty shards; and padding."""
+    ranks = found_by(case, world)
     assert all(repr(results) == repr(ranks[0]) for results in ranks)
-    for placements, ours, whole, same_rows in ranks[0]:
-        assert same(ours["exact"][0], whole["exact"][0]), placements
-        assert ours["exact"][2] == whole["exact"][2], placements
-        assert ours["bracket"][0] <= whole["exact"][0] <= ours["bracket"][1], placements
-        assert same(ours["panel"][0], whole["panel"][0], rel=1e-5), placements
-        assert ours["panel"][3] == whole["panel"][3], placements
-        assert ours["radius"][0] <= whole["radius"][1], placements
-        assert whole["radius"][0] <= ours["radius"][1], placements
-        assert same_rows, placements
+    for layout, ours, whole, same_rows in ranks[0]:
+        assert same(ours["exact"][0], whole["exact"][0]), layout
+        assert ours["exact"][2] == whole["exact"][2], layout
+        assert ours["bracket"][0] <= whole["exact"][0] <= ours["bracket"][1], layout
+        assert same(ours["panel"][0], whole["panel"][0], rel=1e-5), layout
+        assert ours["panel"][3] == whole["panel"][3], layout
+        assert same(ours["waste"], whole["waste"], rel=1e-6), layout
+        assert ours["radius"][0] <= whole["radius"][1], layout
+        assert whole["radius"][0] <= ours["radius"][1], layout
+        assert same_rows, layout
 
 
 def _moved(rank, world):
-    S = rows_of(20_000, 64, "heavy")
-    counts = []
+    S, counts = rows_of(20_000, 64, "heavy"), []
     for measure in (row_diameter_bracket, row_diameter, covering_radius):
         shards = sharded(S)
         measure(shards)
-        counts.append(
-            (shards.ranks.collectives, shards.ranks.bytes / (S.numel() * S.element_size() * (world - 1) / world))
-        )
+        counts.append((shards.ranks.collectives, shards.ranks.bytes / (S.nbytes * (world - 1) / world)))
     return counts
 
 
 @pytest.mark.sweep
-def test_a_bracket_and_a_radius_move_a_few_rows_and_an_exact_search_its_hubs(found_by):
-    (collectives, share), (_, exact_share), (radius_collectives, radius_share) = found_by(_moved, 2)[0]
-    assert collectives <= 8
-    assert share <= 0.01
-    assert exact_share <= 0.1
-    assert radius_collectives <= 12
-    assert radius_share <= 0.02
+def test_a_bracket_and_a_radius_move_a_few_rows_and_an_exact_search_its_hubs(tmp_path):
+    for measured, most, share in zip(in_ranks(_moved, tmp_path)[0], (8, 10, 12), (0.01, 0.1, 0.02), strict=True):
+        assert measured[0] <= most
+        assert measured[1] <= share
 
 
 def _work(rank, world):
-    """Rows loaded and pairs looked at: by a search of the whole matrix, and by this rank of a search that is shared."""
-    loaded, searches = [], []
+    """Shares of the rows loaded and the pairs looked at by this rank; and the number of collectives."""
+    loaded, searches, shares = [], [], {}
     load, run = points.CentredRows.points, diameter.DiameterSearch.run
 
     def counted(self, rows, out=None):
@@ -283,25 +255,20 @@ def _work(rank, world):
         searches.append(self)
         run(self)
 
-    with (
-        mock.patch.object(points.CentredRows, "points", counted),
-        mock.patch.object(diameter.DiameterSearch, "run", kept),
-    ):
-        return _shares(world, loaded, searches)
-
-
-def _shares(world, loaded, searches):
-    shares = {}
     for head in ("adamw", "rownorm"):
         S = make_increment(head, 4000, 64, panel=1).S
         longest_first = S.norm(dim=1).argsort(descending=True)
         S = S[torch.cat([longest_first[other::world] for other in range(world)])]  # each rank has its share of them
-        loaded.clear()
-        whole = row_diameter(S)
-        rows_of_all = sum(loaded)
-        loaded.clear()
-        shards = sharded(S)
-        row_diameter(shards)
+        with (
+            mock.patch.object(points.CentredRows, "points", counted),
+            mock.patch.object(diameter.DiameterSearch, "run", kept),
+        ):
+            loaded.clear()
+            whole = row_diameter(S)
+            rows_of_all = sum(loaded)
+            loaded.clear()
+            shards = sharded(S)
+            row_diameter(shards)
         pairs = sum(searches[-1].own_work) / (whole.pairs_screened + whole.pairs_computed)
         shares[head] = sum(loaded) / rows_of_all, pairs, shards.ranks.collectives
     return shares
@@ -324,10 +291,6 @@ def _with_other_directions(rank, world):
         return row_diameter(sharded(S)).value == row_diameter(S).value
 
 
-def test_all_ranks_take_the_directions_of_the_first(found_by):
-    assert all(found_by(_with_other_directions, 2))
-
-
 def _short_rows_on_one_rank(rank, world):
     """All long rows, many of them equal, are on the first rank: the second has no partner."""
     long = rows_of(100, 16, "sphere").repeat(10, 1)
@@ -335,27 +298,9 @@ def _short_rows_on_one_rank(rank, world):
     return row_diameter(sharded(S)).value == row_diameter(S).value
 
 
-def test_a_rank_whose_rows_are_all_short_takes_part(found_by):
-    assert found_by(_short_rows_on_one_rank, 2) == [True, True]
-
-
-def _one_rank_fails(rank, world):
-    S = rows_of(2000, 16, "gauss")
-    try:
-        row_diameter(sharded(S), max_bytes=2**28 if rank else 64)
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-    total = torch.ones(1)
-    dist.all_reduce(total)  # the group is as it was
-    return failure, row_diameter(sharded(S)).value == row_diameter(S).value and total.item() == world
-
-
-def test_a_rank_that_fails_costs_a_measurement_on_all_of_them_and_no_more(found_by):
-    (first, works), (second, still_works) = found_by(_one_rank_fails, 2)
-    assert "max_bytes=64" in first
-    assert second.startswith("RankError: another rank failed")
-    assert works
-    assert still_works
+@pytest.mark.parametrize("case", [_with_other_directions, _short_rows_on_one_rank])
+def test_ranks_that_differ_find_the_diameter_of_the_whole_matrix(found_by, case):
+    assert found_by(case, 2) == [True, True]
 
 
 def _refused(rank, world):
@@ -378,7 +323,7 @@ def test_columns_on_several_ranks_are_refused_with_what_to_do(found_by):
 
 
 CASES = {
-    2: (_moved, _work, _with_other_directions, _short_rows_on_one_rank, _one_rank_fails, _refused),
+    2: (_work, _with_other_directions, _short_rows_on_one_rank, _refused),
     3: (_measured_by_parts, _without_padding),
     4: (_layouts, _work),
 }
@@ -388,17 +333,12 @@ CASES = {
 # Faults
 
 
-def matrix(V=3000, d=32, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(V, d, generator=draw) / torch.rand(V, 1, generator=draw)
-
-
 def waste(S):
     return row_statistics(S).gauge_waste
 
 
 def panel(S):
-    return hilbert_perturbation(S, matrix(20, 32, seed=1)).max
+    return hilbert_perturbation(S, states(32)).max
 
 
 FAULTS = [
@@ -421,7 +361,7 @@ FAULTS = [
 
 
 def _each_fault(rank, world):
-    S = matrix()
+    S = rows_of(3000, 32, "heavy")
     failures = []
     for measure, place, name in FAULTS:
         real = getattr(place, name)
@@ -460,7 +400,7 @@ def _killed(rank, world, folder, patience):
         diameter.largest_bounds = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     try:
-        row_diameter(sharded(matrix()))
+        row_diameter(sharded(rows_of(3000, 32, "heavy")))
     except Exception as error:
         (folder / f"{rank}.txt").write_text(f"{time.monotonic() - start:.1f}\n{type(error).__name__}: {error}")
     os._exit(0)
@@ -495,7 +435,7 @@ def _sentence(measure, *args, **options):
 
 
 def _different_inputs(rank, world):
-    S, H = matrix(), matrix(20, 32, seed=1)
+    S, H = rows_of(3000, 32, "heavy"), states(32)
     shards, odd = sharded(S), rank == 1
     bracket = row_diameter_bracket(S)
     other = replace(bracket, pair=(0, 1))
@@ -508,6 +448,7 @@ def _different_inputs(rank, world):
         _sentence(hilbert_perturbation, shards, H[:7] if odd else H),
         _sentence(hilbert_perturbation, shards, H[:, :7] if odd else H),
         _sentence(covering_radius, shards, diameter=other if odd else bracket),
+        _sentence(row_diameter, shards, max_bytes=64 if odd else 2**28),
         "works" if row_diameter(shards).value == row_diameter(S).value else "broken",
     ]
 
@@ -516,36 +457,32 @@ def test_ranks_with_different_inputs_all_say_so_and_go_on(tmp_path):
     first, second = in_ranks(_different_inputs, tmp_path, world=2, patience=120)
     alike = "ValueError: ranks must measure one matrix alike, got "
     for sentences in (first, second):
-        width, dtype, height, _, overlap, positions, _, pair, works = sentences
-        assert alike in width
+        width, dtype, height, _, overlap, positions, _, pair, _, works = sentences
+        for sentence in (width, dtype, height, positions, pair):
+            assert alike in sentence
         assert "(3000, 32) torch.float32" in width
         assert "(3000, 16) torch.float32" in width
-        assert alike in dtype
         assert "torch.float64" in dtype
-        assert alike in height
         assert (
             overlap == "ValueError: ranks must hold each of 3000 rows once, got 1500, 3000 rows: check the ids of each"
         )
-        assert alike in positions
-        assert alike in pair
         assert works == "works"
     assert second[3].startswith("TypeError: S must be a real floating-point tensor")
     assert second[6].startswith("ValueError: S and H must have one width")
-    assert first[3].startswith("RankError")
-    assert first[6].startswith("RankError")
+    assert "max_bytes=64" in second[8]
+    assert all(first[case].startswith("RankError: another rank failed") for case in (3, 6, 8))
 
 
 def _outside_the_mesh(rank, world):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    S = matrix()
+    S = rows_of(3000, 32, "heavy")
     head = distribute_tensor(S, DeviceMesh("cpu", [0, 1]), [Shard(0)], src_data_rank=None)
     return _sentence(row_diameter, head) if rank == 2 else row_diameter(head).value == row_diameter(S).value
 
 
 def test_a_rank_outside_the_mesh_is_told_so_and_the_others_do_not_wait_for_it(tmp_path):
-    first, second, outside = in_ranks(_outside_the_mesh, tmp_path, world=3, patience=120)
-    assert first
-    assert second
+    *inside, outside = in_ranks(_outside_the_mesh, tmp_path, world=3, patience=120)
+    assert inside == [True, True]
     assert outside.startswith("ValueError: rank 2 is not in the mesh of S")

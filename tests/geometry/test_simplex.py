@@ -40,8 +40,10 @@ def close(actual, expected, atol):
 
 
 @examples
-@given(seeds, vocabularies, scales)
-def test_distance_is_the_range_of_log_ratios_the_largest_log_odds_change_and_the_variation_of_logits(seed, V, scale):
+@given(seeds, vocabularies, scales, st.floats(1e-50, 1e50))
+def test_distance_is_the_range_of_log_ratios_the_largest_log_odds_change_and_the_variation_of_logits(
+    seed, V, scale, factor
+):
     z, z_after = normal(seed, 2, V, scale=scale)
     p, q = z.softmax(0), z_after.softmax(0)
     log_ratios = [math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True)]
@@ -51,55 +53,8 @@ def test_distance_is_the_range_of_log_ratios_the_largest_log_odds_change_and_the
     close(distance, log_odds_change.abs().max(), rounding(scale))
     close(distance, variation_seminorm(z - z_after), rounding(scale))
     close(distance, hilbert_distance(z, z_after, logits=True), rounding(scale))
-
-
-@examples
-@given(seeds, st.integers(2, 40), scales)
-def test_distance_bounds_every_probability_ratio_by_its_exponential(seed, V, scale):
-    p, q = normal(seed, 2, V, scale=min(scale, 5.0)).softmax(-1)
-    odds_change = (p[:, None] / p) / (q[:, None] / q)
-    limit = hilbert_distance(p, q).exp() * (1 + rounding(scale))
-    assert (odds_change <= limit).all()
-    assert (odds_change >= 1 / limit).all()
-
-
-# A metric on directions
-
-
-@examples
-@given(seeds, vocabularies, scales)
-def test_distance_is_symmetric(seed, V, scale):
-    z, z_after = normal(seed, 2, V, scale=scale)
-    p, q = z.softmax(0), z_after.softmax(0)
-    assert torch.equal(hilbert_distance(p, q), hilbert_distance(q, p))
-    assert torch.equal(hilbert_distance(z, z_after, logits=True), hilbert_distance(z_after, z, logits=True))
-
-
-@examples
-@given(seeds, vocabularies, scales, scales)
-def test_distance_satisfies_the_triangle_inequality(seed, V, scale, detour):
-    z, z_after = normal(seed, 2, V, scale=scale)
-    between = (z + z_after) / 2 + normal(seed + 1, V, scale=detour)
-    p, m, q = z.softmax(0), between.softmax(0), z_after.softmax(0)
-    slack = rounding(scale + detour)
-    assert hilbert_distance(p, q) <= hilbert_distance(p, m) + hilbert_distance(m, q) + slack
-
-
-@examples
-@given(seeds, vocabularies, scales, st.floats(1e-50, 1e50))
-def test_distance_is_zero_between_proportional_vectors(seed, V, scale, factor):
-    p = normal(seed, V, scale=scale).softmax(0)
+    close(distance, hilbert_distance(q, factor * p), rounding(scale + abs(math.log(factor))))
     assert hilbert_distance(p, p) == 0
-    close(hilbert_distance(factor * p, p), 0.0, rounding(scale + abs(math.log(factor))))
-
-
-@examples
-@given(seeds, st.integers(2, 40), scales, st.floats(1e-6, 50.0), st.booleans())
-def test_distance_is_the_log_of_a_factor_on_one_entry(seed, V, scale, log_factor, grow):
-    p = normal(seed, V, scale=scale).softmax(0)
-    q = p.clone()
-    q[seed % V] *= math.exp(log_factor if grow else -log_factor)
-    close(hilbert_distance(q, p), log_factor, rounding(scale + log_factor))
 
 
 @examples
@@ -109,16 +64,6 @@ def test_common_logit_shift_changes_nothing(seed, V, shift, shift_after):
     distance = hilbert_distance(z, z_after, logits=True)
     assert torch.equal(hilbert_distance(z + shift, z_after + shift_after, logits=True), distance)
     assert torch.equal(variation_seminorm(z + shift), variation_seminorm(z))
-
-
-@examples
-@given(seeds, vocabularies, scales, st.floats(-100.0, 100.0))
-def test_variation_is_a_seminorm_that_vanishes_on_constant_vectors_only(seed, V, scale, factor):
-    x, y = normal(seed, 2, V, scale=scale)
-    assert variation_seminorm(torch.full_like(x, factor)) == 0
-    assert (variation_seminorm(x) > 0) == (V > 1)
-    assert variation_seminorm(x + y) <= variation_seminorm(x) + variation_seminorm(y) + rounding(scale)
-    close(variation_seminorm(factor * x), abs(factor) * variation_seminorm(x), rounding(scale * abs(factor)))
 
 
 # Zero probabilities
@@ -144,30 +89,8 @@ def test_distributions_with_different_supports_are_infinitely_far_apart(seed, V)
     p_support[first], q_support[first] = True, False
     q_support[second] = True
     p, q = p.where(p_support, 0.0), q.where(q_support, 0.0)
-    assert hilbert_distance(p, q) == torch.inf
-    assert hilbert_distance(q, p) == torch.inf
-
-
-@pytest.mark.parametrize(
-    ("p", "q", "distance"),
-    [
-        ([1.0, 0.0], [0.0, 1.0], math.inf),
-        ([1.0, 0.0], [0.5, 0.5], math.inf),
-        ([0.5, 0.5], [1.0, 0.0], math.inf),
-        ([0.0, 0.5, 0.5], [0.5, 0.0, 0.5], math.inf),
-        ([0.0, 1.0], [0.0, 1.0], 0.0),
-        ([0.0, 0.5, 0.5], [0.0, 0.8, 0.2], math.log(4)),
-        ([0.0, 8.0, 2.0], [0.0, 0.5, 0.5], math.log(4)),  # every ratio above one
-        ([0.0, 0.5, 0.5], [0.0, 8.0, 2.0], math.log(4)),  # every ratio below one
-    ],
-)
-def test_zero_rule_on_small_distributions(p, q, distance):
-    p, q = torch.tensor([p, q], dtype=torch.float64)
-    close(hilbert_distance(p, q), distance, 1e-15)
-
-
-def test_distance_is_never_negative_even_for_vectors_without_mass():
-    assert not hilbert_distance(torch.zeros(3), torch.zeros(3)) < 0
+    assert hilbert_distance(p, q) == hilbert_distance(q, p) == torch.inf
+    assert not hilbert_distance(0 * p, 0 * p) < 0
 
 
 # What it bounds
@@ -175,7 +98,7 @@ def test_distance_is_never_negative_even_for_vectors_without_mass():
 
 @examples
 @given(seeds, vocabularies, scales)
-def test_loss_changes_of_all_targets_fill_an_interval_around_zero_as_long_as_the_distance(seed, V, scale):
+def test_distance_is_the_range_of_loss_changes_and_bounds_the_total_variation(seed, V, scale):
     z, z_after = normal(seed, 2, V, scale=scale)
     every_target = torch.arange(V)
     loss, loss_after = (
@@ -189,14 +112,7 @@ def test_loss_changes_of_all_targets_fill_an_interval_around_zero_as_long_as_the
     ):
         assert (change.abs() <= bound + slack).all()
         close(change.max() - change.min(), bound, slack)
-    assert change.min() <= slack
-    assert change.max() >= -slack
-
-
-@examples
-@given(seeds, vocabularies, scales)
-def test_total_variation_is_at_most_tanh_of_a_quarter_of_the_distance(seed, V, scale):
-    p, q = normal(seed, 2, V, scale=scale).softmax(-1)
+    p, q = z.softmax(0), z_after.softmax(0)
     assert total_variation(p, q) <= tv_bound(hilbert_distance(p, q)) + 1e-14
 
 
@@ -211,44 +127,7 @@ def test_two_point_likelihood_ratio_attains_the_total_variation_bound(seed, n, m
     close(hilbert_distance(p, q), delta, rounding(delta))
     close(total_variation(p, q), math.tanh(delta / 4), 1e-14)
     close(tv_bound(hilbert_distance(p, q)), total_variation(p, q), 1e-14)
-
-
-def test_total_variation_bound_runs_from_zero_to_one():
-    delta = torch.tensor([0.0, 1e-3, 1.0, 10.0, torch.inf], dtype=torch.float64)
-    bound = tv_bound(delta)
-    assert bound[0] == 0
-    assert bound[-1] == 1
-    assert (bound.diff() > 0).all()
-
-
-# The head update: the supremum over hidden states is H times the row diameter
-
-
-@examples
-@given(seeds, st.integers(2, 30), st.integers(1, 8), st.floats(1e-2, 10.0), st.sampled_from([1e-3, 0.1, 3.0]))
-def test_no_hidden_state_in_a_ball_moves_the_distribution_past_radius_times_diameter(seed, V, d, radius, step):
-    U, S = normal(seed, V, d), normal(seed + 1, V, d, scale=step)
-    h = normal(seed + 2, 64, d)
-    h = radius * h / h.norm(dim=1, keepdim=True).clamp(min=1.0)
-    before, after = h @ U.T, h @ (U + S).T
-    limit = radius * all_pairs_diameter(S)
-    slack = rounding(20 * radius)
-    assert (hilbert_distance(after, before, logits=True) <= limit + slack).all()
-    assert (hilbert_distance(after.softmax(-1), before.softmax(-1)) <= limit + slack).all()
-
-
-@examples
-@given(seeds, st.integers(2, 30), st.integers(1, 8), st.floats(1e-2, 10.0), st.sampled_from([1e-3, 0.1, 3.0]))
-def test_hidden_state_along_the_longest_row_difference_attains_radius_times_diameter(seed, V, d, radius, step):
-    U, S = normal(seed, V, d), normal(seed + 1, V, d, scale=step)
-    gaps = S[:, None] - S  # (V, V, d)
-    longest = gaps.flatten(0, 1)[gaps.norm(dim=-1).argmax()]
-    h = radius * longest / longest.norm()
-    before, after = U @ h, (U + S) @ h
-    limit = radius * all_pairs_diameter(S)
-    slack = rounding(20 * radius)
-    close(hilbert_distance(after, before, logits=True), limit, slack)
-    close(hilbert_distance(after.softmax(0), before.softmax(0)), limit, slack)
+    assert tv_bound(torch.tensor([0.0, torch.inf])).tolist() == [0, 1]
 
 
 # How it computes
@@ -277,21 +156,11 @@ def test_low_precision_input_is_measured_in_fp32(dtype):
     ):
         assert measured.dtype == torch.float32
         torch.testing.assert_close(measured, exact.float(), rtol=1e-6, atol=1e-6)
+    assert hilbert_distance(p, q.double()).dtype == hilbert_distance(z.double(), z, logits=True).dtype == torch.float64
 
 
-def test_one_fp64_argument_makes_the_distance_fp64():
-    p, q = normal(0, 2, 10).softmax(-1)
-    assert hilbert_distance(p, q.float()).dtype == torch.float64
-    assert hilbert_distance(p.float(), q, logits=True).dtype == torch.float64
-    assert tv_bound(p).dtype == torch.float64
-
-
-def test_probabilities_below_the_normal_range_keep_their_logarithm():
-    p = torch.tensor([2.0**-149, 1.0])  # the smallest fp32
-    close(hilbert_distance(p, torch.ones(2)), 149 * math.log(2), 1e-4)
-
-
-def test_logits_of_minus_infinity_are_zero_probabilities():
+def test_the_smallest_probability_keeps_its_logarithm_and_a_logit_of_minus_infinity_is_none():
+    close(hilbert_distance(torch.tensor([2.0**-149, 1.0]), torch.ones(2)), 149 * math.log(2), 1e-4)
     z, w = torch.tensor([1.0, 3.0, -torch.inf]), torch.tensor([2.0, 2.0, -torch.inf])
     assert hilbert_distance(z, w, logits=True) == 2
     assert hilbert_distance(z, torch.zeros(3), logits=True) == torch.inf
@@ -353,35 +222,20 @@ def test_no_zero_sum_cotangent_is_carried_further_than_half_its_mass_times_the_d
 
 @examples
 @given(seeds, tokens, widths, steps, st.floats(1e-3, 1e3))
-def test_the_longest_pair_of_rows_attains_the_fixed_cotangent_bound(seed, V, d, step, mass):
+def test_the_longest_pair_attains_the_bound_and_the_cross_entropy_has_mass_one_minus_p(seed, V, d, step, mass):
     S = normal(seed, V, d, scale=step)
+    diameter = all_pairs_diameter(S)
     i, j = divmod(int((S[:, None] - S).norm(dim=-1).argmax()), V)
     r = torch.zeros(V, dtype=torch.float64)
     r[i], r[j] = mass, -mass
-    close_to(fixed_cotangent_bound(all_pairs_diameter(S), r), (S.T @ r).norm())
-
-
-@examples
-@given(seeds, tokens, widths, steps)
-def test_the_cross_entropy_gradient_of_target_c_has_mass_one_minus_p_c(seed, V, d, step):
-    S = normal(seed, V, d, scale=step)
+    close_to(fixed_cotangent_bound(diameter, r), (S.T @ r).norm())
     p = normal(seed + 1, V, scale=3.0).softmax(0)
     r = p - torch.eye(V, dtype=torch.float64)  # row c is p - e_c
-    bound = fixed_cotangent_bound(all_pairs_diameter(S), r)
-    rounding = 1e-14 * S.norm(dim=1).max()  # the probabilities sum to one up to rounding, however small |r|_1 is
-    close_to(bound, all_pairs_diameter(S) * (1 - p), atol=1e-15 * all_pairs_diameter(S))
-    assert ((r @ S).norm(dim=-1) <= bound + rounding).all()
+    close_to(fixed_cotangent_bound(diameter, r), diameter * (1 - p), atol=1e-15 * diameter)
+    assert fixed_cotangent_bound(diameter, 0 * p) == fixed_cotangent_bound(0.0, r[0]) == 0
 
 
-def test_a_zero_cotangent_or_a_zero_step_is_bounded_by_zero():
-    assert fixed_cotangent_bound(3.0, torch.zeros(5)) == 0
-    assert fixed_cotangent_bound(0.0, torch.tensor([1.0, -1.0])) == 0
-
-
-@pytest.mark.parametrize(
-    ("dtype", "margin"),
-    [(torch.float32, 0.0), (torch.float32, 18.0), (torch.bfloat16, 0.0), (torch.float16, 0.0)],
-)
+@pytest.mark.parametrize(("dtype", "margin"), [(torch.float32, 18.0), (torch.bfloat16, 0.0), (torch.float16, 0.0)])
 def test_gradients_of_the_cross_entropy_are_accepted_in_every_dtype(dtype, margin):
     z = normal(2, 64, 1000).to(dtype)
     z[:, 0] += margin  # with a margin the target is all but certain, and |r|_1 far below one
@@ -419,19 +273,7 @@ def test_gradients_of_confident_targets_are_accepted_over_a_full_vocabulary_and_
 
 @examples
 @given(seeds, tokens, widths, steps, lengths)
-def test_both_decompositions_bound_the_change_of_the_gradient_for_every_target(seed, V, d, step, length):
-    U, S, h = head_step_state(seed, V, d, step, length)
-    bound = bound_at(U, S, h)
-    moved = change(U, S, h)
-    slack = ROUNDING * (1 + step)
-    assert (moved <= bound.after + slack).all()
-    assert (moved <= bound.before + slack).all()
-    assert (moved <= bound.value + slack).all()
-
-
-@examples
-@given(seeds, tokens, widths, steps, lengths)
-def test_decompositions_are_the_papers_and_the_value_is_the_smaller(seed, V, d, step, length):
+def test_both_decompositions_are_the_papers_and_bound_the_change_for_every_target(seed, V, d, step, length):
     U, S, h = head_step_state(seed, V, d, step, length)
     p, q = (U @ h).softmax(0), ((U + S) @ h).softmax(0)
     tanh = math.tanh(float((S @ h).max() - (S @ h).min()) / 4)
@@ -439,14 +281,7 @@ def test_decompositions_are_the_papers_and_the_value_is_the_smaller(seed, V, d, 
     close_to(bound.after, all_pairs_diameter(S) * (1 - q) + all_pairs_diameter(U) * tanh, atol=1e-14)
     close_to(bound.before, all_pairs_diameter(S) * (1 - p) + all_pairs_diameter(U + S) * tanh, atol=1e-14)
     assert torch.equal(bound.value, torch.minimum(bound.after, bound.before))
-
-
-def test_either_decomposition_can_be_the_smaller():
-    p, q = torch.tensor([0.9, 0.1]), torch.tensor([0.1, 0.9])
-    sizes = {"diameter_step": 1.0, "diameter_head": 1.0, "diameter_updated": 1.0}
-    bound = backward_bound(p, q, torch.tensor(1.0), **sizes)
-    assert bound.value[0] == bound.before[0] < bound.after[0]
-    assert bound.value[1] == bound.after[1] < bound.before[1]
+    assert (change(U, S, h) <= bound.value + ROUNDING * (1 + step)).all()
 
 
 @examples
@@ -461,10 +296,12 @@ def test_two_tokens_that_swap_their_odds_attain_each_decomposition(delta):
     close_to(bound_at(U + S, -S, h).value[1], change(U + S, -S, h)[1])
 
 
-def test_no_step_and_no_change_of_probability_is_bounded_by_zero():
+def test_no_step_is_bounded_by_zero_and_states_of_any_length_by_a_number():
     p = torch.tensor([0.2, 0.8])
     sizes = {"diameter_step": 0.0, "diameter_head": 5.0, "diameter_updated": 5.0}
     assert (backward_bound(p, p, torch.zeros(2), **sizes).value == 0).all()
+    uniform = uniform_backward_bound(torch.tensor([0.0, torch.inf]), **sizes | {"diameter_step": 2.0})
+    assert uniform.tolist() == [2.0, 7.0]
     assert (uniform_backward_bound(torch.ones(2), **sizes) == 0).all()
 
 
@@ -473,29 +310,14 @@ def test_no_step_and_no_change_of_probability_is_bounded_by_zero():
 
 @examples
 @given(seeds, tokens, widths, steps, lengths)
-def test_uniform_bound_holds_for_every_target_and_dominates_the_bound_at_each(seed, V, d, step, length):
-    U, S, h = head_step_state(seed, V, d, step, length)
-    uniform = uniform_backward_bound(h.norm(), **diameters(U, S))
-    assert (change(U, S, h) <= uniform + ROUNDING * (1 + step)).all()
-    assert (bound_at(U, S, h).value <= uniform * (1 + ROUNDING)).all()
-
-
-@examples
-@given(seeds, tokens, widths, steps, lengths)
-def test_uniform_bound_is_the_papers_and_at_most_linear_in_the_step(seed, V, d, step, length):
+def test_uniform_bound_is_the_papers_and_holds_for_every_target(seed, V, d, step, length):
     U, S, h = head_step_state(seed, V, d, step, length)
     eta, norm = all_pairs_diameter(S), float(h.norm())
     smaller = min(all_pairs_diameter(U), all_pairs_diameter(U + S))
     uniform = uniform_backward_bound(h.norm(), **diameters(U, S))
     close_to(uniform, eta + smaller * math.tanh(eta * norm / 4))
-    assert uniform <= eta * (1 + norm * smaller / 4) * (1 + ROUNDING)
-
-
-@pytest.mark.parametrize(("head", "updated"), [(1.0, 9.0), (9.0, 1.0)])
-def test_uniform_bound_takes_the_smaller_of_the_heads(head, updated):
-    h_norm = torch.tensor([0.0, 1.0, torch.inf], dtype=torch.float64)
-    uniform = uniform_backward_bound(h_norm, diameter_step=2.0, diameter_head=head, diameter_updated=updated)
-    close_to(uniform, [2.0, 2.0 + math.tanh(0.5), 3.0])
+    assert (change(U, S, h) <= uniform + ROUNDING * (1 + step)).all()
+    assert (bound_at(U, S, h).value <= uniform * (1 + ROUNDING)).all()
 
 
 @examples
@@ -549,78 +371,47 @@ def test_diameters_may_be_tensors_and_broadcast_against_positions():
 # What they refuse
 
 HALF = torch.tensor([0.5, 0.5])
+SIZES = {"diameter_step": 1.0, "diameter_head": 1.0, "diameter_updated": 1.0}
 
 
-def full(p=HALF, q=HALF, delta=HALF, step=1.0, head=1.0, updated=1.0):
-    return backward_bound(p, q, delta, diameter_step=step, diameter_head=head, diameter_updated=updated)
+def full(p=HALF, q=HALF, delta=HALF, **sizes):
+    return backward_bound(p, q, delta, **SIZES | sizes)
 
 
-def uniform(h_norm=HALF, step=1.0, head=1.0, updated=1.0):
-    return uniform_backward_bound(h_norm, diameter_step=step, diameter_head=head, diameter_updated=updated)
+def fixed(*entries, dtype=torch.float32):
+    return fixed_cotangent_bound(1.0, torch.tensor(entries, dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    ("error", "phrase", "call"),
-    [
-        (ValueError, "negative entry", lambda: hilbert_distance(torch.tensor([-0.1, 1.1]), torch.ones(2))),
-        (ValueError, "negative entry", lambda: hilbert_distance(torch.ones(2), torch.tensor([-0.1, 1.1]))),
-        (ValueError, "one vocabulary", lambda: hilbert_distance(torch.ones(3), torch.ones(2))),
-        (ValueError, "one vocabulary", lambda: hilbert_distance(torch.ones(3), torch.ones(1), logits=True)),
-        (ValueError, "at least one entry", lambda: hilbert_distance(torch.ones(2, 0), torch.ones(2, 0))),
-        (ValueError, "at least one entry", lambda: variation_seminorm(torch.ones(0))),
-        (ValueError, "at least one entry", lambda: variation_seminorm(torch.tensor(1.0))),
-        (TypeError, "floating-point", lambda: variation_seminorm(torch.arange(3))),
-        (
-            TypeError,
-            "floating-point",
-            lambda: hilbert_distance(torch.ones(3), torch.ones(3, dtype=torch.long)),
-        ),
-        (
-            TypeError,
-            "floating-point",
-            lambda: hilbert_distance(torch.ones(3, dtype=torch.cfloat), torch.ones(3)),
-        ),
-        (TypeError, "floating-point", lambda: tv_bound(torch.tensor(1))),
-        (TypeError, "torch.Tensor", lambda: tv_bound(1.0)),
-        (TypeError, "torch.Tensor", lambda: hilbert_distance([0.5, 0.5], torch.ones(2))),
-        (TypeError, "dense", lambda: variation_seminorm(torch.ones(3).to_sparse())),
-        (ValueError, "zero or positive", lambda: tv_bound(torch.tensor(-1.0))),
-        (ValueError, "sum to zero", lambda: fixed_cotangent_bound(1.0, HALF)),
-        (ValueError, "a sum of 0.9 for abs.* to 1.1", lambda: fixed_cotangent_bound(0.0, torch.tensor([1.0, -0.1]))),
-        (ValueError, "sum to zero", lambda: fixed_cotangent_bound(1.0, torch.tensor([1.0, -0.75]).bfloat16())),
-        (ValueError, "sum to zero", lambda: fixed_cotangent_bound(1.0, torch.tensor([1e-3, -1e-4]).half())),
-        (ValueError, "sum to zero", lambda: fixed_cotangent_bound(1.0, torch.tensor([1e-9, -1e-10]))),
-        (ValueError, "sum to zero", lambda: fixed_cotangent_bound(1.0, torch.tensor([1.0, -0.99999]).double())),
-        (ValueError, "sum to zero", lambda: fixed_cotangent_bound(1.0, torch.tensor([[1.0, -1.0], [0.1, -0.01]]))),
-        (
-            ValueError,
-            "sum to zero",
-            lambda: fixed_cotangent_bound(1.0, torch.tensor([[1.0, -1.0], [1.0, -0.01]])),
-        ),
-        (ValueError, "diameter must be zero or positive", lambda: fixed_cotangent_bound(-1.0, HALF - 0.5)),
-        (ValueError, "p_target must be zero or positive", lambda: full(p=-HALF)),
-        (ValueError, "q_target must be a probability, got 3", lambda: full(q=6 * HALF)),
-        (ValueError, "q_target must be zero or positive", lambda: full(q=-HALF)),
-        (ValueError, "delta must be zero or positive", lambda: full(delta=-HALF)),
-        (ValueError, "diameter_step must be zero or positive", lambda: full(step=-1.0)),
-        (ValueError, "diameter_head must be zero or positive", lambda: full(head=-1.0)),
-        (ValueError, "diameter_updated must be zero or positive", lambda: full(updated=torch.tensor(-1.0))),
-        (ValueError, "h_norm must be zero or positive", lambda: uniform(h_norm=-HALF)),
-        (TypeError, "floating-point", lambda: fixed_cotangent_bound(1.0, torch.tensor([1, -1]))),
-        (TypeError, "floating-point", lambda: full(p=torch.tensor([0, 1]))),
-        (TypeError, "floating-point", lambda: full(q=torch.tensor([0, 1]))),
-        (TypeError, "floating-point", lambda: full(delta=torch.tensor([0, 1]))),
-        (TypeError, "floating-point", lambda: uniform(h_norm=torch.tensor(1))),
-        (TypeError, "torch.Tensor", lambda: fixed_cotangent_bound(1.0, [1.0, -1.0])),
-        (TypeError, "torch.Tensor", lambda: full(p=0.5)),
-        (TypeError, "torch.Tensor", lambda: uniform(h_norm=1.0)),
-        (ValueError, "diameter_step must be zero or positive", lambda: uniform(step=-1.0)),
-        (ValueError, "diameter_head must be zero or positive", lambda: uniform(head=-1.0)),
-        (ValueError, "diameter_updated must be zero or positive", lambda: uniform(updated=-1.0)),
-        (ValueError, "at least one entry", lambda: fixed_cotangent_bound(1.0, torch.ones(3, 0))),
-        (ValueError, "zero or positive", lambda: full(p=torch.linspace(-1, 1, 100))),
-    ],
-)
+MISUSE = [
+    (ValueError, "negative entry", lambda: hilbert_distance(torch.tensor([-0.1, 1.1]), torch.ones(2))),
+    (ValueError, "one vocabulary", lambda: hilbert_distance(torch.ones(3), torch.ones(1), logits=True)),
+    (ValueError, "at least one entry", lambda: variation_seminorm(torch.ones(0))),
+    (ValueError, "at least one entry", lambda: fixed_cotangent_bound(1.0, torch.ones(3, 0))),
+    (TypeError, "floating-point", lambda: hilbert_distance(torch.ones(3), torch.ones(3, dtype=torch.long))),
+    (TypeError, "floating-point", lambda: tv_bound(torch.tensor(1))),
+    (TypeError, "floating-point", lambda: full(q=torch.tensor([0, 1]))),
+    (TypeError, "torch.Tensor", lambda: hilbert_distance([0.5, 0.5], torch.ones(2))),
+    (TypeError, "torch.Tensor", lambda: uniform_backward_bound(1.0, **SIZES)),
+    (TypeError, "dense", lambda: variation_seminorm(torch.ones(3).to_sparse())),
+    (ValueError, "zero or positive", lambda: tv_bound(torch.tensor(-1.0))),
+    (ValueError, "a sum of 0.9 for abs.* to 1.1", lambda: fixed(1.0, -0.1)),
+    (ValueError, "sum to zero", lambda: fixed(1.0, -0.75, dtype=torch.bfloat16)),
+    (ValueError, "sum to zero", lambda: fixed(1e-9, -1e-10)),
+    (ValueError, "sum to zero", lambda: fixed(1.0, -0.99999, dtype=torch.double)),
+    (ValueError, "sum to zero", lambda: fixed([1.0, -1.0], [0.1, -0.01])),
+    (ValueError, "diameter must be zero or positive", lambda: fixed_cotangent_bound(-1.0, HALF - 0.5)),
+    (ValueError, "p_target must be zero or positive", lambda: full(p=-HALF)),
+    (ValueError, "q_target must be a probability, got 3", lambda: full(q=6 * HALF)),
+    (ValueError, "delta must be zero or positive", lambda: full(delta=-HALF)),
+    (ValueError, "h_norm must be zero or positive", lambda: uniform_backward_bound(-HALF, **SIZES)),
+]
+for name in SIZES:
+    sentence, sizes = f"{name} must be zero or positive", {name: torch.tensor(-1.0)}
+    MISUSE.append((ValueError, sentence, lambda sizes=sizes: full(**sizes)))
+    MISUSE.append((ValueError, sentence, lambda sizes=sizes: uniform_backward_bound(HALF, **SIZES | sizes)))
+
+
+@pytest.mark.parametrize(("error", "phrase", "call"), MISUSE)
 def test_misuse_is_refused_in_one_sentence(error, phrase, call):
     with pytest.raises(error, match=rf"\A.*{phrase}.*\Z"):
         call()

@@ -31,20 +31,13 @@ from hilbert_monitor.geometry import (
 from tests.support import oracle_checker as checker
 from tests.support.draws import draws
 from tests.support.gradients import gradient
+from tests.support.references import regular_simplex
 
 MANY_ROWS = [
     (gradient(1500, 24).float(), 4, 1.25),
     (scattered_gradient(1200, 48, batch=300), 4, 1.15),
     (gradient(1500, 24, rank=2).float(), 1, 1.2),
 ]
-
-
-def simplex(k: int, zeros: int = 0) -> Tensor:
-    """Vertices of a centred regular k-simplex with unit edges, in k dimensions, and rows of zero."""
-    corners = torch.eye(k + 1, dtype=torch.float64) / math.sqrt(2)
-    corners -= corners.mean(0)
-    basis = torch.linalg.svd(corners).Vh[:k]
-    return torch.cat([corners @ basis.T, torch.zeros(zeros, k, dtype=torch.float64)])
 
 
 def independent_tension(G: Tensor) -> float:
@@ -91,69 +84,31 @@ def test_the_proof_of_the_oracle_holds(V: int, d: int, rank: int | None) -> None
     assert eta * checker.proved_by_edges(G, solution.i, solution.j, solution.flow) <= solution.upper * (1 + 1e-9)
 
 
-def test_every_edge_with_flow_is_tight_and_along_it() -> None:
-    G, eta = gradient(60, 6), 2.0
-    solution = diameter_oracle(G, eta)
-    length = solution.flow.norm(dim=1)
-    span = solution.S[solution.i] - solution.S[solution.j]
-    carrying = length > 1e-4 * length.max()
-    direction = solution.flow[carrying] / length[carrying, None]
-    torch.testing.assert_close(span[carrying], -eta * direction, atol=5e-3, rtol=0)
-    missing = (length - (-span / eta * solution.flow).sum(1)) / length.sum()
-    assert float(missing.min()) > -1e-12
-    assert float(missing.sum()) < 1e-6
-
-
-@pytest.mark.parametrize("k", [1, 2, 3, 8])
-@pytest.mark.parametrize("zeros", [0, 3])
-def test_on_a_simplex_projected_rownorm_has_exactly_jungs_share(k: int, zeros: int) -> None:
-    G = simplex(k, zeros)
-    best, step = diameter_oracle(G).value, -0.5 * projected_row_norm(G)
-    assert first_order_decrease(G, step) / best == pytest.approx(jung_ratio(k), rel=1e-6)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_projected_rownorm_has_at_least_jungs_share_of_the_best_decrease(seed: int) -> None:
-    G = gradient(20, 7, seed, rank=3)
-    share = first_order_decrease(G, -0.5 * projected_row_norm(G)) / diameter_oracle(G).value
-    assert jung_ratio(3) * (1 - 1e-6) <= share <= 1 + 1e-6
-
-
-def test_jungs_ratio_falls_from_one_to_the_root_of_a_half() -> None:
-    ratios = [jung_ratio(k) for k in (1, 2, 3, 10**9)]
-    assert ratios == sorted(ratios, reverse=True)
-    assert ratios[0] == 1
-    assert ratios[-1] == pytest.approx(math.sqrt(0.5))
+@pytest.mark.parametrize("k", [1, 2, 8])
+def test_projected_rownorm_has_at_least_jungs_share_of_the_best_decrease_and_on_a_simplex_no_more(k: int) -> None:
+    simplex = torch.cat([regular_simplex(k), torch.zeros(3, k, dtype=torch.float64)])
+    for G, least, most in ((simplex, jung_ratio(k), jung_ratio(k)), (gradient(20, 8, k, rank=k), jung_ratio(k), 1.0)):
+        share = first_order_decrease(G, -0.5 * projected_row_norm(G)) / diameter_oracle(G).value
+        assert least * (1 - 1e-6) <= share <= most * (1 + 1e-6)
 
 
 small = st.tuples(st.integers(2, 9), st.integers(1, 4), st.integers(0, 10**6))
 
 
 @settings(max_examples=draws(10), deadline=None)
-@given(small, st.floats(1e-20, 1e20), st.floats(0.01, 100))
-def test_the_value_scales_with_the_gradient_and_the_diameter(size: tuple[int, int, int], c: float, eta: float) -> None:
-    G = gradient(*size)
-    assert diameter_oracle(c * G, eta).value == pytest.approx(c * eta * diameter_oracle(G).value, rel=1e-5)
-
-
-@settings(max_examples=draws(10), deadline=None)
-@given(small, st.floats(-10, 10))
-def test_a_common_shift_of_the_rows_changes_nothing_but_is_told(size: tuple[int, int, int], shift: float) -> None:
-    G = gradient(*size)
-    solution = diameter_oracle(G + shift)
-    assert solution.value == pytest.approx(diameter_oracle(G).value, rel=1e-5)
-    assert solution.shifted == (abs(shift) > 1e-3) or abs(shift) <= 1e-3
-    assert not diameter_oracle(G).shifted
-
-
-@settings(max_examples=draws(10), deadline=None)
-@given(small)
-def test_the_value_ignores_the_order_of_rows_and_the_choice_of_axes(size: tuple[int, int, int]) -> None:
+@given(small, st.floats(1e-20, 1e20), st.floats(0.01, 100), st.floats(-10, 10))
+def test_the_value_scales_and_ignores_a_shift_the_order_of_rows_and_the_choice_of_axes(
+    size: tuple[int, int, int], c: float, eta: float, shift: float
+) -> None:
     G = gradient(*size)
     draw = torch.Generator().manual_seed(size[2])
     turn = torch.linalg.qr(torch.randn(size[1], size[1], generator=draw, dtype=torch.float64)).Q
-    moved = G[torch.randperm(size[0], generator=draw)] @ turn
-    assert diameter_oracle(moved).value == pytest.approx(diameter_oracle(G).value, rel=1e-5)
+    value, moved = diameter_oracle(G), G[torch.randperm(size[0], generator=draw)] @ turn
+    shifted = diameter_oracle(G + shift)
+    assert diameter_oracle(c * moved, eta).value == pytest.approx(c * eta * value.value, rel=1e-5)
+    assert shifted.value == pytest.approx(value.value, rel=1e-5)
+    assert shifted.shifted or abs(shift) <= 1e-3
+    assert not value.shifted
 
 
 @pytest.mark.parametrize("G", [torch.zeros(4, 3), torch.ones(1, 3), torch.full((5, 2), 0.3)])
@@ -161,9 +116,6 @@ def test_nothing_to_gain_is_zero_with_a_gap_of_one(G: Tensor) -> None:
     for result in (diameter_oracle(G), tension_bracket(G, budget_seconds=0)):
         assert (result.lower, result.upper, result.gap) == (0, 0, 1)
         assert result.shifted == bool(G.any())
-
-
-def test_a_diameter_of_zero_allows_no_step() -> None:
     solution = diameter_oracle(gradient(6, 2), 0.0)
     assert solution.value == solution.upper == 0
     assert not solution.S.any()
@@ -176,18 +128,6 @@ def check_certificates(G: Tensor, bracket: TensionBracket) -> None:
         assert checker.closed(G, checker.centred(G)) <= bracket.upper * (1 + 1e-9)
     else:
         assert checker.proved_by_groups(G, bracket.flow) <= bracket.upper * (1 + 1e-9)
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("V", "d"), [(2, 1), (20, 1), (30, 4), (40, 20)])
-def test_the_bracket_holds_the_exact_value_and_both_certificates_check(V: int, d: int) -> None:
-    G = gradient(V, d).float()
-    exact = diameter_oracle(G)
-    for iterations in (1, 6):
-        bracket = tension_bracket(G, budget_seconds=math.inf, iterations=iterations)
-        assert bracket.lower <= exact.upper
-        assert bracket.upper >= exact.lower
-        check_certificates(G, bracket)
 
 
 @pytest.mark.few(1)
@@ -213,7 +153,7 @@ def test_more_improvements_continue_the_same_sequence_and_never_make_a_bracket_w
     assert torch.equal(brackets[2].potential, brackets[3].potential)
 
 
-@pytest.mark.parametrize("budget", [0.0, 0.05, 0.4])
+@pytest.mark.parametrize("budget", [0.0, 0.4])
 def test_a_bracket_in_limited_time_is_that_of_as_many_improvements(budget: float) -> None:
     G = gradient(1500, 24).float()
     timed = tension_bracket(G, budget_seconds=budget)
@@ -241,9 +181,7 @@ def test_a_bracket_is_sound_at_any_scale_and_shift(V: int, d: int, seed: int, sh
     exact, bracket = diameter_oracle(G), tension_bracket(G, budget_seconds=0)
     assert bracket.lower <= exact.upper
     assert bracket.upper >= exact.lower
-    assert checker.proved_below(G, bracket.potential) >= bracket.lower
-    if bracket.flow is not None:
-        assert checker.proved_by_groups(G, bracket.flow) <= bracket.upper * (1 + 1e-9)
+    check_certificates(G, bracket)
 
 
 def squared_tension(G: Tensor) -> Fraction:
@@ -275,32 +213,21 @@ def test_rows_that_lie_close_have_bounds_that_hold_in_exact_arithmetic(
         assert result.upper <= result.lower * (1 + 1e-5) or square < Fraction(1, 2**2000)
 
 
-@pytest.mark.parametrize("V", [40, 400])
-def test_rows_of_sixty_orders_of_magnitude_have_a_narrow_bracket(V: int) -> None:
-    G = gradient(V, 6) * torch.logspace(0, -60, V, dtype=torch.float64)[:, None]
+def test_rows_of_sixty_orders_of_magnitude_have_a_narrow_bracket() -> None:
+    G = gradient(400, 6) * torch.logspace(0, -60, 400, dtype=torch.float64)[:, None]
     G[0] -= G.sum(0)
     bracket = tension_bracket(G, budget_seconds=math.inf, iterations=4)
     assert bracket.gap < 1.02
     check_certificates(G, bracket)
 
 
-def test_two_fp64_rows_one_rounding_apart_have_a_tension() -> None:
-    G = torch.tensor([[1.0, 0.0], [1.0 + 2.0**-50, 0.0]], dtype=torch.float64)
-    for result in (tension_bracket(G, budget_seconds=0), diameter_oracle(G)):
-        assert 0 < result.lower <= 2.0**-51 <= result.upper
-        assert result.upper == pytest.approx(2.0**-51, rel=1e-5)
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_every_dtype_is_taken_as_it_is_and_left_as_it_was(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_every_dtype_is_taken_as_it_is(dtype: torch.dtype) -> None:
     G = gradient(20, 3).to(dtype)
-    before = G.clone()
     exact, bracket = diameter_oracle(G), tension_bracket(G, budget_seconds=0)
     assert exact.S.dtype == torch.float64
     assert bracket.potential.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert bracket.lower <= exact.upper <= bracket.upper * (1 + 1e-6)
-    assert torch.equal(G, before)
 
 
 @pytest.mark.parametrize("part", ["tension", "points", "group"])
@@ -322,17 +249,11 @@ def test_the_ends_swap_for_an_uphill_step_and_a_zero_step_has_no_efficiency() ->
     assert step_efficiency(math.nan, diameter=diameter, tension=tension) is None
 
 
-def with_entry(entry: float) -> Tensor:
-    G = gradient(4, 2)
-    G[1, 1] = entry
-    return G
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda G: diameter_oracle(with_entry(math.nan)), "G must be finite, got an infinity or a nan"),
-        (lambda G: tension_bracket(with_entry(math.inf)), "G must be finite, got an infinity or a nan"),
+        (lambda G: diameter_oracle(G * math.nan), "G must be finite, got an infinity or a nan"),
+        (lambda G: tension_bracket(G / 0), "G must be finite, got an infinity or a nan"),
         (lambda G: diameter_oracle(G, -1.0), "eta must be zero or positive, got -1"),
         (lambda G: diameter_oracle(G, math.inf), "eta must be finite, got inf"),
         (lambda G: diameter_oracle(G, tolerance=0.0), "tolerance must be positive, got 0"),
