@@ -168,7 +168,7 @@ class DiameterSearch:
         if self.few:
             long_rows = self._screen(long_rows, self.few)
         for k in self.dims[len(self.few) :]:
-            if len(long_rows) > FIRST_BATCH:  # fewer are computed in full for less
+            if len(long_rows) > (FIRST_BATCH if self.ranks.is_single else LARGEST_BATCH):  # fewer are computed in full
                 long_rows = self._screen(self._project_along(long_rows, k), [k])
         self._prove(long_rows)
 
@@ -280,7 +280,7 @@ class DiameterSearch:
 
     def _screen(self, long_rows: LongRows, dims: Sequence[int]) -> LongRows:
         """Drop long rows, and partners of this rank, whose every bound is too short along some directions."""
-        if len(long_rows) > MANY:
+        if len(long_rows) > MANY and self.ranks.is_single:  # on several ranks a collective costs more
             some = torch.arange(0, len(long_rows), len(long_rows) // 64, device=long_rows.owner.device)
             bound, _ = self._bounds(long_rows.at(some), dims)
             if float((bound >= self.length**2).double().mean()) > 0.5:
@@ -328,7 +328,7 @@ class DiameterSearch:
             long_rows = long_rows.at(long_rows.bound.argsort(descending=True, stable=True))
         affordable = self.points.budget // (8 * (d + 2) * self.points.dtype.itemsize)
         most = max(1, min(LARGEST_BATCH if self.on_host else len(long_rows), affordable))
-        size = min(FIRST_BATCH, most) if self.on_host else most
+        size = min(FIRST_BATCH, most) if self.on_host and self.ranks.is_single else most
         while True:  # once at least: there the ranks add up their work
             batch, long_rows = long_rows.at(slice(None, size)), long_rows.at(slice(size, None))
             rows, ids = self._from_owners(
