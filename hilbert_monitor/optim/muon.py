@@ -204,8 +204,8 @@ class Muon(MatrixOptimizer):
                 " for instance in a step post-hook"
             )
         dtype = NS_DTYPES[last.options["ns_dtype"]]
-        whole = [] if is_dtensor(param) else [ReplicatedExchange([param], dtype)]
-        for exchange in (*whole, *self._sharded_exchanges([param], dtype)):
+        whole: list[Exchange] = [] if is_dtensor(param) else [ReplicatedExchange([param], dtype)]
+        for exchange in whole or self._sharded_exchanges([param], dtype):
             return _scaled(self._orthogonal(exchange, [param], last.options)[0].X, param, last.options)
         return torch.zeros_like(local(param), dtype=compute_dtype(param))  # this rank is not in the mesh
 
