@@ -17,7 +17,6 @@ import torch.distributed as dist
 from hilbert_monitor.doctor.samples import make_increment
 from hilbert_monitor.geometry import (
     RowSource,
-    bracket,
     center_rows,
     covering_radius,
     diameter,
@@ -349,12 +348,11 @@ FAULTS = [
     (row_diameter, diameter.DiameterSearch, "_compute_in_full"),
     (row_diameter_bracket, CentredRows, "norms"),
     (row_diameter_bracket, CentredRows, "points"),
-    (row_diameter_bracket, bracket, "ball_centre"),
     (covering_radius, CentredRows, "norms"),
     (covering_radius, radius, "_best_weights"),
     (panel, logits._Panel, "run"),
     (panel, logits._Panel, "logits"),
-    (spectral_norm, norms, "chunk_rows"),
+    (spectral_norm, RowSource, "chunks"),
     (waste, norms, "compute_dtype"),
 ]
 """A measurement, and a function inside it that fails on one rank."""
