@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .numerics import DTYPES, check_matrix, check_real, chunk_length, on_host
+from .numerics import DTYPES, MAX_BYTES, check_matrix, check_real, chunk_length, on_host
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its newer name
 _CHUNK_BYTES = 2**22  # of a chunk and what is made of it, on a CPU
@@ -85,6 +85,15 @@ class RowSource:
         rows = [p.index_select(0, index) if isinstance(p, Tensor) else p.take(index) for p in self.parts]
         return rows[0] if self.form is None else self.form(*rows)
 
+    def matrix(self) -> Tensor:
+        """Return all rows (V, d)."""
+        tensor = self.tensor
+        if tensor is None:
+            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            for at, rows in self.chunks(MAX_BYTES):
+                tensor[at] = rows
+        return tensor
+
     def at(self, index: Tensor) -> RowSource:
         """Return some rows as a source."""
         return RowSource(index, form=self.take, width=self.shape[1], dtype=self.dtype)
@@ -119,7 +128,7 @@ class RowSource:
         """
         dtype = dtype or self.dtype
         row_bytes = (copies + 2 * (self.form is not None)) * self.shape[1] * dtype.itemsize + extra
-        cached = max(64, _CHUNK_BYTES // row_bytes) if on_host(self) else max(1, len(self))
+        cached = max(64, _CHUNK_BYTES // max(1, row_bytes)) if on_host(self) else max(1, len(self))
         length = chunk_length(row_bytes, max_bytes, share=share, longest=longest or cached)
         for start in range(0, len(self), length):
             at = slice(start, min(start + length, len(self)))

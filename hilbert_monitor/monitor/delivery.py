@@ -11,13 +11,12 @@ from hilbert_monitor.runs.record import Alert, StepRecord
 from .options import MonitorOptions
 from .outputs import Outputs
 from .panel_source import PanelSource
-from .probe import Probe
+from .probe import Judged, Probe
 from .responses import Responses
 from .run_description import describe_run
 from .runtime import Guard
 from .token_texts import TokenTexts
 from .training_loop import TrainingLoop
-from .verdict import Judged
 
 
 class Delivery:
