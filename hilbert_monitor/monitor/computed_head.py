@@ -112,8 +112,8 @@ def computed_weight(module: Module) -> ComputedWeight | None:
     factors = _low_rank_factors(module, base) if isinstance(base, Linear) else None
     if factors is None:
         raise TypeError(
-            f"the head is an adapter, a {type(module).__name__}, other than plain LoRA on a frozen nn.Linear, and is not"
-            " measured: train the head whole, or watch another as head=..."
+            f"the head is an adapter, a {type(module).__name__}, other than plain LoRA on a frozen nn.Linear, and is"
+            " not measured: train the head whole, or watch another as head=..."
         )
     assert isinstance(base, Linear)
     parameters = [p for p in module.parameters() if p.ndim > 1 or p.requires_grad]
@@ -175,11 +175,9 @@ class ComputedSource(IncrementSource):
         (left, right), (old_left, old_right) = self.computed.factors(), self._before
         if right is None:
             return 2 * torch.finfo(left.dtype).eps * largest(left, old_left)
-        longest = [
-            float(x.norm(dim=d).amax()) for x, d in ((left, 1), (right, 0), (old_left, 1), (old_right, 0)) if x.numel()
-        ]
-        entry = max(longest[0] * longest[1], longest[2] * longest[3]) if len(longest) == 4 else 0.0
-        return 2 * torch.finfo(left.dtype).eps * entry
+        products = ((left, right), (old_left, old_right))
+        entries = [float(b.norm(dim=1).amax() * a.norm(dim=0).amax()) for b, a in products if b.numel() and a.numel()]
+        return 2 * torch.finfo(left.dtype).eps * max(entries, default=0.0)
 
     def _difference(self, share: Rate) -> RowSource:
         (left, right), (old_left, old_right) = self.computed.factors(), self._before

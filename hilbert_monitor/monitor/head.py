@@ -486,6 +486,6 @@ def check_logit_scale(output: Tensor, logits: Tensor, scale: float, softcap: flo
     if not fits or abs(measured - scale) <= max(0.01 * abs(scale), 4 * eps):
         return ""
     return (
-        f"the model's logits are {measured:.3g} times its head's output, and D(S) was measured for {scale:g} times: pass"
-        f" logit_scale={measured:.3g}"
+        f"the model's logits are {measured:.3g} times its head's output, and D(S) was measured for {scale:g} times:"
+        f" pass logit_scale={measured:.3g}"
     )

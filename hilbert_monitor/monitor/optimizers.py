@@ -350,7 +350,7 @@ class WeightDecay:
                 stated: Rate = function(options)
                 return stated
             case number:
-                return float(number)  # type: ignore[arg-type]
+                return float(number)
 
     def _of_class(self, options: Group) -> Rate | None:
         """Return the share by what is known of the optimizer's class."""

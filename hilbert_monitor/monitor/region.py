@@ -118,8 +118,8 @@ class Region:
             self._hidden.largest = self._largest
         if any(source.decay.share(source.group) is None for source in head.sources):
             warn_user(
-                f"it is not known how {type(outer).__name__} uses weight_decay, so TrustRegion holds the whole change of"
-                ' the weights; pass decay="decoupled" | "coupled" | a number | a function of the group'
+                f"it is not known how {type(outer).__name__} uses weight_decay, so TrustRegion holds the whole change"
+                ' of the weights; pass decay="decoupled" | "coupled" | a number | a function of the group'
             )
         steps = (outer, *inner_optimizers(outer, head.weight))
         self._remove = on_steps(steps, self._begin, self._end, after_closure=lambda: True)
