@@ -15,11 +15,11 @@ from hilbert_monitor.runs.record import Alert
 
 from .batches import Batch, token_count
 from .decay import Decay
-from .exporter import Prometheus
 from .guard import tell
 from .head_place import find_head_place
 from .lightning_loop import LightningLoop
 from .options import MonitorOptions, prometheus_settings
+from .prometheus import Prometheus
 from .ranks import Ranks
 from .samples import sample_indices
 from .session import MonitorSession
