@@ -25,9 +25,9 @@ from hilbert_monitor.runs.process_bound import ProcessBound, end_child
 from hilbert_monitor.runs.reader import STALLED_AFTER
 from hilbert_monitor.runs.record import Alert, LayerRecord, RunInfo, StepRecord
 
-from .guard import Guard, describe, tell
 from .options import ON_ALL_RANKS, Action, MonitorOptions
 from .prometheus import Exporter
+from .runtime import Guard, describe, warn_user
 from .training_loop import TrainingLoop
 
 T = TypeVar("T", contravariant=True)
@@ -84,7 +84,7 @@ class QueuedSink(ProcessBound, Generic[Item]):
             return
         self.dropped += 1
         if self.dropped == 1:
-            tell(f"{self.name} has fallen behind, records are dropped")
+            warn_user(f"{self.name} has fallen behind, records are dropped")
 
     def end(self, last: Callable[[], None] | None = None) -> None:
         """End the thread once it has written all records and called `last`. Does not wait for it."""
@@ -98,7 +98,7 @@ class QueuedSink(ProcessBound, Generic[Item]):
             return
         self._thread.join(timeout)
         if self._thread.is_alive():
-            tell(f"{self.name} is still busy at the end of the run, its last records may be lost")
+            warn_user(f"{self.name} is still busy at the end of the run, its last records may be lost")
 
     def _write(self, record: Item) -> None:
         self.sink.write(record if self._prepare is None else self._prepare(record))
@@ -112,7 +112,7 @@ class QueuedSink(ProcessBound, Generic[Item]):
                     end_child(error)
                 self.failures += 1
                 if self.failures == 1:
-                    tell(f"{self.name} failed ({describe(error)}); training goes on", stacklevel=1)
+                    warn_user(f"{self.name} failed ({describe(error)}); training goes on", stacklevel=1)
             if self.inherited:  # a child that the sink forked
                 end_child()
 
@@ -379,7 +379,7 @@ class BlowUpActions:
             for webhook in self.webhooks:
                 webhook.write(alert)
             if "warn" in self._words:
-                tell(f"step {alert.step}: {self.texts.complete(alert, BRIEF_PATIENCE).message}")
+                warn_user(f"step {alert.step}: {self.texts.complete(alert, BRIEF_PATIENCE).message}")
             for function in self._functions:
                 with self.guard("response to a blow-up", user_code=True):
                     self._call(function, self.texts.complete(alert, BRIEF_PATIENCE))
@@ -393,7 +393,7 @@ class BlowUpActions:
             checkpoint = None
             with self.guard("checkpoint of a blow-up"):
                 checkpoint = loop.make_checkpoint()
-            if loop.ranks.unanimous(checkpoint is not None):  # no rank waits for one that failed
+            if loop.ranks.all_agree(checkpoint is not None):  # no rank waits for one that failed
                 with self.guard("checkpoint of a blow-up"):
                     loop.save_checkpoint(checkpoint, path)
         if "stop" in self._words:
@@ -401,7 +401,7 @@ class BlowUpActions:
             if alerts and not self._stopped:
                 alert, self._stopped = self.texts.complete(alerts[0], BRIEF_PATIENCE), True
                 why = "" if "warn" in self._words else f": {alert.message}"
-                tell(f'step {alert.step}: stopping training (on_blowup="stop"){why}')
+                warn_user(f'step {alert.step}: stopping training (on_blowup="stop"){why}')
 
     def _call(self, function: Callable[[Alert], Any], alert: Alert) -> None:
         """Call a function in the training step, as it may act on the trainer. Warn of the first slow call."""
@@ -413,4 +413,4 @@ class BlowUpActions:
             if seconds > SLOW and not self._slow:
                 self._slow = True
                 name = getattr(function, "__qualname__", type(function).__name__)
-                tell(f"{name}, a response to a blow-up, took {seconds:.1f} s, and training waited for it")
+                warn_user(f"{name}, a response to a blow-up, took {seconds:.1f} s, and training waited for it")

@@ -22,7 +22,7 @@ from hilbert_monitor.runs.exposition import Exposition, RunSamples, Samples
 from hilbert_monitor.runs.process_bound import ProcessBound
 from hilbert_monitor.runs.reader import STALLED_AFTER
 
-from .guard import tell
+from .runtime import warn_user
 
 PORTS = 100  # to try
 CONNECTIONS = 100  # to serve at once
@@ -201,7 +201,7 @@ def _serve(settings: Prometheus, registry: CollectorRegistry) -> MetricsServer:
                 raise
             continue
         if port != first:
-            tell(f"port {first} is taken: the metrics are at port {port}", stacklevel=4)
+            warn_user(f"port {first} is taken: the metrics are at port {port}", stacklevel=4)
         return server
     raise OSError(errno.EADDRINUSE, f"port {first} and the next {PORTS - 1} are taken: give another")
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from hilbert_monitor.runs.record import RunInfo, StepRecord
 
 from .hidden import AutocastFactory
-from .ranks import Ranks
+from .runtime import Ranks
 
 
 class TrainingLoop(Protocol):

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import hilbert_monitor
 from hilbert_monitor import HilbertMonitor, Prometheus, TrustRegion
-from hilbert_monitor.monitor.guard import Guard
 from hilbert_monitor.monitor.outputs import QueuedSink, TokenTexts
+from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.monitor.several_heads import SharedSink
 from hilbert_monitor.runs import process_bound
 from hilbert_monitor.runs.exposition import CollectorRegistry

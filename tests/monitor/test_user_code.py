@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from hilbert_monitor import HilbertMonitor
 from hilbert_monitor.monitor import loader_items, measurement
-from hilbert_monitor.monitor.guard import Guard
+from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.stops import note_handlers
 from tests.support.decoders import Plain
