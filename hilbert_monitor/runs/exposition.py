@@ -172,7 +172,8 @@ class RunSamples(ProcessBound):
         with self._lock:
             if isinstance(record, Alert):
                 key = record.kind, record.severity
-                self._samples.alerts[key] = record
+                if key not in self._samples.alerts or record.step >= self._samples.alerts[key].step:
+                    self._samples.alerts[key] = record
                 self._samples.blowups[key] += 1
             else:
                 self._take(record)
