@@ -14,14 +14,13 @@ from hilbert_monitor.runs.alerts import Rules
 from hilbert_monitor.runs.record import Alert
 
 from .batches import Batch, token_count
-from .decay import Decay
-from .head_place import find_head_place
+from .head import locate_head
 from .lightning_loop import LightningLoop
 from .options import MonitorOptions, prometheus_settings
 from .prometheus import Prometheus
 from .runtime import Ranks, warn_user
 from .samples import sample_indices
-from .session import MonitorSession
+from .session import RunSession
 from .several_heads import check_heads, options_of_each
 
 VALIDATION_LOSSES = ("val_loss", "validation_loss", "val/loss", "valid_loss")
@@ -48,11 +47,12 @@ class HilbertMonitor(Callback):
         panel_size: validation positions of the Hilbert perturbation.
         diameter_every: updates between exact diameters; 0 for none.
         perturbation_every: updates between perturbations of the panel; 0 for none.
-        bracket: certified bounds of the diameter on every update; by default where they need no copy of the weights.
+        bounds: certified bounds of the diameter on every update; by default where they need no copy of the weights.
         panel: "loader" for the first positions of the validation data; "paper" for an equal part of the first
             validation batches of each rank, as in the paper; or your own token ids.
         hidden: (module, batch) -> hidden states, for a model whose forward pass never calls its head.
-        decay: how an optimizer that is not known uses weight_decay.
+        decay: how the head's optimizer uses weight_decay: "decoupled", "coupled", or the share of the weights that a
+            step takes away, a number or a function of the parameter's group. By default what is known of its class.
         vocab_size: rows of the head that are tokens, if it is padded.
         logit_scale: factor between the head's output and the logits; by default that of the model's config, or 1.
         decode: makes a token's text from its id, in a thread of its own. A record waits a second for its texts at most.
@@ -79,8 +79,6 @@ class HilbertMonitor(Callback):
         immediate: wait for an accelerator in every step, so that its record and alerts come in that step. By default
             it is not waited for in steps of which only bounds are measured, and these come when the next step is made.
             Anything in `on_blowup` that acts ("stop", "checkpoint", a function) implies it.
-        side_stream: let what is not waited for run beside the next forward pass, on a stream of its own. It then holds
-            the memory of one increment during that pass.
         strict: raise what fails, in place of counting it and warning once.
     """
 
@@ -91,10 +89,10 @@ class HilbertMonitor(Callback):
         diameter_every: int = 10,
         perturbation_every: int = 500,
         *,
-        bracket: bool | None = None,
+        bounds: bool | None = None,
         panel: Literal["loader", "paper"] | list[int] | list[list[int]] | Tensor = "loader",
         hidden: Callable[[Module, Batch], Any] | None = None,
-        decay: Decay | None = None,
+        decay: str | float | Callable[[dict[str, Any]], Any] | None = None,
         vocab_size: int | None = None,
         logit_scale: float | None = None,
         decode: Callable[[int], str] | None = None,
@@ -113,7 +111,6 @@ class HilbertMonitor(Callback):
         stalled_after: float | None = None,
         progress_bar: bool = True,
         immediate: bool = False,
-        side_stream: bool = False,
         strict: bool = False,
         **moved: Any,
     ) -> None:
@@ -127,7 +124,7 @@ class HilbertMonitor(Callback):
             panel_size=panel_size,
             diameter_every=diameter_every,
             perturbation_every=perturbation_every,
-            bracket=bracket,
+            bounds=bounds,
             panel=panel,
             hidden=hidden,
             decay=decay,
@@ -147,7 +144,6 @@ class HilbertMonitor(Callback):
             prometheus=prometheus_settings(prometheus_port, prometheus),
             stalled_after=stalled_after,
             immediate=immediate,
-            side_stream=side_stream,
             strict=strict,
         )
         self.beside: list[HilbertMonitor] = []
@@ -156,7 +152,7 @@ class HilbertMonitor(Callback):
 
     def _adopt(self, options: MonitorOptions) -> None:
         self.options = options
-        self.session = MonitorSession(options)
+        self.session = RunSession(options)
         """What watches the run; its `probe` measures, its `guard` counts what failed."""
         self._updates = 0
 
@@ -218,18 +214,15 @@ class HilbertMonitor(Callback):
         self._updates = trainer.global_step
         # In manual optimization the Trainer counts only steps that go through its wrappers.
         weight = 1.0 if updated else 0.0 if pl_module.automatic_optimization else MAYBE
-        if session.probe is None:
-            with session.guard("start"):
-                if weight:
-                    session.look_again(weight=weight)
-            return
         with session.guard("batch"):
             self._add_batch(trainer, outputs, batch)
+        with session.guard("start"):
+            session.look_again()
         with session.guard("increment"):
-            if weight and not session.probe.stepped:
+            if weight and session.probe is not None and not session.probe.stepped:
                 self._notice_update(trainer, pl_module, weight)
         with session.guard("record"):
-            session.record()
+            session.record(updated=bool(weight))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the panel, or begin to collect what the validation delivers."""
@@ -302,11 +295,11 @@ class HilbertMonitor(Callback):
     def _key(self, module: LightningModule) -> str:
         """Under which the state is saved: as `head` was given."""
         head = self.options.head
-        return head if isinstance(head, str) else "" if head is None else find_head_place(module, head).name
+        return head if isinstance(head, str) else "" if head is None else locate_head(module, head).name
 
     def _label(self, trainer: Trainer, module: LightningModule) -> str:
         """Name of the head, beside others that other monitors watch."""
-        name, _, weight, _ = find_head_place(module, self.options.head)
+        name, _, weight, _ = locate_head(module, self.options.head)
         probes = [monitor.session.probe for monitor in _monitors(trainer) if monitor is not self]
         if any(probe is not None and probe.head.weight is weight for probe in probes):
             raise ValueError(f"another HilbertMonitor watches the head '{name}': pass each a head=... of its own")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib import import_module
 from numbers import Integral, Real
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from torch.nn import Module, Parameter
 
@@ -18,8 +18,8 @@ from hilbert_monitor.runs.alerts import Rules
 from hilbert_monitor.runs.reader import STALLED_AFTER
 from hilbert_monitor.runs.record import Alert
 
-from .decay import Decay
 from .hidden import HiddenStates
+from .optimizers import Decay
 from .panel_source import PanelChoice
 from .prometheus import Prometheus
 
@@ -51,7 +51,7 @@ class MonitorOptions:
     panel_size: int = 8192
     diameter_every: int = 10
     perturbation_every: int = 500
-    bracket: bool | None = None
+    bounds: bool | None = None
     panel: PanelChoice = "loader"
     hidden: HiddenStates | None = None
     decay: Decay | None = None
@@ -71,7 +71,6 @@ class MonitorOptions:
     prometheus: Prometheus | None = None
     stalled_after: float | None = None
     immediate: bool = False
-    side_stream: bool = False
     strict: bool = False
     named: bool = False
     """Whether records say which head they are of. Not an argument: set where several heads are watched."""
@@ -84,8 +83,12 @@ class MonitorOptions:
             )
         for name, (kind, what) in KINDS.items():
             _check_kind(name, getattr(self, name), kind, what)
-        if self.decay not in (None, *get_args(Decay)):
-            raise ValueError(f"decay is {' or '.join(map(repr, get_args(Decay)))}, or None, got {self.decay!r}")
+        is_share = isinstance(self.decay, Real) and not isinstance(self.decay, bool) and 0 <= float(self.decay) <= 1
+        if not (self.decay in (None, "decoupled", "coupled") or is_share or callable(self.decay)):
+            raise ValueError(
+                'decay is "decoupled", "coupled", the share of the weights that a step takes away, a function of the'
+                f" parameter's group that returns it, or None, got {self.decay!r}"
+            )
         if self.logit_scale is not None and not 0 < abs(self.logit_scale) < math.inf:
             raise ValueError(f"logit_scale is a number other than zero, or None, got {self.logit_scale!r}")
         if self.run_dir is not None:

@@ -253,6 +253,7 @@ class RunOutputs:
         self._texts = TokenTexts(options.decode, guard)
         self._actions = BlowUpActions(options.actions, guard, self._texts, run=lambda: self.id)
         self._info, self._heartbeat = RunInfo(), 0.0
+        self._pages: list[Alert] = []  # on which all ranks have not acted yet
 
     @property
     def id(self) -> str:
@@ -291,22 +292,23 @@ class RunOutputs:
             info = msgspec.structs.replace(info, port=self.exporter.port, address=settings.address, scheme=scheme)
         self.write_log(info)
 
-    def write(self, records: Sequence[tuple[StepRecord, list[Alert]]], *, step: int, final: bool) -> None:
-        """Write records with their alerts, and act on pages. Called on every rank; only rank zero has records.
-
-        After the `final` step there is no checkpoint and nothing to stop.
-        """
-        if self.loop.ranks.rank == 0:
-            for record, alerts in records:
-                with self.guard("outputs"):
-                    self.put(record, alerts)
-                with self.guard("loggers"):
-                    self.loop.log(record, final=final)
-        pages = [alert for _, alerts in records for alert in alerts if alert.severity == "page"]
+    def write(self, record: StepRecord, alerts: list[Alert], *, final: bool) -> None:
+        """Write a record with its alerts on rank zero, and do what that does alone on pages."""
+        if self.loop.ranks.rank != 0:
+            return
+        with self.guard("outputs"):
+            self.put(record, alerts)
+        with self.guard("loggers"):
+            self.loop.log(record, final=final)
+        pages = [alert for alert in alerts if alert.severity == "page"]
         self._actions.on_rank_zero(pages)
-        if not final:
-            folder = self.loop.folder if self._writer is None else self._writer.folder
-            self._actions.on_all_ranks(self.loop, pages, os.path.join(folder, f"blow-up-step-{step}.ckpt"))
+        self._pages += pages
+
+    def act(self, step: int) -> None:
+        """Do what all ranks do on pages since the last call. Called on every rank after every update."""
+        pages, self._pages = self._pages, []
+        folder = self.loop.folder if self._writer is None else self._writer.folder
+        self._actions.on_all_ranks(self.loop, pages, os.path.join(folder, f"blow-up-step-{step}.ckpt"))
 
     def put(self, record: StepRecord, alerts: Sequence[Alert] = ()) -> None:
         """Give a record and its alerts to the log, the exporter and the sinks."""

@@ -27,7 +27,7 @@ from .options import MonitorOptions, chosen_options, with_options
 from .plain_loop import Log, PlainLoop
 from .runtime import warn_user
 from .samples import sample_indices
-from .session import MonitorSession
+from .session import RunSession
 
 
 class Watch:
@@ -50,7 +50,7 @@ class Watch:
         panel: GivenPanel | None = None,
         data_ranks: int | None = None,
     ) -> None:
-        self.session = MonitorSession(dataclasses.replace(options))
+        self.session = RunSession(dataclasses.replace(options))
         """What watches the run; its `probe` measures, its `guard` counts what failed."""
         self.loop = loop
         self._panel, self._data_ranks = panel, data_ranks or loop.ranks.world
@@ -105,17 +105,13 @@ class Watch:
         if not self._running or self.loop.in_between:
             return
         self.loop.updates += 1
-        if session.probe is None:
-            with session.guard("start"):
-                session.look_again()
-            self._losses.clear()
-            return
+        with session.guard("start"):
+            session.look_again()
         with session.guard("increment"):
-            if not session.probe.stepped:
+            if session.probe is not None and not session.probe.stepped:
                 self._notice_update()
         with session.guard("batch"):
-            if session.probe.stepped:
-                self._hand_over_batches()
+            self._hand_over_batches()
         with session.guard("record"):
             session.record()
 

@@ -5,13 +5,13 @@ import math
 import msgspec
 import pytest
 import torch
+from hilbert_monitor.monitor.agenda import CHECKED
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, NAdam
 
 from hilbert_monitor import Probe, pretraining_optimizer
 from hilbert_monitor.geometry import tension_bracket
 from hilbert_monitor.monitor import step_quality
-from hilbert_monitor.monitor.agenda import CHECKED
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.optim import Muon, RowNorm
 from tests.support.decoders import Plain, seeded
@@ -230,7 +230,7 @@ def test_the_perturbation_of_a_panel_takes_as_many_waits_whatever_the_vocabulary
 
 
 def test_a_step_that_is_not_measured_does_not_wait():
-    counts, record = waits_of_a_step("AdamW", V, diameter_every=0, perturbation_every=0, bracket=False)
+    counts, record = waits_of_a_step("AdamW", V, diameter_every=0, perturbation_every=0, bounds=False)
     assert record.diameter_lower is None
     assert measured(counts).waits == 0, counts.table()
     assert measured(counts).kernels <= 5, counts.table()  # a few rows are kept for a comparison that may come

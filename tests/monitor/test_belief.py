@@ -259,7 +259,7 @@ def test_two_calls_that_make_a_step_are_seen(model):
 def test_weights_swapped_before_the_last_record_are_not_a_step(model, make):
     """As those that weight averaging puts in place at the end of training."""
     optimizer = make(model.parameters())
-    with Probe(model, optimizer, diameter_every=10, bracket=False, perturbation_every=0, strict=True) as probe:
+    with Probe(model, optimizer, diameter_every=10, bounds=False, perturbation_every=0, strict=True) as probe:
         for update in range(3):
             backward(model, update)
             optimizer.step()

@@ -149,7 +149,6 @@ ARGUMENTS = {
     "stalled_after": [None, 3600.0],
     "progress_bar": [False, True],
     "immediate": [False, True],
-    "side_stream": [False, True],
     "strict": [False, True],
 }
 """Every argument of the constructor, with values a config may give it."""
@@ -221,7 +220,7 @@ def test_what_is_wrong_in_the_file_is_named(arguments, said, tmp_path):
 
 def test_arguments_can_be_given_on_the_command_line_too(tmp_path):
     callback = "--trainer.callbacks+=hilbert_monitor.HilbertMonitor"
-    options = ["--trainer.callbacks.diameter_every=7", "--trainer.callbacks.bracket=null"]
+    options = ["--trainer.callbacks.diameter_every=7", "--trainer.callbacks.bounds=null"]
     monitor = monitor_of(cli("--trainer.accelerator=cpu", "--trainer.logger=false", callback, *options))
     assert (monitor.options.diameter_every, monitor.options.bracket) == (7, None)
 

@@ -152,7 +152,7 @@ def test_a_schedule_of_tensors_is_read_in_one_go(monkeypatch):
     counts = {}
     for scheduler in (None, torch_schedulers.ExponentialLR(optimizer, 0.9)):
         with Probe(
-            model, optimizer, diameter_every=0, perturbation_every=0, bracket=False, schedulers=scheduler
+            model, optimizer, diameter_every=0, perturbation_every=0, bounds=False, schedulers=scheduler
         ) as probe:
             for step in range(2):
                 loss_of(model, step).backward()
