@@ -101,6 +101,7 @@ class RunSession(ProcessBound):
                     stacklevel=4,
                 )
             self._stop_probe()
+            self.probe = None
             self._waits_for_groups = self._groups() if why else None
             return
         assert self.probe is not None
@@ -248,7 +249,7 @@ class RunSession(ProcessBound):
             self.probe.finish()
         if self._layers is not None:
             self._layers.close()
-        self.probe = self._layers = None
+        self._layers = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return steps and tokens so far, the name of the log and the history of the rules, of plain types."""

@@ -5,13 +5,13 @@ import math
 import msgspec
 import pytest
 import torch
-from hilbert_monitor.monitor.agenda import CHECKED
+from hilbert_monitor.monitor.probe import CHECKED
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, NAdam
 
 from hilbert_monitor import Probe, pretraining_optimizer
 from hilbert_monitor.geometry import tension_bracket
-from hilbert_monitor.monitor import step_quality
+from hilbert_monitor.monitor import measure
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.optim import Muon, RowNorm
 from tests.support.decoders import Plain, seeded
@@ -195,7 +195,7 @@ def test_an_ordinary_step_that_is_read_later_waits_for_nothing(make):
                 assert measured(counts).waits == 0, counts.table()
                 assert measured(counts).kernels <= 120, counts.table()
             records += [r for r, _ in later.probe.earlier()] + [record] * (record is not None)
-        later.probe.settle()
+        later.probe.flush()
         records += [r for r, _ in later.probe.earlier()]
         expected = now.run(CHECKED + 4)
     assert [r.step for r in records] == list(range(1, CHECKED + 5))
@@ -266,7 +266,7 @@ def test_a_step_that_a_grad_scaler_skips_is_none():
 
 @pytest.mark.sweep
 def test_the_efficiency_of_a_step_is_measured():
-    step_quality.tension_bracket = lambda G, **_: tension_bracket(G, budget_seconds=0)
+    measure.tension_bracket = lambda G, **_: tension_bracket(G, budget_seconds=0)
     with EmulatedDevice():
         training = Training("recipe, RowNorm head", NAME, V=24, efficiency=True, diameter_every=1, perturbation_every=1)
         record = training.update()

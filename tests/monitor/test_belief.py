@@ -421,7 +421,7 @@ def perturbations(rank, world):
             backward(model, update)
             optimizer.step()
             rms.append(probe.record().perturbation_rms)
-    return [value for value in rms if value is not None], probe.source.belief.numbers
+    return [value for value in rms if value is not None], probe.head.basis
 
 
 def test_what_one_rank_finds_out_all_of_them_know(tmp_path):

@@ -170,7 +170,7 @@ def test_rownorm_alone_is_named_and_bounded():
     module, kept = Module("rownorm"), Recorder()
     monitor = HilbertMonitor(diameter_every=1, perturbation_every=0, sinks=[kept], strict=True)
     fit(module, monitor)
-    assert isinstance(monitor.session.probe.source.optimizer, RowNorm)
+    assert isinstance(monitor.session.probe.head.source.optimizer, RowNorm)
     assert all(r.diameter <= r.ceiling * (1 + 1e-6) for r in kept.records)
 
 

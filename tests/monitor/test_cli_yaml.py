@@ -127,7 +127,7 @@ ARGUMENTS = {
     "panel_size": [50],
     "diameter_every": [3, 0],
     "perturbation_every": [4, 0],
-    "bracket": [None, True, False],
+    "bounds": [None, True, False],
     "panel": ["loader", "paper", list(range(20)), [[1, 2, 3], [4, 5]]],
     "hidden": [None, f"{HERE}.states", f"{HERE}.bare_states"],
     "decay": [None, "decoupled", "coupled"],
@@ -222,14 +222,14 @@ def test_arguments_can_be_given_on_the_command_line_too(tmp_path):
     callback = "--trainer.callbacks+=hilbert_monitor.HilbertMonitor"
     options = ["--trainer.callbacks.diameter_every=7", "--trainer.callbacks.bounds=null"]
     monitor = monitor_of(cli("--trainer.accelerator=cpu", "--trainer.logger=false", callback, *options))
-    assert (monitor.options.diameter_every, monitor.options.bracket) == (7, None)
+    assert (monitor.options.diameter_every, monitor.options.bounds) == (7, None)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("panel", ["loader", [k % V for k in range(60)]], ids=["loader", "ids"])
 def test_a_config_trains_logs_and_saves_a_config_that_trains_the_same(panel, tmp_path):
     measured = []
-    arguments = {"head": "model.lm_head", "panel": panel, "panel_size": 50, "bracket": None, "strict": True}
+    arguments = {"head": "model.lm_head", "panel": panel, "panel_size": 50, "bounds": None, "strict": True}
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path)}}
     trainer = {"max_steps": UPDATES, "log_every_n_steps": 1, "logger": logger}
     config = written(tmp_path, trainer=trainer, diameter_every=2, perturbation_every=3, **arguments)

@@ -108,7 +108,7 @@ def test_records_keep_their_order_and_come_with_the_next_step(read_later):
             optimizer.step()
             record = probe.record()
             came.append([r.step for r, _ in probe.earlier()] + ([record.step] if record else []))
-        probe.settle()
+        probe.flush()
         came.append([r.step for r, _ in probe.earlier()])
     assert came == [[1], [2], [3], [4], [5], [], [6], [7], [8], [9]]
 
@@ -137,7 +137,7 @@ def test_a_fused_step_that_a_grad_scaler_skipped_is_known_later(read_later):
                 cross_entropy(model(TEXT[:, :-1]).flatten(0, 1), TEXT[:, 1:].flatten()).backward()
                 optimizer.step()
                 records += [probe.record(), *(r for r, _ in probe.earlier())]
-            probe.settle()
+            probe.flush()
             records += [r for r, _ in probe.earlier()]
         return {r.step: without_cost(r) for r in records if r is not None}
 

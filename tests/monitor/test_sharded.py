@@ -22,7 +22,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from hilbert_monitor import ChainedOptimizer, Muon, RowNorm
 from hilbert_monitor.geometry.points import CentredRows
-from hilbert_monitor.monitor.head import WatchedHead
+from hilbert_monitor.monitor.head import Head
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from tests.support import warm
@@ -342,13 +342,13 @@ def work(rank, world):
     optimizer, copies = OPTIMIZERS["RMSprop"](model.parameters()), []
     panel = Panel.of_tokens(TEXT[:8], 50)
     probe = Probe(model, optimizer, panel=panel, diameter_every=1, perturbation_every=1, strict=True)
-    with mock.patch.object(WatchedHead, "increment", autospec=True, side_effect=WatchedHead.increment) as formed, probe:
+    with mock.patch.object(Head, "increment", autospec=True, side_effect=Head.increment) as formed, probe:
         for update in range(UPDATES):
             ids = TEXT[8 * update : 8 * update + 8]
             optimizer.zero_grad()
             cross_entropy(wrapped(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
             optimizer.step()
-            copies.append(probe.source.has_stored)
+            copies.append(probe.head.source.has_before)
             probe.record()
         return formed.call_count, copies, probe.record(final=True)
 

@@ -314,7 +314,7 @@ def test_a_run_that_is_terminated_says_so(tmp_path):
 
 PREEMPTED = """
 import os, signal, sys, time
-from hilbert_monitor.monitor import measurement
+from hilbert_monitor.monitor import measure
 from tests.monitor.test_watch import watched, steps
 
 _, folder, place, then, end = sys.argv
@@ -335,7 +335,7 @@ run, model, optimizer = watched(run_dir=folder, strict=False)
 with run:
     steps(run, model, optimizer, range(2))
     if place == "measuring":
-        measurement.row_diameter = preempt
+        measure.row_diameter = preempt
     else:
         preempt()
     steps(run, model, optimizer, range(2))
