@@ -33,7 +33,7 @@ from .training_loop import TrainingLoop
 T = TypeVar("T", contravariant=True)
 Item = TypeVar("Item")
 LogItem = StepRecord | Alert | LayerRecord | RunInfo | None
-"""What the log takes. None is a heartbeat."""
+"""An item of the log. None is a heartbeat."""
 
 HEARTBEAT = 10.0  # seconds between two heartbeats while the run makes no step
 CLOSE = 5.0  # seconds that all sinks together have to finish at the end of a run
@@ -284,7 +284,7 @@ class RunOutputs:
         self.describe(info)
 
     def describe(self, info: RunInfo) -> None:
-        """Write what is now known of the run."""
+        """Write an updated description of the run."""
         if self.exporter is not None and self.exporter.port is not None:
             settings = self.exporter.settings
             scheme = "http" if settings.tls is None else "https"
@@ -294,7 +294,7 @@ class RunOutputs:
     def write(self, records: Sequence[tuple[StepRecord, list[Alert]]], *, step: int, final: bool) -> None:
         """Write records with their alerts, and act on pages. Called on every rank; only rank zero has records.
 
-        After the `final` step there is no checkpoint and nothing to stop.
+        With `final`, actions of all ranks are skipped: there is no next step.
         """
         if self.loop.ranks.rank == 0:
             for record, alerts in records:

@@ -33,7 +33,7 @@ NAME_WAIT = 10.0  # seconds that the log has to name the run; until then scrapes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prometheus:
-    """How Prometheus reaches a run's metrics.
+    """Settings of the export to Prometheus.
 
     Example:
         ``HilbertMonitor(prometheus=Prometheus(port=9464, address="0.0.0.0"))``

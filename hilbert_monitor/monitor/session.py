@@ -189,8 +189,9 @@ class MonitorSession(ProcessBound):
 
     def _named(self, record: StepRecord) -> StepRecord:
         """Return the record with the name of its head, if there are several."""
-        named = self.options.named and self.probe is not None
-        return msgspec.structs.replace(record, head=self.probe.head.name) if named else record  # type: ignore[union-attr]
+        if self.probe is None or not self.options.named:
+            return record
+        return msgspec.structs.replace(record, head=self.probe.head.name)
 
     def notice_update(self, *, weight: float = 1.0) -> None:
         """Look for the step of an update that no hook saw. Called on every rank."""
