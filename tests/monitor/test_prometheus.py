@@ -138,7 +138,7 @@ def test_a_client_that_connects_and_stops_delays_neither_scrapes_nor_the_end_of_
     before = {thread for thread in threading.enumerate() if not thread.daemon}
     run = threading.Thread(target=fit, args=(Module("torch"), monitor, annoys), daemon=True)
     run.start()
-    run.join(300)
+    run.join(150)
     assert not run.is_alive()
     assert len(annoys.texts) >= UPDATES
     assert "hilbert_step{" in annoys.texts[-1]
