@@ -87,12 +87,11 @@ class Exporter(ProcessBound, Exposition):
         except ValueError as error:
             raise ValueError("the registry has another run or metrics of these names: give each its own") from error
         _exporters.add(self)
-        if settings.port is not None:
-            try:
-                self._server = _serve(settings, self._registry)
-            except BaseException:
-                self.stop()
-                raise
+        try:
+            self._server = None if settings.port is None else _serve(settings, self._registry)
+        except BaseException:
+            self.stop()
+            raise
         self.port = None if self._server is None else self._server.server_port
 
     def end(self, status: str) -> None:
