@@ -294,7 +294,7 @@ class RunOutputs:
     def write(self, records: Sequence[tuple[StepRecord, list[Alert]]], *, step: int, final: bool) -> None:
         """Write records with their alerts, and act on pages. Called on every rank; only rank zero has records.
 
-        With `final`, actions of all ranks are skipped: there is no next step.
+        Skip the actions of all ranks if `final`: training has ended.
         """
         if self.loop.ranks.rank == 0:
             for record, alerts in records:
