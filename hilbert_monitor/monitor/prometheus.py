@@ -33,7 +33,7 @@ NAME_WAIT = 10.0  # seconds that the log has to name the run; until then scrapes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prometheus:
-    """How Prometheus reaches a run's metrics.
+    """Settings of the export to Prometheus.
 
     Example:
         ``HilbertMonitor(prometheus=Prometheus(port=9464, address="0.0.0.0"))``
@@ -87,12 +87,11 @@ class Exporter(ProcessBound, Exposition):
         except ValueError as error:
             raise ValueError("the registry has another run or metrics of these names: give each its own") from error
         _exporters.add(self)
-        if settings.port is not None:
-            try:
-                self._server = _serve(settings, self._registry)
-            except BaseException:
-                self.stop()
-                raise
+        try:
+            self._server = None if settings.port is None else _serve(settings, self._registry)
+        except BaseException:
+            self.stop()
+            raise
         self.port = None if self._server is None else self._server.server_port
 
     def end(self, status: str) -> None:

@@ -13,9 +13,7 @@ import lightning
 import msgspec
 import pytest
 import torch
-from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.optim import SGD
 
 from hilbert_monitor import HilbertMonitor, watch
 from hilbert_monitor.monitor import outputs
@@ -26,47 +24,11 @@ from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.runs.alerts import alerts_of
 from hilbert_monitor.runs.reader import RunReader, find_runs
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from tests.support.blowups import JUMP, STEPS, Jumps, Overwrites, fit, monitor
 from tests.support.decoders import Plain
 from tests.support.sinks import Recorder
-from tests.support.training import Module, Text, V
+from tests.support.training import Module, V
 from tests.support.warm import warm_ranks_fixture  # noqa: F401
-
-JUMP, STEPS = 23, 30
-"""The step at which the learning rate is ten times what it was, not one that is due; and the last."""
-
-
-class Jumps(Module):
-    """Has an accident with its learning rate."""
-
-    def configure_optimizers(self):
-        optimizer = AdamW(self.parameters(), lr=1e-3)
-        schedule = LambdaLR(optimizer, lambda t: 10.0 if t + 1 == JUMP else 1.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class Overwrites(Module):
-    """Writes to the optimizer's state: D(S) exceeds the optimizer's ceiling, and the alert names two tokens."""
-
-    def configure_optimizers(self):
-        return AdamW(self.parameters(), lr=1e-3)
-
-    def on_before_optimizer_step(self, optimizer):
-        if self.trainer.global_step + 1 == JUMP:
-            for state in optimizer.state.values():
-                state["exp_avg"].mul_(1e4)
-
-
-def fit(module, *callbacks, steps=STEPS, **options):
-    torch.manual_seed(1)
-    given = {"accelerator": "cpu", "max_steps": steps, "max_epochs": -1, "logger": False} | options
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = lightning.Trainer(callbacks=list(callbacks), **given, **quiet)
-    trainer.fit(module, DataLoader(Text(0), batch_size=4), DataLoader(Text(1, 8), batch_size=4))
-    return trainer
-
-
-def monitor(**options):
-    return HilbertMonitor(**{"panel_size": 50, "on_blowup": [], "strict": True} | options)
 
 
 def said_in(function):

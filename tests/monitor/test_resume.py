@@ -5,9 +5,7 @@ import random
 import time
 import warnings
 
-import lightning
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -17,43 +15,10 @@ from hilbert_monitor import HilbertMonitor
 from hilbert_monitor.runs.alerts import Judge, alerts_of
 from hilbert_monitor.runs.reader import RunReader, find_runs
 from hilbert_monitor.runs.record import StepRecord
+from tests.support.blowups import JUMP, Jumps, fit, monitor
 from tests.support.sinks import Recorder
 from tests.support.training import Module, Text
 from tests.support.warm import Program, warm_ranks_fixture  # noqa: F401
-
-JUMP, STEPS = 23, 30
-"""The step at which the learning rate is ten times what it was, not one that is due; and the last."""
-
-
-class Jumps(Module):
-    """Has an accident with its learning rate."""
-
-    def configure_optimizers(self):
-        optimizer = AdamW(self.parameters(), lr=1e-3)
-        schedule = LambdaLR(optimizer, lambda t: 10.0 if t + 1 == JUMP else 1.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def fit(module, *callbacks, steps=STEPS, checkpoint=None, **options):
-    torch.manual_seed(1)
-    given = {
-        "accelerator": "cpu",
-        "max_steps": steps,
-        "max_epochs": -1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        "callbacks": list(callbacks),
-    } | options
-    trainer = lightning.Trainer(**given)
-    trainer.fit(module, DataLoader(Text(0), batch_size=4), DataLoader(Text(1, 8), batch_size=4), ckpt_path=checkpoint)
-    return trainer
-
-
-def monitor(**options):
-    return HilbertMonitor(**{"diameter_every": 10, "panel_size": 50, "on_blowup": [], "strict": True} | options)
-
 
 SCRIPT = """
 import sys, time, warnings
@@ -61,7 +26,7 @@ warnings.simplefilter("ignore")
 import lightning, torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from hilbert_monitor import HilbertMonitor
-from tests.monitor.test_resume import fit, Module
+from tests.support.blowups import Module, fit
 class Slow(lightning.Callback):
     def on_train_batch_end(self, trainer, *_):
         time.sleep(0.02)
