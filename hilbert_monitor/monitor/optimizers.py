@@ -112,8 +112,10 @@ def on_steps(
 
     def pre_hook(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         nonlocal outermost
+        if not _runs_now():
+            return None
         caller = sys._getframe(1)
-        if not _runs_now() or _on_the_stack(outermost, caller):
+        if _on_the_stack(outermost, caller):
             return None
         outermost = caller
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
