@@ -136,18 +136,3 @@ def check_matrix(name: str, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must be a (V, d) matrix with one row per token, got shape {shape}")
     if 0 in shape:
         raise ValueError(f"{name} must have at least one row and one column, got shape {shape}")
-
-
-def chunk_length(row_bytes: int, max_bytes: int, *, share: int = 1, longest: int = 4096) -> int:
-    """Return the number of rows in a chunk.
-
-    Args:
-        row_bytes: scratch that one row needs.
-        max_bytes: bound on scratch memory; ValueError if it is too small for one row.
-        share: divisor of max_bytes that gives the memory for one chunk.
-        longest: most rows in a chunk, so that it stays in a processor's cache.
-    """
-    need = share * row_bytes
-    if max_bytes < need:
-        raise ValueError(f"max_bytes={max_bytes} is less than the {need} bytes this input needs: raise max_bytes")
-    return min(longest, max_bytes // max(need, 1))

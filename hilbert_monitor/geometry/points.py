@@ -168,7 +168,7 @@ def ordered(i: int, j: int) -> tuple[int, int]:
 def from_sample(
     shards: RowShards, scales: Scales, max_bytes: int, columns: Callable[[Tensor], Tensor], number: int
 ) -> Tensor:
-    """Return columns (d, number) that the first rank computes from an even sample of all rows.
+    """Return columns (d, number) that the first rank computes from an even sample of all rows, on all ranks.
 
     Entries that are not finite become zero.
 
@@ -183,17 +183,20 @@ def from_sample(
     step = sample_step(shards, dtype, max_bytes)
     sizes = [-(-count // step) for count in shards.counts]
 
-    def own() -> Tensor:
-        return _times(shards.rows.chunk(0, len(shards.rows), step).to(dtype), scales.pre)
+    def own() -> Sequence[Tensor]:
+        rows = _times(shards.rows.chunk(0, len(shards.rows), step).to(dtype), scales.pre)
+        missing = max(sizes) - len(rows)
+        return [pad(rows, (0, 0, 0, missing)) if missing else rows]
 
-    def padded() -> Sequence[Tensor]:
-        return [pad(rows := own(), (0, 0, 0, max(sizes) - len(rows)))]
+    (tables,) = shards.ranks.gather(own, ((max(sizes), d), dtype))
 
-    sample = own
-    if not shards.ranks.is_single:
-        (tables,) = shards.ranks.gather(padded, ((max(sizes), d), dtype))
-        sample = lambda: torch.cat([table[:size] for table, size in zip(tables, sizes, strict=True)])  # noqa: E731
-    return shards.ranks.from_first(lambda: columns(sample()).nan_to_num(0.0, 0.0, 0.0), d, number, dtype=dtype)
+    def first() -> Tensor:
+        if shards.ranks.rank:
+            return torch.zeros(d, number, dtype=dtype)  # adding zero changes no bit
+        sample = torch.cat([table[:size] for table, size in zip(tables, sizes, strict=True)])
+        return columns(sample).nan_to_num(0.0, 0.0, 0.0)
+
+    return shards.ranks.sum(first, d, number, dtype=dtype)
 
 
 def sample_step(shards: RowShards, dtype: torch.dtype, max_bytes: int, most: int = SAMPLE) -> int:
