@@ -147,10 +147,9 @@ def _deferred(shards: RowShards, scales: Scales, max_bytes: int, *, checked: boo
     largest, rows, ids = _outliers(shards, points)
     partners, partner_ids = _partners(shards, points, rows)
     rows, ids = torch.cat([rows, partners]), torch.cat([ids, partner_ids])
-    some_missing = not shards.ranks.is_single or shards.number < OUTLIERS
-    length, ends = longest_pair(rows, ids, scales, some_missing=some_missing)
+    length, ends = longest_pair(rows, ids, scales)
     size = torch.linalg.vector_norm(centre, ord=math.inf)[None]
-    numbers = torch.cat([length, ids.index_select(0, ends).double(), size.double(), largest.double()])
+    numbers = torch.cat([length, ids.index_select(0, ends), size, largest])  # in fp64, as the length is
     return DeferredBracket(numbers, shards.shape, scales, checked)
 
 
@@ -158,13 +157,12 @@ def ball_centre(rows: Tensor) -> Tensor:
     """Estimate the centre (d,) of the smallest ball around rows (n, d): an average of some of them and their mean."""
     mean = mean_row(rows)
     x = rows - mean
-    square = x.square().sum(1)
-    far = square.clone()  # squared distances from the average so far, less a constant
-    chosen = []
+    far = square = x.square().sum(1)  # squared distances from the average so far, less a constant
+    chosen: list[Tensor] = []
     for k in range(AVERAGED):
-        chosen.append(far.argmax(0, keepdim=True))
-        far.lerp_(torch.addmv(square, x, x.index_select(0, chosen[-1])[0], alpha=-2), 1 / (MEAN_WEIGHT + k + 1))
-    return mean + x.index_select(0, torch.cat(chosen)).sum(0) / (MEAN_WEIGHT + AVERAGED)
+        chosen.append(x.index_select(0, far.argmax(0, keepdim=True)))
+        far = far.lerp(torch.addmv(square, x, chosen[-1][0], alpha=-2), 1 / (MEAN_WEIGHT + k + 1))
+    return mean + torch.cat(chosen).sum(0) / (MEAN_WEIGHT + AVERAGED)
 
 
 def _outliers(shards: RowShards, points: CentredRows) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,33 +202,25 @@ def _partners(shards: RowShards, points: CentredRows, outliers: Tensor) -> tuple
     return shards.gather(choose, k)
 
 
-def longest_pair(rows: Tensor, ids: Tensor, scales: Scales, *, some_missing: bool = True) -> tuple[Tensor, Tensor]:
+def longest_pair(rows: Tensor, ids: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
     """Return the fp64 length (1,) of the longest pair of rows (n, d), in units of the points, and its places (2,).
+
+    A product finds the pair. Its length is measured from the rows.
 
     Args:
         rows: as they were given.
         ids: (n,) their numbers in the matrix; -1 where a row is missing.
         scales: of the points.
-        some_missing: False where no id can be -1, which saves a few kernels.
     """
     x = rows.double()
     if scales.pre != 1.0 or scales.post != 1.0:
         x = x * scales.pre * scales.post
-    if on_host(x):  # a product finds the longest pair sooner, and its length is measured by itself
-        y = x - x[0]
-        norm2 = y.square().sum(1)
-        apart = torch.addmm(norm2 + norm2[:, None], y, y.T, alpha=-2)
-    else:
-        apart = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
-    if some_missing:
-        missing = ids < 0
-        apart = apart.masked_fill_(missing | missing[:, None], 0.0)
-    length, place = apart.view(1, -1).max(1)
+    y = x - x[0]
+    size = y.square().sum(1).masked_fill_(ids < 0, -torch.inf)
+    _, place = torch.addmm(size + size[:, None], y, y.T, alpha=-2).view(1, -1).max(1)
     ends = torch.cat([place // len(x), place % len(x)])
-    if on_host(x):
-        a, b = x.index_select(0, ends)
-        length = torch.linalg.vector_norm(a - b)[None]
-    return length, ends
+    a, b = x.index_select(0, ends)
+    return torch.linalg.vector_norm(a - b)[None], ends
 
 
 def fp64_rounding(d: int) -> float:

@@ -222,15 +222,15 @@ class DiameterSearch:
         up = 1 + self.points.rounding
 
         def sizes() -> Sequence[Tensor]:
-            largest = (self.norms.amax() if len(self.norms) else self.norms.new_zeros(())).double()[None]
-            long = (self.norms * up >= length * (0.5 - 2.0**-40)).sum().double()[None]  # other ranks may round `length`
-            return [torch.cat([largest, long, length, ids[ends].double()])]
+            largest = self.norms.amax()[None] if len(self.norms) else self.norms.new_zeros(1)
+            long = (self.norms * up >= length * (0.5 - 2.0**-40)).sum()[None]  # other ranks may round `length`
+            return [torch.cat([largest, long, length, ids[ends]])]
 
         (table,) = self.ranks.gather(sizes, ((5,), torch.float64))
         length = table[0, 2:3]  # and its pair: those of the first rank
         largest = table[:, 0].amax()[None]  # a nan stays one
-        able = (self.norms * up >= length - largest * up**2).sum().double()[None]
-        centre = self.points.centre.abs().amax().double()[None]
+        able = (self.norms * up >= length - largest * up**2).sum()[None]
+        centre = self.points.centre.abs().amax()[None]
         numbers = torch.cat([table[0, 2:], largest, centre, able, table[:, 1]])
         self.length, i, j, norm, size, count, *long = numbers.tolist()  # the device is read once
         self.pair, self.able = ordered(int(i), int(j)), int(count)
