@@ -9,13 +9,12 @@ The lower bound is the longest pair among the farthest rows and the sampled rows
 centre is an average of sampled rows, one of them is at least as far from the farthest row as the centre is. So upper is
 at most twice lower.
 
-Every rank runs this on its own rows; a plain tensor is a shard on one rank. There all work is queued on the device of S
-and ends in a few numbers, which the caller reads now or a step later. The same numbers show whether the rows were
-finite, and in a range whose squares are safe. Other rows are rare, and are measured again.
+On one rank all work is queued on the device of S and ends in a few numbers, which the caller reads now or a step later.
+They also show whether the rows were finite, and in a range whose squares are safe. Other rows are rare, and are
+measured again.
 
 Tried and dropped: the sample's mean as the only centre (upper is 1.9 times D on RowNorm increments); twelve averages,
-two percent tighter on these for 28 more kernels; a second pass about the midpoint of the longest known pair, which
-reads S twice.
+two percent tighter on these for 28 more kernels; a second pass about the midpoint of the longest known pair.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .numerics import MAX_BYTES, compute_dtype, full_precision, on_host
+from .numerics import MAX_BYTES, compute_dtype, full_precision
 from .points import (
     CentredRows,
     Scales,
@@ -50,16 +49,12 @@ AVERAGED, MEAN_WEIGHT = 5, 3
 
 @dataclass(frozen=True, slots=True)
 class DiameterBracket:
-    """Certified bounds lower <= D(S) <= upper.
-
-    If S has non-finite entries, the bounds are nan if any entry is nan and inf otherwise, and `pair` holds the first
-    such row and another one.
-    """
+    """Certified bounds lower <= D(S) <= upper: nan if an entry is nan, else inf if one is not finite."""
 
     lower: float
     upper: float
     pair: tuple[int, int]
-    """Token ids i < j with |s_i - s_j| = lower; (0, 0) for a single row."""
+    """Token ids i < j with |s_i - s_j| = lower, or the first row that is not finite and another one."""
     nonfinite_rows: int
     """Number of rows that hold an infinity or a nan."""
 
@@ -105,9 +100,6 @@ def deferred_bracket(S: Tensor | RowSource, *, max_bytes: int = MAX_BYTES) -> De
     Args:
         S: (V, d) update rows, whole: a tensor of any real floating-point dtype, or a source.
         max_bytes: bound on scratch memory.
-
-    Returns:
-        numbers on the device, and how to make bounds of them once they are on the host.
     """
     shards = as_shards(S)
     return _deferred(shards, Scales(compute_dtype(shards.rows)), max_bytes)
@@ -123,9 +115,6 @@ def row_diameter_bracket(S: Tensor | RowSource | RowShards, *, max_bytes: int = 
     Args:
         S: (V, d) update rows, any real floating-point dtype: a tensor, a DTensor, a source, or shards.
         max_bytes: bound on scratch memory.
-
-    Returns:
-        lower and upper bound, and the pair that attains the lower one.
     """
     shards = as_shards(S)
     deferred = _deferred(shards, Scales(compute_dtype(shards.rows)), max_bytes)

@@ -56,14 +56,12 @@ SMALL = 512
 """Rows of S up to which all pairs cost less than a projection."""
 OUTLIERS, PARTNERS = 8, 96
 """Rows of the guess: the longest ones and the two extreme rows along as many directions; and rows far from those."""
-MANY = 2048
-"""Long rows from which a screen is tried on a sample first."""
+MANY_EQUAL, MANY = 64, 2048
+"""Long rows from which the search looks for equal rows, and from which a screen is tried on a sample first."""
 FIRST_BATCH, LARGEST_BATCH, TILE_COLUMNS = 128, 1024, 1024
 """Long rows that are computed in full at a time, and partners in a tile of them, on a CPU."""
 ROW_BYTES = 96
 """Scratch that a row of S needs next to its coordinates."""
-MANY_EQUAL = 64
-"""Long rows from which the search looks for equal rows."""
 _TILE, _TILE_ROWS = 2**20, 128  # a tile of bounds that stays in a CPU's cache
 
 
@@ -120,8 +118,8 @@ def row_diameter(S: Tensor | RowSource | RowShards, *, max_bytes: int = MAX_BYTE
 class Rows(NamedTuple):
     """Some rows and what is known of them: the long rows of all ranks, or the partners on one rank."""
 
-    index: Tensor
-    """(n,) ids of long rows in S; of partners, their places among the rows of the rank."""
+    row: Tensor
+    """(n,) numbers of long rows in S; of partners, their places among the rows of the rank."""
     radius: Tensor
     """(n,) norm, rounded up."""
     z: Tensor
@@ -132,7 +130,7 @@ class Rows(NamedTuple):
     @property
     def number(self) -> int:
         """n."""
-        return len(self.index)
+        return len(self.row)
 
     def at(self, which: Tensor | slice) -> Rows:
         """Return some of the rows."""
@@ -277,11 +275,11 @@ class DiameterSearch:
         _, self.directions, self.slant = self._basis(k)
 
         def coordinates(places: Tensor) -> Tensor:
-            z = self.points.project(self.directions, self.partners.index)[1]
+            z = self.points.project(self.directions, self.partners.row)[1]
             self.partners = self.partners._replace(z=z)
             return self.points.project(self.directions, places)[1]
 
-        return long_rows._replace(z=self.shards.from_owners(long_rows.index, coordinates, k, self.points.dtype))
+        return long_rows._replace(z=self.shards.from_owners(long_rows.row, coordinates, k, self.points.dtype))
 
     def _screen(self, long_rows: Rows) -> Rows:
         """Drop long rows, and partners of this rank, whose every bound is too short along some directions."""
@@ -305,13 +303,13 @@ class DiameterSearch:
         self.own_work[0] += number
         return by_row, by_partner
 
-    def _ranges(self, radius: Tensor) -> list[list[int]]:
+    def _ranges(self, radius: Tensor) -> tuple[list[int], list[int]]:
         """Return, for each long row, the first and last partner that is no longer and could be far enough by norm."""
         if not self.on_host:
-            return [[0] * len(radius), [self.partners.number] * len(radius)]
+            return [0] * len(radius), [self.partners.number] * len(radius)
         start = torch.searchsorted(-self.partners.radius, -radius)
         end = torch.searchsorted(-self.partners.radius, radius - self.length, right=True)
-        return torch.stack([start, torch.maximum(start, end)]).tolist()
+        return start.tolist(), torch.maximum(start, end).tolist()
 
     # 5. Prove
 
@@ -334,7 +332,7 @@ class DiameterSearch:
     def _compute_on_all_ranks(self, batch: Rows) -> None:
         """Compare some rows with the partners of each rank, then adopt the longest pair of any rank."""
         d, dtype = self.shards.shape[1], self.shards.rows.dtype
-        rows = self.shards.from_owners(batch.index, self.shards.rows.take, d, dtype)
+        rows = self.shards.from_owners(batch.row, self.shards.rows.take, d, dtype)
 
         def make() -> Sequence[Tensor]:
             self._compute_in_full(batch, rows)
@@ -353,7 +351,7 @@ class DiameterSearch:
         starts, ends = self._ranges(batch.radius)
         own, points = self.partners.at(slice(min(starts, default=0), max(ends, default=0))), self.points
         if self.mostly_ties:
-            return self._measure(batch.index, rows, own.index)
+            return self._measure(batch.row, rows, own.row)
 
         def sizes(radius: Tensor) -> list[Tensor]:
             size = radius.square().mul_(1 + 2 * points.rounding)
@@ -361,7 +359,7 @@ class DiameterSearch:
 
         left = torch.column_stack([points.points(rows).mul_(-2), *sizes(batch.radius)])
         extra = (2 * len(left) + rows.shape[1] + 2) * points.dtype.itemsize
-        for at, y in points.chunks(own.index, extra=extra, longest=TILE_COLUMNS if self.on_host else 0):
+        for at, y in points.chunks(own.row, extra=extra, longest=TILE_COLUMNS if self.on_host else 0):
             tile = left @ torch.column_stack([y, *reversed(sizes(own.radius[at]))]).T
             self.own_work[1] += tile.numel()
             if self.on_host and float(tile.max()) < self.length**2:
@@ -370,7 +368,7 @@ class DiameterSearch:
             i, j = (near.any(dim).nonzero().squeeze(1) for dim in (1, 0))
             if len(i):
                 self.mostly_ties = 2 * len(i) * len(j) > tile.numel()  # then later batches go to fp64 at once
-                self._measure(batch.index[i], rows[i], own.index[at][j])
+                self._measure(batch.row[i], rows[i], own.row[at][j])
 
     def _measure(self, ids: Tensor, rows: Tensor, own: Tensor) -> None:
         """Compute the distances of some rows to rows of this rank in fp64; keep the longest pair of each tile.

@@ -33,8 +33,8 @@ class Scales(NamedTuple):
 class CentredRows:
     """Points x_i = (s_i * pre - centre) * post, in fp32 or fp64.
 
-    Distances between points do not depend on the centre, but their rounding does: a good centre makes norms small. The
-    scales are one, unless squares of the rows would leave the range of the dtype.
+    A good centre makes norms small, and with them the rounding of distances. The scales are one, unless squares of the
+    rows would leave the range of the dtype.
     """
 
     rows: RowSource
@@ -42,7 +42,7 @@ class CentredRows:
     """(d,), in units of the rows times pre."""
     scales: Scales
     max_bytes: int
-    """Bound on scratch memory. A quarter is for one chunk of points and what the caller makes of it."""
+    """Bound on scratch memory."""
 
     @property
     def budget(self) -> int:
@@ -128,8 +128,8 @@ class CentredRows:
     def distinct(self, index: Tensor, size: Tensor) -> Tensor:
         """Return places (n,) in `index`, in increasing order, of rows that are all different: one of each kind.
 
-        Sorts rows by their distance from a point at about `size`, a norm, from the centre, and compares neighbours. A
-        different row at the same distance, to the last bit, can separate equal rows: then both stay.
+        Sorts rows by their distance from a point at about `size` from the centre, and compares neighbours. A different
+        row at the same distance, to the last bit, can separate equal rows: then both stay.
         """
         d = self.rows.shape[1]
         about = torch.arange(1, d + 1, device=index.device).to(self.dtype).mul_(_GOLDEN).frac_().sub_(0.5)
@@ -214,20 +214,14 @@ def leading_directions(sample: Tensor, k: int) -> Tensor:
     """Estimate the k leading directions (d, k) of rows (n, d), orthonormal, by subspace iteration.
 
     Starts from rows of the sample, so it draws no random numbers. Rows that are not finite, or whose squares are not,
-    give useless directions. On a CPU the leading ones come first. Elsewhere they do only nearly: a factorisation takes
-    longer there than all else, and whoever uses all k does not need their order.
+    give useless directions. The leading ones come first, but only nearly.
     """
     k = min(k, *sample.shape)
     start = sample[torch.linspace(0, len(sample) - 1, k, device=sample.device).long()]
-    basis = torch.linalg.qr(start.T).Q if on_host(sample) else normalize(start, dim=1).T
+    basis: Tensor = normalize(start, dim=1).T
     for _ in range(2):
         basis, _ = torch.linalg.qr(sample.T @ (sample @ basis))
-    if not on_host(sample):
-        return basis
-    coordinates = sample @ basis
-    _, order = torch.linalg.eigh((coordinates.T @ coordinates).nan_to_num(0.0, 0.0, 0.0))  # or it would raise
-    directions: Tensor = basis @ order.flip(1)
-    return directions
+    return basis
 
 
 def slant(directions: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measure import peak_bytes
 from hilbert_monitor.doctor.samples import make_increment
-from hilbert_monitor.geometry import bracket, diameter, points, row_diameter, row_diameter_bracket
+from hilbert_monitor.geometry import diameter, points, row_diameter, row_diameter_bracket
 from tests.support import clouds
 from tests.support.draws import draws
 from tests.support.references import all_pairs_diameter, blocked_diameter, length, regular_simplex
@@ -256,7 +256,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.fixture
 def far_away(monkeypatch):
-    for module in (points, bracket, diameter):
+    for module in (points, diameter):
         monkeypatch.setattr(module, "on_host", lambda x: False)
 
 
