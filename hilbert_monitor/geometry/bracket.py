@@ -95,12 +95,7 @@ class DeferredBracket:
 
 @full_precision
 def deferred_bracket(S: Tensor | RowSource, *, max_bytes: int = MAX_BYTES) -> DeferredBracket:
-    """Queue the work of `row_diameter_bracket` on the device of S, without reading a result.
-
-    Args:
-        S: (V, d) update rows, whole: a tensor of any real floating-point dtype, or a source.
-        max_bytes: bound on scratch memory.
-    """
+    """Queue the work of `row_diameter_bracket` on the device of S, without reading a result."""
     shards = as_shards(S)
     return _deferred(shards, Scales(compute_dtype(shards.rows)), max_bytes)
 
@@ -111,10 +106,6 @@ def row_diameter_bracket(S: Tensor | RowSource | RowShards, *, max_bytes: int = 
 
     The upper bound is at most twice the lower bound (but for rounding), and within a few percent of it where the rows
     fill a ball, as RowNorm's do. The docstring of `bracket.py` explains the method.
-
-    Args:
-        S: (V, d) update rows, any real floating-point dtype: a tensor, a DTensor, a source, or shards.
-        max_bytes: bound on scratch memory.
     """
     shards = as_shards(S)
     deferred = _deferred(shards, Scales(compute_dtype(shards.rows)), max_bytes)
@@ -194,12 +185,7 @@ def _partners(shards: RowShards, points: CentredRows, outliers: Tensor) -> tuple
 def longest_pair(rows: Tensor, ids: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
     """Return the fp64 length (1,) of the longest pair of rows (n, d), in units of the points, and its places (2,).
 
-    A product finds the pair. Its length is measured from the rows.
-
-    Args:
-        rows: as they were given.
-        ids: (n,) their numbers in the matrix; -1 where a row is missing.
-        scales: of the points.
+    A product finds the pair; its length is measured from the rows as given. A row with the id -1 is missing.
     """
     x = rows.double()
     if scales.pre != 1.0 or scales.post != 1.0:

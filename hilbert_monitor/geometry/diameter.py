@@ -86,13 +86,6 @@ def row_diameter(S: Tensor | RowSource | RowShards, *, max_bytes: int = MAX_BYTE
 
     Where several pairs tie, any one of them is returned. The cost grows about as V d on optimizers' increments, and is
     that of an all-pairs search at worst; the docstring of `diameter.py` explains the method.
-
-    Args:
-        S: (V, d) update rows, any real floating-point dtype: a tensor, a DTensor, a source, or shards.
-        max_bytes: bound on scratch memory.
-
-    Returns:
-        the value (fp64, from the rows as given), the pair, and how many pairs were screened and computed.
     """
 
     def check_memory() -> tuple[int]:
@@ -142,13 +135,7 @@ class Rows(NamedTuple):
 
 
 class DiameterSearch:
-    """Branch and bound for the longest pair. `length` and `pair` are the longest known, equal on all ranks.
-
-    Args:
-        shards: the rows of this rank.
-        scales: of the points, see `CentredRows`.
-        max_bytes: bound on scratch memory.
-    """
+    """Branch and bound for the longest pair. `length` and `pair` are the longest known, equal on all ranks."""
 
     def __init__(self, shards: RowShards, scales: Scales, max_bytes: int) -> None:
         self.shards, self.ranks, self.scales, self.max_bytes = shards, shards.ranks, scales, max_bytes
@@ -426,14 +413,8 @@ def largest_bounds(
 ) -> tuple[Tensor, Tensor, int]:
     """Return the largest bound of each long row and of each partner, and how many bounds were computed.
 
-    A tile of bounds stays in a CPU's cache; elsewhere it is the largest that fits.
-
-    Args:
-        left: (rows, k + 4), the longest row first.
-        right: (partners, k + 4), the longest partner first.
-        starts: the first partner of each row.
-        ends: one after the last.
-        budget: bytes of scratch.
+    Of each row (rows, k + 4) `starts` has the first partner (partners, k + 4), and `ends` one after the last; the
+    longest come first. A tile of bounds stays in a CPU's cache; elsewhere it is the largest that fits.
     """
     entries = budget // left.element_size()
     if on_host(left):

@@ -70,10 +70,7 @@ def hilbert_perturbation(
 ) -> HilbertPerturbation:
     """Measure how far the update S moves the predictions at the hidden states H, in Hilbert distance.
 
-    Args:
-        S: (V, d) update rows, any real floating-point dtype: a tensor, a DTensor, a source, or shards.
-        H: (N, d) hidden states, on the same device and the same on all ranks.
-        max_bytes: bound on scratch memory; V x N is never held.
+    H (N, d) is on the same device as S, and the same on all ranks. V x N numbers are never held.
     """
     shards = as_shards(S, agree_on=lambda: _check_states("S", S, H))
     largest_entry = torch.maximum(H.amax(1), -H.amin(1)).to(compute_dtype(shards.rows, H))  # (N,), a nan stays one
@@ -327,7 +324,7 @@ def log_partition(
     three numbers a position.
 
     Args:
-        U: (V, d) rows that make the logits U h: a tensor, a DTensor, a source, or shards.
+        U: (V, d) rows that make the logits U h.
         H: (N, d) hidden states, on the same device and the same on all ranks.
         targets: (N,) tokens, NO_TARGET where there is none; the same on all ranks.
         round_to: round rows, states and logits to this dtype, as a matrix product in it does that sums in fp32. The

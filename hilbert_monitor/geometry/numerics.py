@@ -1,8 +1,4 @@
-"""Precision, checks of inputs and chunk sizes that all functions of `hilbert_monitor.geometry` share.
-
-Two names are for other packages too: `compute_dtype`, the precision of results, and `full_precision`, a decorator for
-functions that must compute in it.
-"""
+"""Precision, and checks of inputs, that all functions of `hilbert_monitor.geometry` share."""
 
 from __future__ import annotations
 
@@ -41,8 +37,8 @@ _saved: list[tuple[Any, str]] = []
 def _ieee_matmul() -> Iterator[None]:
     """Run fp32 matrix products in true fp32, whatever precision the process has set.
 
-    The settings belong to the process. The first thread that enters changes them, and the last one that leaves restores
-    them. Products of other threads run in true fp32 for as long.
+    The settings belong to the process: the first thread that enters changes them, the last one that leaves restores
+    them, and products of other threads run in true fp32 for as long.
     """
     global _users
     with _lock:
@@ -65,10 +61,7 @@ def _ieee_matmul() -> Iterator[None]:
 
 
 def full_precision(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function compute in full precision: no graph, no autocast, no TF32 or bf16 inside fp32 matrix products.
-
-    Autocast is switched off for the device of the first argument that has one.
-    """
+    """Make a function compute in full precision: no graph, no autocast, no TF32 or bf16 inside fp32 matrix products."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -46,7 +46,7 @@ class CentredRows:
 
     @property
     def budget(self) -> int:
-        """Bytes for one chunk of points and what the caller makes of it."""
+        """Bytes for one chunk of points and what the caller makes of it: a quarter of all."""
         return self.max_bytes // 4
 
     @property
@@ -88,9 +88,7 @@ class CentredRows:
     def chunks(
         self, index: Tensor | None = None, *, extra: int = 0, longest: int = 0
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices and their points, all or those of `index`, chunk by chunk.
-
-        The next chunk overwrites the memory of the last one, because new memory costs more than filling it.
+        """Yield slices and their points, all or those of `index`. The next chunk overwrites the last one's memory.
 
         Args:
             index: (n,) rows to load.
@@ -151,8 +149,7 @@ def _times(rows: Tensor, scale: float) -> Tensor:
 def rounding(d: int, dtype: torch.dtype) -> float:
     """Return the relative error (d + 8) u of a dot product of length d, with u the unit roundoff.
 
-    |fl(x.y) - x.y| <= d u |x| |y|. The other eight units are for the rounding of the points themselves, of square
-    roots, and of numbers cast to fp32.
+    |fl(x.y) - x.y| <= d u |x| |y|. The other eight units are for points, square roots, and numbers cast to fp32.
     """
     return (d + 8) * torch.finfo(dtype).eps / 2
 
@@ -168,15 +165,13 @@ def ordered(i: int, j: int) -> tuple[int, int]:
 def from_sample(
     shards: RowShards, scales: Scales, max_bytes: int, columns: Callable[[Tensor], Tensor], number: int
 ) -> Tensor:
-    """Return columns (d, number) that the first rank computes from an even sample of all rows, on all ranks.
-
-    Entries that are not finite become zero.
+    """Return on all ranks what the first rank makes of an even sample of all rows. Entries not finite become zero.
 
     Args:
         shards: rows of this rank.
         scales: of the points.
         max_bytes: bound on scratch memory.
-        columns: function from sampled rows (n, d), times `scales.pre`, to the columns.
+        columns: function from sampled rows (n, d), times `scales.pre`, to columns (d, number).
         number: of columns.
     """
     d, dtype = shards.shape[1], scales.dtype
@@ -251,13 +246,9 @@ class Trivial(NamedTuple):
 
 
 def in_safe_range(largest: float, centre: float, d: int, dtype: torch.dtype) -> bool:
-    """Return True if points are finite, certainly not all equal, and their squares in the range of the dtype.
+    """Return True if points (n, d) are finite, certainly not all equal, and their squares in the range of the dtype.
 
-    Args:
-        largest: norm of a point.
-        centre: largest entry of their centre, in magnitude.
-        d: number of columns.
-        dtype: of the points.
+    They are judged by their largest norm, and the largest entry of their centre.
     """
     narrow, wide = _RANGE[dtype]
     least = math.sqrt(d) * max(2 * narrow, 4 * torch.finfo(dtype).eps * centre)  # a centre is rounded
@@ -265,13 +256,7 @@ def in_safe_range(largest: float, centre: float, d: int, dtype: torch.dtype) -> 
 
 
 def scales_of(shards: RowShards, max_bytes: int, dtype: torch.dtype | None = None) -> Scales | Trivial:
-    """Return scales that keep squares of the rows in range; or the answer where no search is needed.
-
-    Args:
-        shards: rows of this rank.
-        max_bytes: bound on scratch memory.
-        dtype: of the points; by default that of the geometry's results.
-    """
+    """Return scales that keep squares of the rows in range, for points of a dtype; or the answer that is known."""
     V, d = shards.shape
     dtype, other = dtype or compute_dtype(shards.rows), min(1, V - 1)
 

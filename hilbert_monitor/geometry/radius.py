@@ -83,14 +83,8 @@ def covering_radius(
 
     Cost: two passes over S, and small problems solved on the CPU.
 
-    Args:
-        S: (V, d) update rows, any real floating-point dtype: a tensor, a DTensor, a source, or shards.
-        diameter: of these rows, from `row_diameter` or `row_diameter_bracket`, if it is known. Its pair starts the
-            search, so that lower >= diameter.lower / 2, and upper is at most Jung's J_k diameter.upper.
-        max_bytes: bound on scratch memory.
-
-    Returns:
-        both bounds, the centre of a ball, and the weights that prove the lower bound.
+    The pair of a `diameter`, as `row_diameter` or `row_diameter_bracket` finds it for these rows, starts the search: so
+    lower >= diameter.lower / 2. And upper is at most Jung's J_k diameter.upper.
     """
     pair = () if diameter is None else diameter.pair
 
