@@ -219,12 +219,8 @@ class TensionProgram:
     The ball of radius J loses nothing: it holds any points of diameter one, and the loads sum to zero. An augmented
     Lagrangian has a multiplier (the tension lambda_AB) and a quadratic penalty for each pair of points; projection
     keeps the ball. Its steps are Nesterov's, with the diagonal of the Hessian as the metric. The penalty of a pair is
-    the product of its weights, or for an exact solution their harmonic mean, which also holds two light rows together.
-
-    Args:
-        groups: of rows.
-        jung: radius J.
-        exact: whether to compute in fp64 for an exact solution, or in fp32 for one to a few percent.
+    the product of its weights; for an exact solution, which is computed in fp64, their harmonic mean, which also holds
+    two light rows together.
     """
 
     def __init__(self, groups: RowGroups, jung: float, *, exact: bool) -> None:
@@ -357,10 +353,7 @@ def body_points(unit: Tensor, norms: Tensor) -> tuple[Tensor, float]:
     sides, as a gradient's are: it pushes all rare tokens one way, and each token of the batch its own way. The body is
     round about an axis, the leading direction of the rows; t is the angle to it. The point of a row is
     h cos t - h' sin t along the axis and h sin t + h' cos t across it: on the body even where the angle is inexact.
-
-    Args:
-        unit: (V, d) directions of the rows, d > 1.
-        norms: (V,) fp64.
+    The rows have directions `unit` (V, d), d > 1, and `norms` (V,) in fp64.
     """
     heavy = norms.topk(min(2048, len(unit))).indices
     sample = unit[heavy] * norms[heavy].sqrt().to(unit.dtype)[:, None]

@@ -74,8 +74,6 @@ class DeferredBracket:
     """V and d."""
     scales: Scales
     """Of the points."""
-    checked: bool = False
-    """Whether the rows are known to be in a safe range; if not, the numbers show it."""
 
     def resolve(self, numbers: list[float]) -> DiameterBracket | None:
         """Return the bounds; None if `row_diameter_bracket` has to measure S again.
@@ -85,12 +83,16 @@ class DeferredBracket:
         Args:
             numbers: those of this bracket, as `tolist` returns them.
         """
-        d, (length, i, j, centre, *largest) = self.shape[1], numbers
-        if not self.checked and not in_safe_range(largest[0], centre, d, self.scales.dtype):
+        if not in_safe_range(numbers[4], numbers[3], self.shape[1], self.scales.dtype):
             return None
+        return self.bounds(numbers)
+
+    def bounds(self, numbers: list[float]) -> DiameterBracket:
+        """Return the bounds, for rows that are known to be in a safe range."""
+        d, (length, i, j, _, *largest) = self.shape[1], numbers
         upper = max(length * fp64_rounding(d), sum(largest) * (1 + rounding(d, self.scales.dtype)))
-        lower, upper = (x / self.scales.post / self.scales.pre for x in (length, upper))
-        return DiameterBracket(lower, rounded_up(upper), ordered(int(i), int(j)), 0)
+        lower, upper = self.scales.of_rows(length), math.nextafter(self.scales.of_rows(upper), math.inf)
+        return DiameterBracket(lower, upper, ordered(int(i), int(j)), 0)
 
 
 @full_precision
@@ -114,23 +116,21 @@ def row_diameter_bracket(S: Tensor | RowSource | RowShards, *, max_bytes: int = 
     scales = scales_of(shards, max_bytes)
     if isinstance(scales, Trivial):  # equal rows, or rows that are not finite
         return DiameterBracket(*scales[:4])
-    deferred = _deferred(shards, scales, max_bytes, checked=True)
-    bracket = deferred.resolve(deferred.numbers.tolist())
-    assert bracket is not None
-    return bracket
+    deferred = _deferred(shards, scales, max_bytes)
+    return deferred.bounds(deferred.numbers.tolist())
 
 
-def _deferred(shards: RowShards, scales: Scales, max_bytes: int, *, checked: bool = False) -> DeferredBracket:
+def _deferred(shards: RowShards, scales: Scales, max_bytes: int) -> DeferredBracket:
     """Queue the pass. Rows that are not finite, or out of range, spoil nothing but the numbers."""
-    centre = from_sample(shards, scales, max_bytes, lambda rows: ball_centre(rows)[:, None], 1)[:, 0]
-    points = CentredRows(shards.rows, centre.contiguous(), scales, max_bytes)
+    centre = from_sample(shards, scales, max_bytes, ball_centre, shards.shape[1])
+    points = CentredRows(shards.rows, centre, scales, max_bytes)
     largest, rows, ids = _outliers(shards, points)
     partners, partner_ids = _partners(shards, points, rows)
     rows, ids = torch.cat([rows, partners]), torch.cat([ids, partner_ids])
     length, ends = longest_pair(rows, ids, scales)
     size = torch.linalg.vector_norm(centre, ord=math.inf)[None]
     numbers = torch.cat([length, ids.index_select(0, ends), size, largest])  # in fp64, as the length is
-    return DeferredBracket(numbers, shards.shape, scales, checked)
+    return DeferredBracket(numbers, shards.shape, scales)
 
 
 def ball_centre(rows: Tensor) -> Tensor:
@@ -201,8 +201,3 @@ def longest_pair(rows: Tensor, ids: Tensor, scales: Scales) -> tuple[Tensor, Ten
 def fp64_rounding(d: int) -> float:
     """Return the factor by which a length of d entries may exceed its fp64 value."""
     return 1 + (d + 8) * 2.0**-51
-
-
-def rounded_up(x: float) -> float:
-    """Return the next larger number."""
-    return math.nextafter(x, math.inf)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .bracket import DiameterBracket, fp64_rounding, longest_pair, rounded_up
+from .bracket import DiameterBracket, fp64_rounding, longest_pair
 from .numerics import MAX_BYTES, compute_dtype, full_precision, on_host
 from .points import (
     CentredRows,
@@ -103,8 +103,8 @@ def row_diameter(S: Tensor | RowSource | RowShards, *, max_bytes: int = MAX_BYTE
         search = DiameterSearch(shards, scales, max_bytes)
         search.guess()
     search.run()
-    value = search.points.length_of_rows(search.length)
-    upper = rounded_up(value * fp64_rounding(shards.shape[1]))
+    value = search.scales.of_rows(search.length)
+    upper = math.nextafter(value * fp64_rounding(shards.shape[1]), math.inf)
     return RowDiameter(value, upper, search.pair, 0, *search.work)
 
 
@@ -119,11 +119,6 @@ class Rows(NamedTuple):
     """(n, k) coordinates."""
     bound: Tensor
     """(n,) largest squared distance to another row that is still possible."""
-
-    @property
-    def number(self) -> int:
-        """n."""
-        return len(self.row)
 
     def at(self, which: Tensor | slice) -> Rows:
         """Return some of the rows."""
@@ -155,7 +150,7 @@ class DiameterSearch:
         few = FIRST_BATCH if self.ranks.is_single else LARGEST_BATCH  # these are computed in full sooner
         for k in self.dims:
             if k == SCREENED:
-                if long_rows.number <= few:
+                if len(long_rows.row) <= few:
                     break
                 long_rows = self._project_along(long_rows, k)
             long_rows = self._screen(long_rows)
@@ -173,7 +168,7 @@ class DiameterSearch:
             directions = leading_directions((rows - centre) * self.scales.post, k)
             return torch.cat([centre[:, None], pad(directions, (0, k - directions.shape[1]))], 1)
 
-        table = from_sample(self.shards, self.scales, self.max_bytes, columns, k + 1)
+        table = from_sample(self.shards, self.scales, self.max_bytes, columns, self.shards.shape[1], k + 1)
         centre, directions = table[:, 0].contiguous(), table[:, 1:].contiguous()
         return centre, directions, slant(directions)
 
@@ -270,8 +265,8 @@ class DiameterSearch:
 
     def _screen(self, long_rows: Rows) -> Rows:
         """Drop long rows, and partners of this rank, whose every bound is too short along some directions."""
-        if long_rows.number > MANY and self.ranks.is_single:  # on several ranks a collective costs more
-            bound, _ = self._bounds(long_rows.at(slice(None, None, long_rows.number // 64)))
+        if len(long_rows.row) > MANY and self.ranks.is_single:  # on several ranks a collective costs more
+            bound, _ = self._bounds(long_rows.at(slice(None, None, len(long_rows.row) // 64)))
             if float((bound >= self.length**2).double().mean()) > 0.5:
                 return long_rows
 
@@ -280,7 +275,7 @@ class DiameterSearch:
             self.partners = self.partners._replace(bound=by_partner).still_open(self.length)
             return by_row.nan_to_num_(torch.inf, torch.inf, -torch.inf)  # a nan keeps its row, on all ranks
 
-        bound = self.ranks.max(make, long_rows.number, dtype=self.points.dtype)
+        bound = self.ranks.max(make, len(long_rows.row), dtype=self.points.dtype)
         return long_rows._replace(bound=bound).still_open(self.length)
 
     def _bounds(self, long_rows: Rows) -> tuple[Tensor, Tensor]:
@@ -293,7 +288,7 @@ class DiameterSearch:
     def _ranges(self, radius: Tensor) -> tuple[list[int], list[int]]:
         """Return, for each long row, the first and last partner that is no longer and could be far enough by norm."""
         if not self.on_host:
-            return [0] * len(radius), [self.partners.number] * len(radius)
+            return [0] * len(radius), [len(self.partners.row)] * len(radius)
         start = torch.searchsorted(-self.partners.radius, -radius)
         end = torch.searchsorted(-self.partners.radius, radius - self.length, right=True)
         return start.tolist(), torch.maximum(start, end).tolist()
@@ -303,15 +298,15 @@ class DiameterSearch:
     def _prove(self, long_rows: Rows) -> None:
         """Compare the long rows that are left with the partners of all ranks, the most promising first."""
         d = self.shards.shape[1]
-        if 4 * long_rows.number < self.shards.number:  # otherwise the order by norm computes each pair once, on a CPU
+        if 4 * len(long_rows.row) < self.shards.number:  # otherwise the order by norm computes each pair once, on a CPU
             long_rows = long_rows.at(long_rows.bound.argsort(descending=True, stable=True))
         affordable = self.points.budget // (8 * (d + 2) * self.points.dtype.itemsize)
-        most = max(1, min(LARGEST_BATCH if self.on_host else long_rows.number, affordable))
+        most = max(1, min(LARGEST_BATCH if self.on_host else len(long_rows.row), affordable))
         size = min(FIRST_BATCH, most) if self.on_host and self.ranks.is_single else most
         while True:  # once at least: there the ranks add up their work
             batch, long_rows = long_rows.at(slice(None, size)), long_rows.at(slice(size, None))
             self._compute_on_all_ranks(batch)
-            if not long_rows.number:
+            if not len(long_rows.row):
                 return
             long_rows = long_rows.still_open(self.length)
             size = min(2 * size, most)

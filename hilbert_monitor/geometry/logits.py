@@ -141,7 +141,7 @@ class _Panel:
             return torch.stack([self.high, -self.low])
 
         high, low = self.shards.ranks.max(extremes, 2, len(self.H), dtype=self.points.dtype)
-        delta = (high + low) / self.points.scales.post / self.points.scales.pre
+        delta: Tensor = self.points.scales.of_rows(high + low)
         return delta if self.exponents is None else times_power_of_two(delta, self.exponents)
 
     def logits(self, position: int) -> Tensor:

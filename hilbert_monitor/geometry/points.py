@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ class Scales(NamedTuple):
     dtype: torch.dtype
     pre: float = 1.0
     post: float = 1.0
+
+    def of_rows(self, length: Any) -> Any:
+        """Convert lengths among points to lengths among the rows as given."""
+        return length / self.post / self.pre
 
 
 @dataclass(frozen=True)
@@ -71,19 +75,11 @@ class CentredRows:
         """Return the same points in fp64."""
         return replace(self, centre=self.centre.double(), scales=self.scales._replace(dtype=torch.float64))
 
-    def length_of_rows(self, length: float) -> float:
-        """Convert a length among points to one among the rows as given."""
-        return length / self.scales.post / self.scales.pre
-
     def points(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Centre and scale rows (n, d), which may be another rank's; into `out` if it is given and has room."""
         rows = _times(rows.to(self.dtype), self.scales.pre)
         rows = torch.sub(rows, self.centre, out=None if out is None else out[: len(rows)])
         return rows if self.scales.post == 1.0 else rows.mul_(self.scales.post)
-
-    def take(self, index: Tensor) -> Tensor:
-        """Return some points (n, d)."""
-        return self.points(self.rows.take(index))
 
     def chunks(
         self, index: Tensor | None = None, *, extra: int = 0, longest: int = 0
@@ -95,13 +91,15 @@ class CentredRows:
             extra: bytes of scratch that the caller needs for each point.
             longest: most points in a chunk, in place of what fits the cache.
         """
-        rows = self.rows if index is None else self.rows.at(index)
+        rows, d = self.rows, self.rows.shape[1]
+        if index is not None:
+            rows = RowSource(index, form=self.rows.take, width=d, dtype=self.rows.dtype)
         memory = None
         for at, chunk in rows.chunks(self.max_bytes, share=4, dtype=self.dtype, copies=3, extra=extra, longest=longest):
             if on_host(rows) and not rows.shares_memory(chunk):
                 memory = chunk
             elif memory is None and len(chunk) < len(rows):
-                memory = self.centre.new_empty(len(chunk), rows.shape[1])
+                memory = self.centre.new_empty(len(chunk), d)
             yield at, self.points(chunk, memory)
 
     def project(self, directions: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -163,7 +161,7 @@ def ordered(i: int, j: int) -> tuple[int, int]:
 
 
 def from_sample(
-    shards: RowShards, scales: Scales, max_bytes: int, columns: Callable[[Tensor], Tensor], number: int
+    shards: RowShards, scales: Scales, max_bytes: int, make: Callable[[Tensor], Tensor], *shape: int
 ) -> Tensor:
     """Return on all ranks what the first rank makes of an even sample of all rows. Entries not finite become zero.
 
@@ -171,8 +169,8 @@ def from_sample(
         shards: rows of this rank.
         scales: of the points.
         max_bytes: bound on scratch memory.
-        columns: function from sampled rows (n, d), times `scales.pre`, to columns (d, number).
-        number: of columns.
+        make: function from sampled rows (n, d), times `scales.pre`, to a tensor of this shape.
+        shape: of the result.
     """
     d, dtype = shards.shape[1], scales.dtype
     step = sample_step(shards, dtype, max_bytes)
@@ -187,11 +185,11 @@ def from_sample(
 
     def first() -> Tensor:
         if shards.ranks.rank:
-            return torch.zeros(d, number, dtype=dtype)  # adding zero changes no bit
+            return torch.zeros(shape, dtype=dtype)  # adding zero changes no bit
         sample = torch.cat([table[:size] for table, size in zip(tables, sizes, strict=True)])
-        return columns(sample).nan_to_num(0.0, 0.0, 0.0)
+        return make(sample).nan_to_num(0.0, 0.0, 0.0)
 
-    return shards.ranks.sum(first, d, number, dtype=dtype)
+    return shards.ranks.sum(first, *shape, dtype=dtype)
 
 
 def sample_step(shards: RowShards, dtype: torch.dtype, max_bytes: int, most: int = SAMPLE) -> int:
@@ -296,5 +294,5 @@ def scales_of(shards: RowShards, max_bytes: int, dtype: torch.dtype | None = Non
 
 def about_mean(shards: RowShards, scales: Scales, max_bytes: int) -> CentredRows:
     """Return the rows of this rank as points about the mean of an even sample of all ranks' rows."""
-    centre = from_sample(shards, scales, max_bytes, lambda rows: mean_row(rows)[:, None], 1)[:, 0]
-    return CentredRows(shards.rows, centre.contiguous(), scales, max_bytes)
+    centre = from_sample(shards, scales, max_bytes, mean_row, shards.shape[1])
+    return CentredRows(shards.rows, centre, scales, max_bytes)

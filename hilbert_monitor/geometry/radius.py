@@ -257,16 +257,19 @@ class _Search:
     def _grow(self, choose: Callable[[], Tensor], tolerance: float) -> None:
         """Let rows join the core set: of those that each rank chooses, by their places, those that get weight there."""
         ranks, points, local = self.shards.ranks, self.points.double(), []
+
+        def grown(places: Tensor) -> _CoreSet:
+            own = points.points(self.shards.rows.take(places))
+            return self.core.joined(self.shards.ids[places].cpu(), own.cpu()).solved(tolerance)
+
         if ranks.is_single:
-            places = choose()
-            table = torch.cat([points.take(places), self.shards.ids[places][:, None]], 1).cpu()  # one read
-            self.core = self.core.joined(table[:, -1].long(), table[:, :-1]).solved(tolerance).support()
+            self.core = grown(choose()).support()
             return
 
         def solve() -> Sequence[Tensor]:
             places = choose()
-            grown = self.core.joined(self.shards.ids[places].cpu(), points.take(places).cpu()).solved(tolerance)
-            known, own = grown.weights[: len(self.core)], grown.weights[len(self.core) :]
+            weights = grown(places).weights
+            known, own = weights[: len(self.core)], weights[len(self.core) :]
             heavy = (own > 0).nonzero().squeeze(1)
             local.append((places[heavy.to(places.device)], *(w.to(places.device) for w in (own[heavy], known))))
             return [torch.tensor(len(heavy), device=places.device)]
@@ -287,8 +290,8 @@ class _Search:
 
     def bracket(self, diameter: DiameterBracket | None) -> RadiusBracket:
         """Return the bounds in units of the rows."""
-        lower = max(0.0, math.nextafter(self.points.length_of_rows(self.core.radius), 0.0))
-        upper = radius = math.nextafter(self.points.length_of_rows(self.reach), math.inf)
+        lower = max(0.0, math.nextafter(self.points.scales.of_rows(self.core.radius), 0.0))
+        upper = radius = math.nextafter(self.points.scales.of_rows(self.reach), math.inf)
         if diameter is not None:
             jung = diameter.upper / (2 * jung_ratio(min(self.width, self.shards.number - 1)))
             jung = math.nextafter(jung * (1 + 2.0**-50), math.inf)

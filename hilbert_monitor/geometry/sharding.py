@@ -85,10 +85,6 @@ class RowSource:
         rows = [p.index_select(0, index) if isinstance(p, Tensor) else p.take(index) for p in self.parts]
         return rows[0] if self.form is None else self.form(*rows)
 
-    def at(self, index: Tensor) -> RowSource:
-        """Return some rows as a source."""
-        return RowSource(index, form=self.take, width=self.shape[1], dtype=self.dtype)
-
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that the rows are formed from, also those of inner sources."""
         for part in self.parts:

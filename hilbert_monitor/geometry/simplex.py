@@ -174,12 +174,7 @@ def uniform_backward_bound(
     """Bound |b+ - b| <= D(S) + min(D(U), D(U+S)) tanh(D(S)|h|/4) for every target.
 
     The dependence on the head is unavoidable: no bound in D(S) alone exists.
-
-    Args:
-        h_norm: (...) norms |h| of the hidden states.
-        diameter_step: D(S).
-        diameter_head: D(U).
-        diameter_updated: D(U + S).
+    The norms |h| of the hidden states are (...), the diameters D(S), D(U) and D(U+S).
     """
     check_real("h_norm", h_norm)
     check_nonnegative("h_norm", h_norm)

@@ -67,9 +67,7 @@ def jung_ratio(k: int) -> float:
 
     -eta/2 PRN(G) decreases the loss by eta/2 sum |g_i|. With k the rank of G, by Jung's theorem no step of diameter eta
     decreases it by more than eta sqrt(k / (2 (k + 1))) sum |g_i|. The vertices of a regular simplex attain the ratio.
-
-    Args:
-        k: rank of G, or any upper bound on it, such as min(d, V - 1).
+    Any upper bound on k, such as min(d, V - 1), gives a smaller share.
     """
     if k < 1:
         raise ValueError(f"k must be a rank of at least one, got {k}")
@@ -80,9 +78,7 @@ def jung_ratio(k: int) -> float:
 def first_order_decrease(G: Tensor, S: Tensor) -> float:
     """Return the decrease -<G, S> of the linearised loss by the step S, summed in fp64.
 
-    Args:
-        G: (V, d) gradient or moment. If its rows do not sum to zero, a common shift of the rows of S counts too.
-        S: (V, d) step.
+    If the rows of G (V, d) do not sum to zero, a common shift of the rows of S (V, d) counts too.
     """
     check_rows("G", G)
     _check_step(G, S)
@@ -91,12 +87,7 @@ def first_order_decrease(G: Tensor, S: Tensor) -> float:
 
 @full_precision
 def centred_decrease(G: Tensor, S: Tensor) -> Interval:
-    """Bound the decrease -<P G, S> of the linearised loss, with the rows of G centred in fp64.
-
-    Args:
-        G: (V, d) gradient or moment, any real floating-point dtype. A common shift of its rows does not count.
-        S: (V, d) step.
-    """
+    """Bound the decrease -<P G, S> of the linearised loss: a common shift of the rows of G (V, d) does not count."""
     rows = CentredGradient.of(G)
     _check_step(G, S)
     pairing = longest = 0.0
