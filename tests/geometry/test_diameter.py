@@ -189,10 +189,10 @@ def test_rows_that_are_equal_but_for_one_are_all_different():
     assert 1234 in assert_longest(S, all_pairs_diameter(S)).pair
 
 
-@pytest.mark.parametrize("row", [6012, 3500])
-def test_the_longest_pair_is_found_where_the_guess_does_not_look(row):
-    """The rows have almost equal norms."""
-    S = anisotropic(6013, 64, 1)
+@pytest.mark.parametrize(("d", "row"), [(64, 6012), (64, 3500), (128, 3500)])
+def test_the_longest_pair_is_found_where_the_guess_does_not_look(d, row):
+    """The rows have almost equal norms. At d = 128 they are projected along more directions."""
+    S = anisotropic(6013, d, 1)
     i, j = row_diameter(S).pair
     S = S[[k for k in range(6013) if k not in (i, j)]]
     hidden = torch.cat([S[:row], -S[17:18], S[row:]])
