@@ -105,6 +105,7 @@ class RunSession(ProcessBound):
             self._waits_for_groups = self._groups() if why else None
             return
         assert self.probe is not None
+        self._waits_for_groups = None
         schedule, has_panel = self.probe.schedule, self.panels.panel is not None
         if sharded and not loop.ranks.all_agree(math.isfinite(schedule.last)):
             schedule.last = math.inf
