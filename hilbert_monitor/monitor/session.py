@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.process_bound import ProcessBound
-from hilbert_monitor.runs.stops import note_handlers, requested_stop
+from hilbert_monitor.runs.stops import requested_stop
 
 from .delivery import Delivery
 from .guard import Guard
@@ -79,7 +79,6 @@ class MonitorSession(ProcessBound):
 
     def start(self, loop: TrainingLoop) -> None:
         """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
-        note_handlers()
         self.bind_to_process()
         self.guard.failures.clear()  # those of an earlier run
         self._waiting = None

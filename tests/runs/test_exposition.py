@@ -157,6 +157,8 @@ def test_blowups_are_counted_from_zero_by_kind_and_severity():
     assert value(text, "hilbert_blowup_step", **page) == 9
     assert value(text, "hilbert_blowup_value", **page) == math.inf
     assert value(text, "hilbert_blowup_expected", **page) == 0.5
+    run.write(Alert(step=5, time=0.0, value=1.0, **page))  # late
+    assert value(scraped(run)[0], "hilbert_blowup_step", **page) == 9
 
 
 def test_how_a_run_ended_is_told():
