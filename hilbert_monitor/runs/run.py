@@ -15,13 +15,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from .reader import RunReader, RunState, Status, find_runs
 from .record import Alert, RunInfo
@@ -44,22 +43,20 @@ WHOLE = re.compile(r"-?\d+\.0")
 RECENT, PARTS = 5000, 5
 """Records that the speed follows from, and the parts of them whose median it is, so that pauses in two of them do not
 count. A part is long enough to contain its share of validation."""
-TOTALS = ("max_steps", "total_steps", "updates")
-"""Settings in which older runs have the number of their steps."""
-
-_EMPTY: Floats = np.empty(0)
+SOURCES = {"tokens": "tokens", "time": "times"}
+"""The column of a Curve that the x axis follows from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
     """The values of one metric of one run, at the steps where it was measured. A value may be nan or infinite."""
 
-    steps: Steps = field(default_factory=lambda: np.empty(0, np.int64))
-    tokens: Floats = field(default_factory=lambda: _EMPTY)
+    steps: Steps
+    tokens: Floats
     """Training tokens seen at each step; nan where unknown."""
-    times: Floats = field(default_factory=lambda: _EMPTY)
+    times: Floats
     """Time of each step in seconds since the epoch; nan where unknown."""
-    values: Floats = field(default_factory=lambda: _EMPTY)
+    values: Floats
     start_time: float = 0.0
     """Start of the run, in seconds since the epoch."""
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -75,16 +72,8 @@ class Curve:
 
     @classmethod
     def of(cls, table: Table, values: Floats, start_time: float = 0.0) -> Curve:
-        """Return a column of a table as a curve, without the rows that have no value. One without gaps is not copied.
-
-        Args:
-            table: the run's records.
-            values: the column.
-            start_time: start of the run, in seconds since the epoch.
-        """
+        """Return a column of a table as a curve, without the rows that lack a value. One without gaps is no copy."""
         known = present(values)
-        if not known.any():
-            return cls()
         rows = slice(None) if known.all() else np.flatnonzero(known)
         tokens, times = table.column("tokens"), table.column("time")
         return cls(table.steps[rows], tokens[rows], times[rows], values[rows], start_time)
@@ -97,34 +86,32 @@ class Curve:
         """The last value, or None for an empty curve."""
         return float(self.values[-1]) if len(self.values) else None
 
-    @property
-    def all_finite(self) -> bool:
-        """True if no value is nan or infinite."""
-        if "finite" not in self.cache:
-            self.cache["finite"] = bool(np.isfinite(self.values).all())
-        return bool(self.cache["finite"])
-
     def x(self, axis: Axis) -> Floats:
         """Return the x coordinate of each point."""
         if axis == "time":
             return (self.times - self.start_time) / 3600
         return self.tokens if axis == "tokens" else self.steps.astype(np.float64)
 
+    @property
+    def all_finite(self) -> bool:
+        """True if no value is nan or infinite."""
+        return self._all_finite("values")
+
     def has_x(self, axis: Axis) -> bool:
         """Return True if every point has an x coordinate on an axis."""
-        if axis != "updates" and axis not in self.cache:
-            self.cache[axis] = bool(self._known(axis).all())
-        return axis == "updates" or bool(self.cache[axis])
+        return axis == "updates" or self._all_finite(SOURCES[axis])
 
     def with_x(self, axis: Axis) -> Curve:
         """Return the points that have an x coordinate on an axis."""
         if self.has_x(axis):
             return self
-        rows = self._known(axis)
+        rows = np.isfinite(getattr(self, SOURCES[axis]))
         return Curve(self.steps[rows], self.tokens[rows], self.times[rows], self.values[rows], self.start_time)
 
-    def _known(self, axis: Axis) -> NDArray[np.bool_]:
-        return np.isfinite(self.tokens if axis == "tokens" else self.times)
+    def _all_finite(self, name: str) -> bool:
+        if name not in self.cache:
+            self.cache[name] = bool(np.isfinite(getattr(self, name)).all())
+        return bool(self.cache[name])
 
 
 class Speed(NamedTuple):
@@ -191,12 +178,14 @@ class Run:
         paper's, on a model with another number of parameters, gets that number added.
         """
         size, parameters = self.info.config.get("size"), self.info.config.get("parameters")
-        is_counted = isinstance(parameters, int) and not isinstance(parameters, bool)
-        if is_counted and (name := next((name for name, number in SIZES.items() if number == parameters), "")):
-            return name
-        is_sized = isinstance(size, (str, int)) and not isinstance(size, bool) and str(size).strip()
-        label = str(size).strip() if is_sized else self.info.model or "model"
-        return f"{label}, {parameters:,} parameters" if is_counted and (label in SIZES or not is_sized) else label
+        label = str(size).strip() if type(size) in (str, int) else ""
+        if type(parameters) is not int:
+            return label or self.info.model or "model"
+        if paper := next((name for name, number in SIZES.items() if number == parameters), ""):
+            return paper
+        if label and label not in SIZES:
+            return label
+        return f"{label or self.info.model or 'model'}, {parameters:,} parameters"
 
     @property
     def status(self) -> ShownStatus:
@@ -232,9 +221,7 @@ class Run:
     def curve(self, name: str) -> Curve:
         """Return the curve of a column, such as "diameter"; empty if no record has it."""
         if name not in self.curves:
-            values = self.table.get(name)
-            curve = Curve() if values is None else Curve.of(self.table, values, self.start_time)
-            return self.curves.setdefault(name, curve)
+            return self.curves.setdefault(name, Curve.of(self.table, self.table.column(name), self.start_time))
         return self.curves[name]
 
     @property
@@ -252,11 +239,8 @@ class Run:
 
     @property
     def last_step(self) -> int | None:
-        """The step at which the run will end: as its trainer said, or as its settings say."""
-        if self.info.last_step is not None:
-            return self.info.last_step
-        totals = (self.info.config.get(name) for name in TOTALS)
-        return next((total for total in totals if type(total) is int and total > 0), None)
+        """The step at which training will end, where that is known."""
+        return self.info.last_step
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
@@ -294,15 +278,9 @@ def load_runs(root: str | os.PathLike[str]) -> list[Run]:
         try:
             runs.append(load_run(reader.folder))
         except Exception as error:  # anything may be in a log, and it must not cost the others
-            problem = clip(f"{type(error).__name__}: {error}", TEXT)
-            runs.append(
-                Run(
-                    id=Path(os.path.abspath(reader.folder)).name,
-                    info=reader.info,
-                    attempts=tuple(reader.attempts),
-                    problem=problem,
-                )
-            )
+            problem, attempts = clip(f"{type(error).__name__}: {error}", TEXT), tuple(reader.attempts)
+            id_ = Path(os.path.abspath(reader.folder)).name
+            runs.append(Run(id=id_, info=attempts[-1], attempts=attempts, problem=problem))
     return runs
 
 
@@ -322,10 +300,8 @@ def _environment(info: RunInfo) -> dict[str, Any]:
 
 def _flat_texts(values: dict[str, Any]) -> dict[str, str]:
     texts: dict[str, str] = {}
-    for key, text in _flatten(values):
+    for key, text in islice(_flatten(values), COUNT):
         texts.setdefault(clip(key, TEXT), clip(text, TEXT))
-        if len(texts) == COUNT:
-            break
     return texts
 
 
@@ -333,13 +309,15 @@ def _flatten(values: dict[str, Any], prefix: str = "", depth: int = DEPTH) -> It
     for key, value in values.items():
         if isinstance(value, dict) and value and depth:
             yield from _flatten(value, f"{prefix}{key}.", depth - 1)
-        elif isinstance(value, str):
-            yield f"{prefix}{key}", value
         else:
-            try:
-                yield f"{prefix}{key}", msgspec.json.encode(value).decode()
-            except RecursionError:
-                yield f"{prefix}{key}", "nested too deeply to be shown"
+            yield f"{prefix}{key}", _text(value)
+
+
+def _text(value: Any) -> str:
+    try:
+        return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    except RecursionError:
+        return "nested too deeply to be shown"
 
 
 def _median_rate(amounts: Floats, seconds: Floats) -> float | None:

@@ -27,7 +27,9 @@ def table_of(*records):
 
 
 def test_a_run_is_loaded_with_its_columns_alerts_settings_and_state(tmp_path):
-    info = RunInfo(name="my run", head_optimizer="AdamW", seed=3, config={"optimizer": {"lr": 0.1, "betas": [0.9]}})
+    info = RunInfo(
+        name="my run", head_optimizer="AdamW", seed=3, last_step=50, config={"optimizer": {"lr": 0.1, "betas": [0.9]}}
+    )
     writer = RunWriter.open(tmp_path, info)
     for step, diameter in ((10, 15.5), (20, 10.5), (30, 5.5), (40, None)):
         writer.write(StepRecord(step=step, time=float(step), tokens=1000 * step, diameter=diameter, ceiling=20.0))
@@ -36,7 +38,7 @@ def test_a_run_is_loaded_with_its_columns_alerts_settings_and_state(tmp_path):
     writer.close(RuntimeError("no"))
     run = load_run(writer.folder)
     assert (run.id, run.label, run.optimizer, run.seed) == ("my-run", "my run", "AdamW", 3)
-    assert (run.status, run.step, run.state.message) == ("failed", 40, "no")
+    assert (run.status, run.step, run.last_step, run.state.message) == ("failed", 40, 50, "no")
     assert run.settings == {"optimizer.lr": "0.1", "optimizer.betas": "[0.9]"}
     assert [alert.step for alert in run.alerts] == [10]
     assert run.table.steps.tolist() == [10, 20, 30, 40]
@@ -176,17 +178,3 @@ def test_without_tokens_there_are_steps():
     one = table([0.0, 1.0, 2.0])
     speed = speed_of(Table(one.steps, {"time": one.columns["time"]}))
     assert speed == (pytest.approx(1.0), None)
-
-
-@pytest.mark.parametrize(
-    ("info", "expected"),
-    [
-        (RunInfo(last_step=50, config={"max_steps": 70}), 50),
-        (RunInfo(config={"max_steps": 70}), 70),
-        (RunInfo(config={"max_steps": -1, "updates": 300}), 300),
-        (RunInfo(config={"max_steps": True, "total_steps": "9"}), None),
-        (RunInfo(), None),
-    ],
-)
-def test_the_last_step_is_the_trainers_or_that_of_the_settings(info, expected):
-    assert Run(id="a", info=info).last_step == expected
