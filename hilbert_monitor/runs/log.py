@@ -6,7 +6,7 @@ ROOT/RUN/info.jsonl     one RunInfo an attempt; a later line for the same attemp
          layers.jsonl   the LayerRecords, in the same form, if layers are measured
          end.jsonl      how each attempt ended; no line for one that was killed
          heartbeat      the process; it sets the time of change every few seconds
-         reserve        8 KiB that are freed for the last line if the disk is full
+         reserve        32 KiB that are freed for the last line if the disk is full
 
 Every record is one unbuffered write, so a killed process loses none. Only closing forces them to the disk: a machine
 that loses its power may lose the last seconds. The process that holds the lock on steps.jsonl is the one that writes;
@@ -32,28 +32,15 @@ import msgspec
 from msgspec import Struct
 
 from .files import BROKEN, Heartbeat, LineFile, Marker, Owner, encode_line, replace_surrogates, safe_repr
-from .reader import (
-    ALERTS,
-    END,
-    HEARTBEAT,
-    INFO,
-    LAYERS,
-    STEPS,
-    End,
-    RunReader,
-    as_alert,
-    as_info,
-    as_layers,
-    as_record,
-)
+from .reader import ALERTS, END, HEARTBEAT, INFO, LAYERS, STEPS, End, RunReader
 from .record import Alert, LayerRecord, RunInfo, StepRecord
 from .secrets import mask_message
 from .stops import requested_stop
 
 RESERVE = "reserve"
 FILES = {INFO, STEPS, ALERTS, LAYERS, END, HEARTBEAT, RESERVE}
-ROOM, SHORT = 8192, 1000
-"""Bytes of the reserve, and characters of an error's message that fit into them."""
+ROOM, MESSAGE = 1 << 15, 4000
+"""Bytes of the reserve, and characters of an error's message, which fit into them in any encoding."""
 NEWEST = 32
 """Runs of one name that are checked, the newest first, for one that is not finished and can be resumed."""
 BEATS, SETTLE = 2.5, 0.5
@@ -111,7 +98,7 @@ class RunWriter:
                 f"a run goes on from step 0 or later and has a heartbeat of some seconds, not first_step={first_step}"
                 f" and heartbeat={heartbeat}: leave them out for a new run"
             )
-        _readable(info, as_info)  # before there is a folder
+        _readable(info)  # before there is a folder
         with ExitStack() as undo:
             folder, steps, owner = _choose_folder(Path(root).absolute(), info, first_step, strict, undo)
             if private:
@@ -138,7 +125,7 @@ class RunWriter:
 
     def write(self, record: StepRecord) -> None:
         """Add a step's record. One for a step that was written before replaces it."""
-        line = _readable(record, as_record)
+        line = _readable(record)
         try:
             self._steps.append(line)
         except OSError:
@@ -148,13 +135,13 @@ class RunWriter:
 
     def alert(self, alert: Alert) -> None:
         """Add an alert."""
-        self._alerts.append(_readable(alert, as_alert))
+        self._alerts.append(_readable(alert))
 
     def layers(self, record: LayerRecord) -> None:
         """Add the layers of a step."""
         if self._layers is None and not self._steps.closed:
             self._layers = self._files.enter_context(closing(LineFile(self.folder / LAYERS, head=self._marker)))
-        (self._layers or self._steps).append(_readable(record, as_layers))
+        (self._layers or self._steps).append(_readable(record))
 
     def describe(self, **changes: Any) -> None:
         """Write new values of fields of the run's RunInfo."""
@@ -162,7 +149,7 @@ class RunWriter:
         if fixed:
             raise ValueError(f"{', '.join(sorted(fixed))} of a run cannot change while it is written: leave it out")
         info = msgspec.structs.replace(self.info, **changes)
-        self._info.append(_readable(info, as_info))
+        self._info.append(_readable(info))
         self.info = info
 
     def progress(self) -> None:
@@ -187,13 +174,10 @@ class RunWriter:
         with self._files:
             with suppress(OSError):
                 (self.folder / RESERVE).unlink()
-            try:
-                self._end.append(encode_line(end))
-            except OSError:  # the reserve has room for this
-                self._end.append(encode_line(msgspec.structs.replace(end, message=end.message[:SHORT])))
+            self._end.append(encode_line(end))
 
     def _begin(self) -> None:
-        about = _readable(self.info, as_info)
+        about = _readable(self.info)
         for file in (self._steps, self._alerts):
             file.append(self._marker)
         if (self.folder / LAYERS).exists():  # an earlier attempt's, of which some may no longer count
@@ -216,16 +200,16 @@ class RunWriter:
 
 def _message(error: BaseException) -> str:
     try:
-        return mask_message(safe_repr(str(error), 4000))
+        return mask_message(safe_repr(str(error), MESSAGE))
     except Exception:
         return safe_repr(error)
 
 
-def _readable(record: Struct, decoder: msgspec.json.Decoder[Any]) -> bytes:
+def _readable(record: Struct) -> bytes:
     """Encode a record, and make sure that a reader can decode it."""
     line = encode_line(record)
     try:
-        decoder.decode(line)
+        msgspec.json.decode(line, type=type(record), strict=False)
     except BROKEN as error:
         raise TypeError(f"a {type(record).__name__} cannot be read back ({error}): give it plain values") from None
     return line
@@ -255,8 +239,6 @@ def _choose_folder(
         if not _take(folder, steps, owner, is_mine):
             busy = busy or folder.name
         elif _suits(folder, info, first_step):  # it may have changed before it was locked
-            if steps.locked:
-                Heartbeat(folder / HEARTBEAT).take(owner)
             if new and busy:
                 warnings.warn(
                     f"run '{busy}' is being written by another process: this is '{folder.name}'", stacklevel=3
@@ -267,7 +249,7 @@ def _choose_folder(
 
 
 def _take(folder: Path, steps: LineFile, owner: Owner, is_mine: bool) -> bool:
-    """Take a run for this process by a lock, or where there are no locks by its heartbeat; return whether it did.
+    """Take a run by a lock, or where there are no locks by its heartbeat. Return False if another process has it.
 
     Args:
         folder: of the run.
@@ -275,15 +257,13 @@ def _take(folder: Path, steps: LineFile, owner: Owner, is_mine: bool) -> bool:
         owner: this process.
         is_mine: this process has created the folder, which only one can.
     """
-    locked = steps.lock()
-    if locked is not None:
-        return locked
-    warnings.warn(f"no locks in '{folder}': only a heartbeat tells whether a run is being written", stacklevel=4)
-    heartbeat = Heartbeat(folder / HEARTBEAT)
-    if not is_mine and _is_alive(folder, heartbeat):
+    locked, heartbeat = steps.lock(), Heartbeat(folder / HEARTBEAT)
+    if locked is None:
+        warnings.warn(f"no locks in '{folder}': only a heartbeat tells whether a run is being written", stacklevel=4)
+    if locked is False or (locked is None and not is_mine and _is_alive(folder, heartbeat)):
         return False
     heartbeat.take(owner)
-    if not is_mine:
+    if locked is None and not is_mine:
         time.sleep(SETTLE)
     return heartbeat.owner == owner
 

@@ -20,7 +20,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 import msgspec
 from msgspec import Struct
 
-from .files import LONGEST, Heartbeat, Line, Marker, decode_lines, is_locked, read_blocks, read_tail, replace_surrogates
+from .files import LONGEST, Heartbeat, Line, Marker, decode_lines, is_locked, read_blocks, replace_surrogates
 from .record import Alert, LayerRecord, RunInfo, StepRecord
 
 INFO, STEPS, ALERTS, LAYERS, END, HEARTBEAT = (
@@ -46,6 +46,8 @@ RECENT_STEPS = 100
 """The last steps of a run that its stall limit follows from."""
 LOST_AFTER = 60.0
 """Seconds without a heartbeat after which a process is gone."""
+TAIL = 1 << 16
+"""Bytes at the end of a log that its state follows from."""
 
 as_info = msgspec.json.Decoder(RunInfo, strict=False)
 as_record = msgspec.json.Decoder(StepRecord, strict=False)
@@ -260,7 +262,9 @@ class RunReader:
             file = (self.folder / STEPS).stat()
             source = file.st_ino, file.st_size, file.st_mtime_ns, info.attempt
             if self._progress is None or self._progress[0] != source:
-                self._progress = source, _progress(decode_lines(read_tail(self.folder / STEPS), as_record), info)
+                blocks = read_blocks(self.folder / STEPS, max(file.st_size - TAIL, 0))
+                lines = [line for _, block in blocks for line in decode_lines(block, as_record)]
+                self._progress = source, _progress(lines, info)
             return self._progress[1]
         return Progress(None, info.started)
 
