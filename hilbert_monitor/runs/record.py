@@ -341,7 +341,6 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds that measuring took, by part."""
     share: Annotated[float | None, Metric("monitor_share", panel="cost", label="share of the time", line="reference",
         unit="ratio", help="Share of the time since the last record that the monitor's measurements took.")] = None
-# fmt: on
 
     @property
     def saturation(self) -> float | None:
@@ -354,28 +353,25 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return UTILISATION.value(self)
 
 
-SATURATION = Metric(
-    "step_diameter_saturation",
-    field="saturation",
-    formula=lambda diameter, ceiling: diameter / ceiling,
-    panel="saturation",
-    label="D(S) / ceiling",
+SATURATION = Metric("step_diameter_saturation", field="saturation", panel="saturation", label="D(S) / ceiling",
+    formula=lambda diameter, ceiling: diameter / ceiling, unit="ratio",
     help="Row diameter D(S) of the LM head's increment as a share of its ceiling, the largest that the optimizer can"
-    " make at its learning rate.",
-    unit="ratio",
-)
-UTILISATION = Metric(
-    "perturbation_utilisation",
-    field="utilisation",
+    " make at its learning rate.")
+UTILISATION = Metric("perturbation_utilisation", field="utilisation", panel="shares", label="utilisation",
     formula=lambda perturbation_rms, diameter, hidden_norm_rms: perturbation_rms / (diameter * hidden_norm_rms),
-    panel="shares",
-    label="utilisation",
-    help="Utilisation: the RMS of the Hilbert perturbation over the validation panel as a share of the most it could"
-    " be, D(S) times the RMS norm of the panel's hidden states.",
     unit="ratio",
-)
+    help="Utilisation: the RMS of the Hilbert perturbation over the validation panel as a share of the most it could"
+    " be, D(S) times the RMS norm of the panel's hidden states.")
 FORMULAS = (SATURATION, UTILISATION)
 """Metrics that follow from fields."""
+DERIVED_LINES = (
+    Metric("perturbation_bound", field="bound", panel="perturbation", label="bound D(S) max|h|", line="reference",
+        formula=lambda diameter, hidden_norm: diameter * hidden_norm, log=True,
+        help="What no perturbation of the panel can exceed: D(S) times the largest norm of a hidden state."),
+)
+"""Lines that panels draw for comparison. They are neither logged nor exported: each follows from fields."""
+# fmt: on
+
 METRICS = (
     *(
         dataclasses.replace(part, field=name)
@@ -386,19 +382,6 @@ METRICS = (
     *FORMULAS,
 )
 """Every number of a step that is logged and exported, in the order of the fields."""
-DERIVED_LINES = (
-    Metric(
-        "perturbation_bound",
-        field="bound",
-        formula=lambda diameter, hidden_norm: diameter * hidden_norm,
-        panel="perturbation",
-        label="bound D(S) max|h|",
-        help="What no perturbation of the panel can exceed: D(S) times the largest norm of a hidden state.",
-        line="reference",
-        log=True,
-    ),
-)
-"""Lines that panels draw for comparison. They are neither logged nor exported: each follows from fields."""
 
 
 def measured(record: StepRecord) -> Iterator[tuple[Metric, float]]:
