@@ -358,7 +358,7 @@ def test_where_there_are_no_locks_the_heartbeat_decides_and_the_user_is_told(beg
     with pytest.warns(UserWarning, match="no locks in .*: only a heartbeat tells"):
         first = begin(heartbeat=0.1)
     with pytest.warns() as warned:
-        assert begin().id == "a-2"
+        assert begin(heartbeat=0.1).id == "a-2"
     assert "run 'a' is being written by another process: this is 'a-2'" in str(warned[-1].message)
     with living_writer(tmp_path, "b") as (pid, _):
         kill(pid)
