@@ -9,8 +9,8 @@ from statistics import median
 import torch
 
 from hilbert_monitor.doctor.overhead import TimedTraining, step_cost
-from hilbert_monitor.monitor.guard import Guard
 from hilbert_monitor.monitor.layers import EVERY, LayerWatch
+from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.pretrain.recipe import HEADS, Head
 
 from .measure import Result, collect

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
-from hilbert_monitor.monitor.random_state import preserve_random_state
+from hilbert_monitor.monitor.runtime import keep_random_state
 from hilbert_monitor.optim import pretraining_optimizer
 from hilbert_monitor.pretrain.recipe import HEADS
 
@@ -76,7 +76,7 @@ def checks(device: torch.device, sizes: CheckSizes) -> Iterator[Check]:
 def _check(work: Work, world: int, backend: str, kind: str, patience: float) -> Outcome:
     rows = 4 * world
     ranks: list[Trained] = in_ranks(work, kind, rows, world=world, backend=backend, patience=patience)
-    with preserve_random_state():
+    with keep_random_state():
         alone = train(0, 1, kind, rows)
     off = max(_relative(a, b) for a, b in zip(ranks[0].numbers, alone.numbers, strict=True))
     unequal = [r for r, other in enumerate(ranks) if not all(map(torch.equal, ranks[0].weights, other.weights))]

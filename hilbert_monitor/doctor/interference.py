@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hilbert_monitor.monitor.callback import HilbertMonitor
-from hilbert_monitor.monitor.random_state import preserve_random_state
+from hilbert_monitor.monitor.runtime import keep_random_state
 from hilbert_monitor.optim import pretraining_optimizer
 from hilbert_monitor.pretrain.recipe import HEADS, Head
 from hilbert_monitor.runs.record import StepRecord
@@ -130,7 +130,7 @@ def train(
     sink = RecordList()
     trainer = _trainer(precision, device, updates, [monitor(sink)] if watched else [])
     model, text = LanguageModel(head), synthetic_text(V, 64, 17)
-    with preserve_random_state(seed=1):
+    with keep_random_state(seed=1):
         torch.manual_seed(1)  # on the device too
         trainer.fit(model, _loader(text, shuffle=True), _loader(text[:8]))
         return _state(model, trainer.optimizers[0], device), sink.records

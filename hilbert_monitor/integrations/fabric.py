@@ -69,7 +69,7 @@ class FabricLoop(PlainLoop):
 
     def save_checkpoint(self, checkpoint: Any, path: str) -> None:
         """Save by Fabric, on every rank."""
-        self._fabric.save(self.ranks.gathered(path)[0], checkpoint)
+        self._fabric.save(self.ranks.gather(path)[0], checkpoint)
 
 
 class Gradients:

@@ -16,11 +16,10 @@ from hilbert_monitor.runs.record import Alert
 from .batches import Batch, token_count
 from .decay import Decay
 from .exporter import Prometheus
-from .guard import tell
 from .head_place import find_head_place
 from .lightning_loop import LightningLoop
 from .options import MonitorOptions, prometheus_settings
-from .ranks import Ranks
+from .runtime import Ranks, warn_user
 from .samples import sample_indices
 from .session import MonitorSession
 from .several_heads import check_heads, options_of_each
@@ -197,7 +196,7 @@ class HilbertMonitor(Callback):
         """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
         self._updates = trainer.global_step
         if any(kind.__name__ == "FSDPStrategy" for kind in type(trainer.strategy).__mro__):
-            tell(
+            warn_user(
                 "nothing is measured under Lightning's FSDPStrategy, which flattens the head's rows: use"
                 " ModelParallelStrategy, with fully_shard in configure_model"
             )

@@ -8,13 +8,13 @@ import msgspec
 
 from hilbert_monitor.runs.record import Alert, StepRecord
 
-from .guard import Guard
 from .options import MonitorOptions
 from .outputs import Outputs
 from .panel_source import PanelSource
 from .probe import Probe
 from .responses import Responses
 from .run_description import describe_run
+from .runtime import Guard
 from .token_texts import TokenTexts
 from .training_loop import TrainingLoop
 from .verdict import Judged

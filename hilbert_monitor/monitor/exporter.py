@@ -15,8 +15,8 @@ from hilbert_monitor.runs.exposition import CollectorRegistry, Exposition, RunSa
 from hilbert_monitor.runs.process_bound import ProcessBound
 from hilbert_monitor.runs.reader import STALLED_AFTER
 
-from .guard import tell
 from .metrics_server import MetricsServer, tls_context
+from .runtime import warn_user
 
 PORTS = 100
 """How many ports are tried."""
@@ -149,7 +149,7 @@ def _start(port: int, address: str, tls: tuple[str, str] | None, registry: Colle
                 raise
             continue
         if wanted != port:
-            tell(f"port {port} is taken: the metrics are at port {wanted}", stacklevel=4)
+            warn_user(f"port {port} is taken: the metrics are at port {wanted}", stacklevel=4)
         return server
     last = min(port + PORTS, 65536) - 1
     raise OSError(errno.EADDRINUSE, f"ports {port} to {last} of {address} are taken: give another")

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from .guard import tell
-from .ranks import Ranks
+from .runtime import Ranks, warn_user
 
 
 class NonFiniteGradients(RuntimeError):
@@ -42,7 +41,7 @@ class FiniteGradients:
         if getattr(self.optimizer, "found_inf", None) is not None:
             return False  # a GradScaler has looked, and a fused optimizer leaves the step out for it
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if self.ranks.unanimous(_are_finite(p.grad for p in params)):
+        if self.ranks.all_agree(_are_finite(p.grad for p in params)):
             self.in_a_row = 0
             return False
         self._taken = [(p, p.grad) for p in params]
@@ -67,7 +66,9 @@ class FiniteGradients:
                 " stop_after=..."
             )
         if self.in_a_row == 1:
-            tell(f"the gradient of step {step} is not finite: the step was left out, for all parameters", stacklevel=3)
+            warn_user(
+                f"the gradient of step {step} is not finite: the step was left out, for all parameters", stacklevel=3
+            )
 
 
 def _are_finite(gradients: Iterable[Any]) -> bool:

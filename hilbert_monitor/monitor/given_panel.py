@@ -12,8 +12,7 @@ from torch.nn import Module
 
 from .batches import Batch, with_decoder_inputs
 from .panel import Panel
-from .random_state import preserve_random_state
-from .ranks import Ranks
+from .runtime import Ranks, keep_random_state
 
 GivenPanel = Panel | Tensor | Iterable[Any]
 """Token ids, batches, a DataLoader, or a panel."""
@@ -37,7 +36,7 @@ def given_panel(given: GivenPanel, size: int, *, model: Module, ranks: Ranks) ->
     try:
         mine = _own_panel(given, size, model)
     finally:  # also after a failure: the other ranks wait for this one
-        hashes = ranks.gathered(None if mine is None else mine.hash)
+        hashes = ranks.gather(None if mine is None else mine.hash)
     different = list(dict.fromkeys(hashes))
     if mine is None or None in different:
         return None
@@ -49,7 +48,7 @@ def given_panel(given: GivenPanel, size: int, *, model: Module, ranks: Ranks) ->
     try:
         part = Panel.of_batches(mine.batches, share) if share else Panel((), ())
     finally:
-        parts = ranks.gathered(part)
+        parts = ranks.gather(part)
     first = [parts[hashes.index(one)] for one in different]
     return None if None in first else Panel.joined(first)
 
@@ -66,7 +65,7 @@ def _own_panel(given: GivenPanel, size: int, model: Module) -> Panel:
         if panel is not None:
             return panel
     batches: Iterable[Batch] = [given] if isinstance(given, Mapping) else given
-    with preserve_random_state():
+    with keep_random_state():
         return Panel.of_batches(map(prepared, batches), size)
 
 

@@ -24,7 +24,7 @@ from .head_step import HeadStep
 from .increment import IncrementSource
 from .logits import explain_logits, logit_transform
 from .owners import owning_optimizer
-from .ranks import Ranks
+from .runtime import Ranks
 from .weight_increment import Increment
 
 
@@ -192,7 +192,7 @@ class WatchedHead:
         """
         sources = self._sources()
         belief = [number for source in sources for number in source.belief.numbers]
-        numbers = self.ranks.least([*mine, *belief])
+        numbers = self.ranks.all_min([*mine, *belief])
         for place, source in enumerate(sources):
             source.belief.numbers = numbers[len(mine) + 3 * place :][:3]
         return numbers[: len(mine)]
@@ -230,7 +230,7 @@ class WatchedHead:
 
     def moved_share(self, mine: tuple[float, float]) -> float:
         """Share of the stored weights that are not what they were before the step, from what each rank counted."""
-        moved, number = self.measuring.total([*mine])
+        moved, number = self.measuring.sum([*mine])
         return moved / number
 
     def stored_increment(self) -> Matrix:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hilbert_monitor.geometry import RowShards, RowSource
 
-from .ranks import compute_device
+from .runtime import compute_device
 
 Matrix = Tensor | RowShards
 """A (V, d) matrix, whole or with its rows on several ranks."""

@@ -25,12 +25,10 @@ from hilbert_monitor.optim.recipe import weight_matrix
 from hilbert_monitor.runs.stops import handled_signals
 
 from .batches import Batch, input_ids, select_rows, text_ids, with_tensors
-from .guard import tell
 from .noted_calls import noted_inputs, noted_outputs
 from .object_state import kept_state, same_packages
 from .panel import Panel
-from .random_state import preserve_random_state
-from .ranks import compute_device
+from .runtime import compute_device, keep_random_state, warn_user
 
 HiddenStates = Callable[[Module, Batch], Tensor]
 """From the model and a batch to the head's inputs, (B, T, d) or (B * T, d)."""
@@ -312,7 +310,7 @@ def undisturbed(model: Module) -> Iterator[None]:
     modules = dict(model.named_modules(prefix=type(model).__name__))
     follow = same_packages(modules.values())
     with ExitStack() as stack:
-        for context in (torch.inference_mode(False), torch.no_grad(), preserve_random_state()):
+        for context in (torch.inference_mode(False), torch.no_grad(), keep_random_state()):
             stack.enter_context(context)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         state = stack.enter_context(kept_state(modules.items(), follow=follow, memory=KEPT_BYTES))
@@ -323,7 +321,7 @@ def undisturbed(model: Module) -> Iterator[None]:
                 module.__dict__.update(log=_log_nothing, log_dict=_log_nothing)  # until the state is put back
         yield
     if state.lost:
-        tell(
+        warn_user(
             f"the forward pass writes to {', '.join(state.lost)}, too large to be put back: each measurement of"
             " the panel changes the run; pass hidden=, a function of the module and a batch that writes nothing"
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .ranks import Ranks
+from .runtime import Ranks
 
 ROWS = 8
 """Rows of which a norm's output is computed again."""
@@ -59,7 +59,7 @@ class HiddenNorm:
         if self._bound is not None:
             return float(self._bound())
         most = max(0.0 if self._seen is None else float(self._seen), self.largest or 0.0)
-        most = -self.ranks.least([-most])[0]
+        most = -self.ranks.all_min([-most])[0]
         if most == 0:
             raise RuntimeError(
                 "nats=... needs the norms of hidden states, and the head was given none in this step, or none that is"

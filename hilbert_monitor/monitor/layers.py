@@ -25,10 +25,10 @@ from hilbert_monitor.optim import MatrixOptimizer
 from hilbert_monitor.runs.record import Layer, LayerRecord, StepRecord
 
 from .formulas import state_of
-from .guard import Guard
 from .head_step import HeadStep
 from .increment import IncrementSource
 from .owners import owning_optimizer
+from .runtime import Guard
 
 EVERY = 10
 """Steps between two measurements."""

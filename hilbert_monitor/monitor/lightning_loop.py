@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hilbert_monitor.runs.record import RunInfo, StepRecord, measured
 
 from .hidden import AutocastFactory
-from .ranks import Ranks
+from .runtime import Ranks
 
 
 class LightningLoop:
@@ -127,7 +127,7 @@ class LightningLoop:
             os.makedirs(os.path.dirname(path), exist_ok=True)
         except OSError as error:
             failure = error
-        if not self.ranks.unanimous(failure is None):
+        if not self.ranks.all_agree(failure is None):
             raise failure or OSError(f"another rank could not make the folder of {path}")
         return path
 

@@ -10,9 +10,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, IterableDataset
 
 from .batches import Batch
-from .guard import tell
 from .object_state import kept_state
-from .random_state import preserve_random_state
+from .runtime import keep_random_state, warn_user
 
 KEPT_BYTES = 4_000_000
 """Tensors and arrays of a dataset that are copied, to be put back: counters, and not the text."""
@@ -55,11 +54,11 @@ def ordered_batches(loaders: Any) -> Iterator[Iterator[Batch] | None]:
         return
     roots = {"dataset": data, "collate_fn": loader.collate_fn}
     with (
-        preserve_random_state(seed=0),
+        keep_random_state(seed=0),
         kept_state(roots.items(), follow=lambda kind: True, memory=KEPT_BYTES) as state,
     ):
         if state.unseen:
-            tell(
+            warn_user(
                 f"takes the panel from the first validation batches: {_listed(state.unseen)} may change when an item is"
                 " read, and could not be put back; runs with other batch sizes or ranks then have other panels, unless"
                 " you pass token ids as panel=..."
@@ -69,7 +68,9 @@ def ordered_batches(loaders: Any) -> Iterator[Iterator[Batch] | None]:
         state.seed(0)
         yield _batches(loader)
     if state.lost:
-        tell(f"reading validation items wrote to {_listed(state.lost)}, too large to be put back: training changes")
+        warn_user(
+            f"reading validation items wrote to {_listed(state.lost)}, too large to be put back: training changes"
+        )
 
 
 def _listed(names: list[str]) -> str:

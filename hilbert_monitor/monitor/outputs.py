@@ -17,7 +17,7 @@ from hilbert_monitor.runs.reader import STALLED_AFTER
 from hilbert_monitor.runs.record import Alert, LayerRecord, RunInfo, StepRecord
 
 from .exporter import Exporter, Prometheus
-from .guard import Guard
+from .runtime import Guard
 from .sinks import Progress, QueuedSink, RunLog
 from .token_texts import SinkWithTexts, TokenTexts
 

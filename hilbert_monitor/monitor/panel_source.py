@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from .batches import Batch, positions_of, with_decoder_inputs, with_tensors
-from .guard import tell
 from .panel import Panel
-from .ranks import Ranks
+from .runtime import Ranks, warn_user
 
 PanelChoice = Literal["loader", "paper"] | list[int] | list[list[int]] | Tensor
 """See `PanelSource`."""
@@ -56,7 +55,7 @@ class PanelSource:
         try:
             panel = self._at_hand(loaders, validates=validates)
         finally:  # also after a failure: the other ranks wait for this one
-            hashes = ranks.gathered(None if panel is None else panel.hash)
+            hashes = ranks.gather(None if panel is None else panel.hash)
             self.panel = panel if len(set(hashes)) == 1 else None
 
     def _at_hand(self, loaders: Any, *, validates: bool) -> Panel | None:
@@ -67,7 +66,7 @@ class PanelSource:
             self._stream = panel is None
             return panel
         if not validates:
-            tell(
+            warn_user(
                 "found no validation data and measures the diameter alone: give the Trainer a validation loader, or"
                 " token ids as panel=..."
             )
@@ -105,7 +104,7 @@ class PanelSource:
             if batches and not (missing > 0 and more_to_come):
                 part = self._part(batches, reader, readers)
         finally:
-            parts = dict(reversed(ranks.gathered((reader, part))))  # of ranks that share data, the first one's
+            parts = dict(reversed(ranks.gather((reader, part))))  # of ranks that share data, the first one's
             whole = [parts[key] for key in sorted(parts)]
             self.panel = None if None in whole else Panel.joined(whole)
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hilbert_monitor.runs.record import RunInfo, StepRecord, measured
 
 from .hidden import AutocastFactory, unwrapped
-from .ranks import Ranks, compute_device
+from .runtime import Ranks, compute_device
 from .schedule import has_scheduler, schedulers_of
 
 Log = Callable[..., Any]
@@ -122,7 +122,7 @@ class PlainLoop:
 
     def save_checkpoint(self, checkpoint: Any, path: str) -> None:
         """Call the user's function on every rank, with the path of rank zero."""
-        checkpoint(self.ranks.gathered(path)[0])
+        checkpoint(self.ranks.gather(path)[0])
 
     def stop(self) -> None:
         """Ask the loop to end after this step."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from .hidden import AutocastFactory
-from .ranks import compute_device
+from .runtime import compute_device
 
 
 def seen_dtype(model: Module, weight: Tensor, autocast: AutocastFactory | None) -> torch.dtype | None:

@@ -17,7 +17,6 @@ from hilbert_monitor.runs.record import Alert, StepRecord
 from .agenda import Agenda
 from .decay import Decay
 from .deferral import Deferral
-from .guard import Guard
 from .head import WatchedHead
 from .head_place import find_head_place
 from .head_rows import Matrix
@@ -28,9 +27,9 @@ from .measurement import Measurement
 from .owners import owning_optimizer, stepping_optimizer
 from .panel import Panel
 from .precision import seen_dtype
-from .ranks import Ranks, compute_device
 from .records import Records
 from .remarks import Remarks
+from .runtime import Guard, Ranks, compute_device
 from .samples import SampleIndices
 from .schedule import Schedule, Schedulers
 from .silence import Silence, why_head_rests
@@ -245,7 +244,7 @@ class Probe:
                 self._current = self._next_measurement()
                 return
             moved = self.head.moved_unseen()
-        if self.ranks.unanimous(not moved):
+        if self.ranks.all_agree(not moved):
             self._silence.add(partial(why_head_rests, self.head, ""), weight)
             return
         with self.guard("increment"):

@@ -8,8 +8,8 @@ import msgspec
 
 from hilbert_monitor.runs.record import Alert, StepRecord
 
-from .guard import Guard
 from .measurement import Measurement
+from .runtime import Guard
 from .samples import SampleIndices, first_samples
 from .verdict import Judged, Verdict
 

@@ -26,7 +26,7 @@ from .hidden_norm import HiddenNorm
 from .increment import IncrementSource
 from .observers import Observer, observers_of
 from .owners import hooked_optimizer, inner_optimizers, owning_optimizer
-from .ranks import Ranks, compute_device
+from .runtime import Ranks, compute_device
 from .step_hooks import hook_steps
 
 Limit = float | Callable[[int], float]

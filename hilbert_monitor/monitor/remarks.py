@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .guard import tell
+from .runtime import warn_user
 
 
 class Remarks:
@@ -15,16 +15,16 @@ class Remarks:
         """Note why the bound H D(S) on the perturbation is not tight."""
         if text not in self.texts:
             self.texts.append(text)
-            tell(f"identity not exact, {text}", stacklevel=3)
+            warn_user(f"identity not exact, {text}", stacklevel=3)
 
     def note(self, text: str) -> None:
         """Note something that a reader should know."""
         if text not in self.texts:
             self.texts.append(text)
-            tell(text, stacklevel=3)
+            warn_user(text, stacklevel=3)
 
     def doubt(self, text: str, *, step: int) -> None:
         """Note that D(S) is formed in another way than before, from a step on."""
         if not any(remark.endswith(text) for remark in self.texts):
             self.texts.append(f"from step {step} on: {text}")
-            tell(f"step {step}: {text}", stacklevel=3)
+            warn_user(f"step {step}: {text}", stacklevel=3)

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 from hilbert_monitor.runs.record import Alert
 
-from .guard import Guard, tell
-from .ranks import Ranks
+from .runtime import Guard, Ranks, warn_user
 from .sinks import QueuedSink, Webhook
 from .token_texts import SinkWithTexts, TokenTexts
 
@@ -96,14 +95,14 @@ class Responses:
         """Say once why training ends, with all that is known of the step unless a warning has just said it."""
         self._stopped = True
         why = "" if self._warns else f": {self.texts.complete(alert, patience=SOON).message}"
-        tell(f'step {alert.step}: training is to end here, as on_blowup="stop" asks{why}', stacklevel=7)
+        warn_user(f'step {alert.step}: training is to end here, as on_blowup="stop" asks{why}', stacklevel=7)
 
     def _save(self, controls: Controls, ranks: Ranks, path: str) -> None:
         """Save a checkpoint, if every rank could make its part: one that fails must not leave the others waiting."""
         checkpoint = None
         with self.guard("checkpoint of a blow-up"):
             checkpoint = controls.make_checkpoint()
-        if ranks.unanimous(checkpoint is not None):
+        if ranks.all_agree(checkpoint is not None):
             with self.guard("checkpoint of a blow-up"):
                 controls.save_checkpoint(checkpoint, path)
 
@@ -111,7 +110,7 @@ class Responses:
         if callable(action):
             return partial(self._call, action)
         if action == "warn":
-            return partial(self._call, lambda alert: tell(f"step {alert.step}: {alert.message}", stacklevel=7))
+            return partial(self._call, lambda alert: warn_user(f"step {alert.step}: {alert.message}", stacklevel=7))
         webhook = SinkWithTexts(Webhook(action, run=self.run), self.texts)
         hook = QueuedSink[Alert](webhook, name="the webhook", room=64)
         self.webhooks.append(hook)
@@ -128,7 +127,9 @@ class Responses:
             if seconds > SLOW and not self._slow:
                 self._slow = True
                 name = getattr(function, "__qualname__", type(function).__name__)
-                tell(f"{name}, a response to a blow-up, took {seconds:.1f} s, and training waited for it", stacklevel=7)
+                warn_user(
+                    f"{name}, a response to a blow-up, took {seconds:.1f} s, and training waited for it", stacklevel=7
+                )
 
 
 def resolved(actions: Action | list[Any]) -> list[Action]:

@@ -17,7 +17,6 @@ from hilbert_monitor.runs.process_bound import ProcessBound
 from hilbert_monitor.runs.stops import requested_stop
 
 from .delivery import Delivery
-from .guard import Guard
 from .head import NobodyMovesIt
 from .head_place import find_head_place
 from .layer_records import LayerRecords
@@ -28,6 +27,7 @@ from .owners import owning_optimizer
 from .panel_source import PanelSource
 from .probe import Probe
 from .responses import acts
+from .runtime import Guard
 from .samples import SampleIndices
 from .silence import Silence
 from .training_loop import TrainingLoop
@@ -98,7 +98,7 @@ class MonitorSession(ProcessBound):
         with self.guard("start"):
             head = find_head_place(waiting.loop.model, self.options.head).weight
             owned = owning_optimizer(waiting.loop.optimizers, head) is not None
-        if waiting.loop.ranks.unanimous(owned):
+        if waiting.loop.ranks.all_agree(owned):
             self._waiting = None
             self._begin(waiting.loop)
 
@@ -114,16 +114,16 @@ class MonitorSession(ProcessBound):
                 started = True
             except NobodyMovesIt as error:
                 why = str(error)
-        if not loop.ranks.unanimous(started):
-            waits = loop.ranks.unanimous(bool(why))
+        if not loop.ranks.all_agree(started):
+            waits = loop.ranks.all_agree(bool(why))
             self.close()
             self.probe = None
             self._waiting = Waiting(loop, why, Silence(loop.ranks.rank)) if waits else None
             return
         assert self.probe is not None
-        if not loop.ranks.unanimous(math.isfinite(self.probe.agenda.last)):
+        if not loop.ranks.all_agree(math.isfinite(self.probe.agenda.last)):
             self.probe.agenda.last = math.inf
-        if not loop.validates and not loop.ranks.unanimous(self.panels.panel is not None):
+        if not loop.validates and not loop.ranks.all_agree(self.panels.panel is not None):
             self.probe.agenda.perturbation_every = 0  # there is no panel, and none to come
 
     def begin_batch(self, index: int | None, samples: SampleIndices | None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .guard import tell
 from .head import WatchedHead
+from .runtime import warn_user
 
 QUIET = 20
 """Updates in which nothing was measured, after which a reader is told why."""
@@ -39,7 +39,7 @@ class Silence:
         """Say the reason, unless it has been said or something was measured: it is time to, or the run is over."""
         if self._updates and self._reason is not None and not self._is_over:
             number = max(1, round(self._updates))
-            tell(self._reason("1 update" if number == 1 else f"{number} updates"), stacklevel=4)
+            warn_user(self._reason("1 update" if number == 1 else f"{number} updates"), stacklevel=4)
         self.end()
 
     def end(self) -> None:

@@ -19,7 +19,7 @@ from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.process_bound import ProcessBound, end_child
 from hilbert_monitor.runs.record import Alert, LayerRecord, RunInfo, StepRecord
 
-from .guard import describe, tell
+from .runtime import describe, warn_user
 
 T = TypeVar("T", contravariant=True)
 
@@ -62,7 +62,7 @@ class QueuedSink(ProcessBound, Generic[T]):
         except queue.Full:
             self.dropped += 1
             if self.dropped == 1:
-                tell(f"{self.name} has fallen behind, records are dropped")
+                warn_user(f"{self.name} has fallen behind, records are dropped")
 
     def close(self, timeout: float = 5.0, *, last: Callable[[], None] | None = None) -> None:
         """Wait up to `timeout` seconds until all records are written and `last` was called, in the sink's thread."""
@@ -74,7 +74,7 @@ class QueuedSink(ProcessBound, Generic[T]):
             self._waiting.put(None, timeout=timeout)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            tell(f"{self.name} is still busy at the end of the run, its last records may be lost")
+            warn_user(f"{self.name} is still busy at the end of the run, its last records may be lost")
 
     def end(self, last: Callable[[], None] | None = None) -> None:
         """Take no more records, and call `last` once those that wait are written."""
@@ -98,7 +98,7 @@ class QueuedSink(ProcessBound, Generic[T]):
                 end_child(error)
             self.failures += 1
             if self.failures == 1:
-                tell(f"{self.name} failed ({describe(error)}); training goes on", stacklevel=1)
+                warn_user(f"{self.name} failed ({describe(error)}); training goes on", stacklevel=1)
         if self.inherited:
             end_child()
 

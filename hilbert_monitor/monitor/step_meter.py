@@ -20,7 +20,6 @@ from torch.nn import Module
 from hilbert_monitor.geometry import row_diameter_bracket
 
 from .attention import AttentionLogits
-from .guard import Guard
 from .head import WatchedHead
 from .head_rows import Matrix
 from .hidden import AutocastFactory, HiddenStates, hidden_states
@@ -35,7 +34,7 @@ from .measurement import (
     StoredStep,
 )
 from .panel import Panel
-from .ranks import Ranks
+from .runtime import Guard, Ranks
 from .step_quality import backward_bound, head_quality, heads_around
 
 UNBALANCED = 0.01
@@ -137,7 +136,7 @@ class StepMeter:
         with self.timed("diameter"):
             step.bounds, step.ceiling = ExactDiameter.of(S), head.ceiling()
         self._measure_stored(head, step, ExactDiameter)
-        if not head.measuring.unanimous(step.exact is not None):
+        if not head.measuring.all_agree(step.exact is not None):
             self._bound(head, step, S)
 
     def search_alone(self, head: WatchedHead, step: Measurement, S: Matrix | None) -> None:
@@ -174,7 +173,7 @@ class StepMeter:
             if head.has_stored and bounds is not None:
                 count, number = head.source.moved()
                 moved, S = (float(count), float(number)), head.stored_increment()
-        if not head.measuring.unanimous(S is not None):
+        if not head.measuring.all_agree(S is not None):
             return
         assert S is not None
         assert bounds is not None
@@ -189,7 +188,7 @@ class StepMeter:
         S: Matrix | None = None
         with self.timed("quality"):
             S = head.seen_increment()
-        if head.measuring.unanimous(S is not None):
+        if head.measuring.all_agree(S is not None):
             assert S is not None
             with self.timed("quality"):
                 step.seen = SeenStep.of(S)
@@ -204,7 +203,7 @@ class StepMeter:
             return
         assert S is not None
         self._measure_seen(head, step)
-        bounded = self.efficiency and head.measuring.unanimous(step.bounds is not None)
+        bounded = self.efficiency and head.measuring.all_agree(step.bounds is not None)
         with self.timed("quality"):
             step.quality = head_quality(head, S, step.bounds if bounded else None)
         if head.bias is None:
@@ -214,7 +213,7 @@ class StepMeter:
         heads: list[Matrix] = []
         with self.timed("quality"):
             heads = heads_around(head, S)
-        if head.measuring.unanimous(bool(heads)):
+        if head.measuring.all_agree(bool(heads)):
             with self.timed("quality"):
                 self._head_diameter = min(row_diameter_bracket(U).upper for U in heads)
 
@@ -222,7 +221,7 @@ class StepMeter:
         G: Matrix | None = None
         with self.timed("gradient"):
             G = head.gradient()
-        if not head.measuring.unanimous(G is not None):
+        if not head.measuring.all_agree(G is not None):
             return
         assert G is not None
         with self.timed("gradient"):
@@ -265,7 +264,7 @@ class StepMeter:
         U: Matrix | None = None
         with self.timed("logits"):
             U = logit_rows(head)
-        if not head.measuring.unanimous(U is not None):
+        if not head.measuring.all_agree(U is not None):
             return
         assert U is not None
         with self.timed("logits"):
@@ -278,7 +277,7 @@ class StepMeter:
         U: Matrix | None = None
         with self.timed("logits"):
             U = head.weight_rows()
-        if head.measuring.unanimous(U is not None):
+        if head.measuring.all_agree(U is not None):
             assert U is not None
             with self.timed("logits"):
                 step.head_shape = HeadShape.of(U, head.logit_scale)
@@ -289,7 +288,7 @@ class StepMeter:
         with self.timed("panel"):
             if panel is not None:
                 mine, collected = float(panel.number), True
-        everywhere, least, minus_most = self.ranks.least([float(collected), mine, -mine])
+        everywhere, least, minus_most = self.ranks.all_min([float(collected), mine, -mine])
         if everywhere and least != -minus_most:
             with self.timed("panel"):
                 raise ValueError("the ranks have panels of different text or batches: make it of the same text on each")

@@ -62,7 +62,7 @@ class Survey:
 
     def _everybody_has(self, head: WatchedHead, part: object) -> bool:
         """Whether every rank that measures has a part of the step. Called on all ranks."""
-        return self._ranks.unanimous(part is not None or not head.measures)
+        return self._ranks.all_agree(part is not None or not head.measures)
 
     def _measure(self, head: WatchedHead, step: Measurement) -> None:
         """Measure a new step."""
@@ -99,5 +99,5 @@ class Survey:
                 formable = not step.skipped and (source.formable if final else source.last is not None)
         with self._meter.timed("rules"):
             blew_up = blew_up or self._verdict.is_blow_up(step)
-        everybody, rank_zero = self._ranks.least([float(formable), float(blew_up)])
+        everybody, rank_zero = self._ranks.all_min([float(formable), float(blew_up)])
         return bool(everybody), bool(rank_zero)

@@ -18,7 +18,7 @@ from hilbert_monitor.runs.alerts import with_texts
 from hilbert_monitor.runs.process_bound import ProcessBound, end_child
 from hilbert_monitor.runs.record import Alert, StepRecord
 
-from .guard import Guard
+from .runtime import Guard
 from .sinks import Sink
 
 PATIENCE = 1.0

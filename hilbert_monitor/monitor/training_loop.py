@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from hilbert_monitor.runs.record import RunInfo, StepRecord
 
 from .hidden import AutocastFactory
-from .ranks import Ranks
 from .responses import Controls
+from .runtime import Ranks
 
 
 class TrainingLoop(Controls, Protocol):

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from .batches import Batch, token_count
 from .given_panel import GivenPanel, given_panel
-from .guard import tell
 from .hidden import AutocastFactory
 from .loop_arguments import check_loop_arguments, check_state
 from .options import MonitorOptions, chosen_options, with_options
 from .plain_loop import Log, PlainLoop
 from .responses import resolved
+from .runtime import warn_user
 from .samples import sample_indices
 from .session import MonitorSession
 from .signals import sigterm_raises
@@ -95,7 +95,7 @@ class Watch:
         """
         if not self._asked:
             self._asked = True
-            tell(
+            warn_user(
                 "run.step() came before the run is watched, and nothing is measured: use with watch(...) as run:, or"
                 " call run.start() before the loop"
             )
@@ -163,7 +163,7 @@ class Watch:
         self._asked = True
         session = self.session
         if refusal := self.loop.refusal():
-            tell(refusal)
+            warn_user(refusal)
             return self
         if self._panel is not None and session.options.perturbation_every:
             with session.guard("panel", user_code=True):

@@ -15,8 +15,8 @@ import yaml
 import hilbert_monitor
 from hilbert_monitor import HilbertMonitor, geometry
 from hilbert_monitor.cli import app
-from hilbert_monitor.monitor.guard import Guard
 from hilbert_monitor.monitor.responses import Responses
+from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.runs import alerts
 from hilbert_monitor.runs.exposition import FAMILIES
 from hilbert_monitor.runs.record import METRICS, StepRecord

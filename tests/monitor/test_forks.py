@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import hilbert_monitor
 from hilbert_monitor import HilbertMonitor, Prometheus, TrustRegion
 from hilbert_monitor.monitor import exporter
-from hilbert_monitor.monitor.guard import Guard
+from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.monitor.several_heads import SharedSink
 from hilbert_monitor.monitor.sinks import QueuedSink
 from hilbert_monitor.monitor.token_texts import TokenTexts

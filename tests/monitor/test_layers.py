@@ -12,8 +12,8 @@ from torch.optim import SGD, AdamW
 
 from hilbert_monitor import Muon, watch
 from hilbert_monitor.monitor.attention import AttentionLogits
-from hilbert_monitor.monitor.guard import Guard
 from hilbert_monitor.monitor.layers import LayerWatch
+from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.optim import ChainedOptimizer
 from hilbert_monitor.runs.alerts import LayerJudge, Rules
 from hilbert_monitor.runs.reader import LAYERS, RunReader

@@ -31,7 +31,7 @@ from hilbert_monitor.monitor.batches import input_ids, positions_of, token_ids
 from hilbert_monitor.monitor.hidden import HeadNotReached, hidden_states
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.panel_source import PanelSource
-from hilbert_monitor.monitor.ranks import Ranks
+from hilbert_monitor.monitor.runtime import Ranks
 from tests.support.decoders import Plain, Wrapper, seeded
 from tests.support.ranks import in_ranks
 

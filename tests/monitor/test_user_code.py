@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from hilbert_monitor import HilbertMonitor
 from hilbert_monitor.monitor import loader_items, measurement, responses
-from hilbert_monitor.monitor.guard import Guard
+from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.monitor.sinks import QueuedSink
 from hilbert_monitor.monitor.token_texts import TokenTexts
 from hilbert_monitor.runs.reader import RunReader

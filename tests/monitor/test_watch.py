@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import hilbert_monitor
 from hilbert_monitor.monitor.given_panel import given_panel
 from hilbert_monitor.monitor.panel import Panel
-from hilbert_monitor.monitor.ranks import Ranks
+from hilbert_monitor.monitor.runtime import Ranks
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import RunInfo
