@@ -517,6 +517,7 @@ def test_any_name_makes_a_folder_of_its_own_and_is_found_again(begin, tmp_path, 
     writer, shown = begin(name), name.encode("utf-8", "backslashreplace").decode()
     assert writer.folder.parent == tmp_path
     assert os.listdir(tmp_path) == [writer.id]
+    assert len(writer.id) <= 80
     assert RunReader(writer.folder).info.name == shown
     writer.close(RuntimeError(name))
     assert RunReader(writer.folder).state().message == (shown if len(name) < 4000 else shown[:3997] + "...")
