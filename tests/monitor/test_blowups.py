@@ -376,3 +376,10 @@ def test_a_history_that_cannot_be_read_costs_the_history_alone(history):
     with pytest.warns(UserWarning, match="history failed"):
         trainer.fit(module, DataLoader(Text(0), batch_size=4), DataLoader(Text(1, 8), batch_size=4))
     assert [r.step for r in kept.records] == [1, 2, 3, 4]
+
+
+def test_a_seed_that_is_no_number_is_left_out(monkeypatch):
+    for name, seed in (("a", "-7"), ("b", "\u00b2"), ("c", "--7")):
+        monkeypatch.setenv("PL_GLOBAL_SEED", seed)
+        fit(Jumps(), monitor(run_name=name))
+    assert [run.info.seed for run in find_runs("runs")] == [-7, None, None]
