@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hilbert_monitor.runs.files import (
-    Heartbeat,
     LineFile,
     Owner,
     decode_lines,
@@ -25,7 +24,7 @@ from hilbert_monitor.runs.files import (
 from hilbert_monitor.runs.reader import as_record
 from hilbert_monitor.runs.record import Layer, LayerRecord, StepRecord
 from tests.support.forks import forked, outcome
-from tests.support.run_logs import aged, kill, step
+from tests.support.run_logs import kill, step
 
 floats = st.none() | st.floats()
 texts = st.text(st.characters() | st.sampled_from("\ud800\udfff\n\r\x00\u2028\U0001f600"), max_size=8)
@@ -173,49 +172,6 @@ def test_a_child_that_is_forked_while_a_file_is_opened_does_not_hold_its_lock(tm
 
 
 # The heartbeat
-
-
-def test_only_a_change_is_a_sign_of_life_but_for_the_first_look(tmp_path):
-    path = tmp_path / "heartbeat"
-    heartbeat = Heartbeat(path)
-    heartbeat.take(Owner.new())
-    for beat, now, alive in (
-        (5000.0, 5600.0, True),  # a clock that is ten minutes behind
-        (5000.0, 5659.0, True),
-        (5000.0, 5661.0, False),
-        (5001.0, 5700.0, True),
-        (9000.0, 5800.0, True),
-        (100.0, 5850.0, True),
-        (100.0, 5911.0, False),
-    ):
-        aged(path, beat)
-        assert heartbeat.is_fresh(now, 60.0) is alive, (beat, now)
-    path.unlink()
-    assert not heartbeat.is_fresh(5912.0, 60.0)
-
-
-@pytest.mark.parametrize("beat", [1000.0, 9000.0])
-def test_a_first_look_at_a_time_far_from_ours_is_no_sign_of_life(tmp_path, beat):
-    heartbeat = Heartbeat(tmp_path / "heartbeat")
-    heartbeat.take(Owner.new())
-    aged(heartbeat.path, beat)
-    assert not heartbeat.is_fresh(5000.0, 60.0)
-    aged(heartbeat.path, beat + 5.0)
-    assert heartbeat.is_fresh(5005.0, 60.0)
-
-
-def test_a_heartbeat_that_another_process_has_taken_does_not_beat(tmp_path):
-    heartbeat, mine, other = Heartbeat(tmp_path / "heartbeat"), Owner.new(), Owner.new()
-    heartbeat.take(mine)
-    aged(heartbeat.path, 1.0)
-    assert heartbeat.beat(mine)
-    assert heartbeat.path.stat().st_mtime > 1.0
-    heartbeat.take(other)
-    aged(heartbeat.path, 1.0)
-    assert not heartbeat.beat(mine)
-    assert heartbeat.path.stat().st_mtime == 1.0
-    heartbeat.path.unlink()
-    assert heartbeat.beat(mine)  # a folder that is gone was not taken
 
 
 def test_an_owner_is_gone_only_if_its_own_machine_and_container_say_so():

@@ -185,15 +185,27 @@ def test_a_killed_process_is_known_at_once_on_its_own_host(tmp_path):
 
 def test_on_another_machine_the_heartbeat_tells_by_its_changes(tmp_path):
     folder = by_hand(tmp_path / "a", host="elsewhere")
-    for name in ("heartbeat", "steps.jsonl"):
-        aged(folder / name, 400.0)  # ten minutes behind our clock
     reader = RunReader(folder)
-    assert reader.state(1000.0).status == "running"
-    aged(folder / "heartbeat", 405.0)
-    assert reader.state(1030.0).status == "running"
-    assert reader.state(1091.0).status == "killed"
-    assert reader.state(1091.0).ended == 405.0
-    assert RunReader(folder, lost_after=100).state(1000.0).status == "running"
+    for beat, now, status in (
+        (400.0, 1000.0, "running"),  # a first look, ten minutes behind our clock
+        (400.0, 1059.0, "running"),
+        (400.0, 1061.0, "killed"),
+        (401.0, 1100.0, "running"),
+        (9000.0, 1120.0, "running"),
+        (100.0, 1140.0, "running"),
+        (100.0, 1201.0, "killed"),
+    ):
+        for name in ("heartbeat", "steps.jsonl"):
+            aged(folder / name, beat)
+        assert reader.state(now).status == status, (beat, now)
+    assert reader.state(1201.0).ended == 100.0
+    for first in (100.0, 9000.0):  # a first look at a time far from ours
+        aged(folder / "heartbeat", first)
+        reader = RunReader(folder, lost_after=100)
+        assert reader.state(5000.0).status == "killed"
+        for name in ("heartbeat", "steps.jsonl"):
+            aged(folder / name, first + 5)
+        assert [reader.state(now).status for now in (5005.0, 5104.0, 5106.0)] == ["running", "running", "killed"]
     by_hand(folder, heartbeat=50.0)
     aged(folder / "heartbeat", 400.0)
     reader = RunReader(folder)
