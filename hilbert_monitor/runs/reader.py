@@ -127,19 +127,10 @@ class Progress(NamedTuple):
 
 
 class RunReader:
-    """Reads a run's folder, also while it is written. It changes nothing there and keeps no file open.
+    """Reads a run's folder, also while it is written. It changes nothing there and keeps no file open."""
 
-    Args:
-        folder: ROOT/RUN.
-        lost_after: seconds without a heartbeat after which a process on another machine counts as gone.
-        stalled_after: seconds without a step after which a run is stalled, unless it is slow or sets another limit.
-    """
-
-    def __init__(
-        self, folder: str | os.PathLike[str], *, lost_after: float = LOST_AFTER, stalled_after: float = STALLED_AFTER
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.lost_after, self.stalled_after = lost_after, stalled_after
         self.torn = 0
         """Lines that the last call of steps(), alerts() or layers() skipped because they were not whole."""
         self.heartbeat = Heartbeat(self.folder / HEARTBEAT)
@@ -201,7 +192,7 @@ class RunReader:
             return RunState(status=end.status, error=end.error, message=end.message, ended=end.time, **known)
         if not self.is_alive(now, info):
             return RunState(status="killed", ended=max(self.heartbeat.time, 0.0), **known)
-        least = self.stalled_after if info.stalled_after is None else info.stalled_after
+        least = STALLED_AFTER if info.stalled_after is None else info.stalled_after
         is_stalled = self._age_of_steps(now) > max(least, progress.usual_silence)
         return RunState(status="stalled" if is_stalled else "running", **known)
 
@@ -220,7 +211,7 @@ class RunReader:
                 self.heartbeat.silence(now)
                 return False
         info = self.info if info is None else info
-        return self.heartbeat.is_fresh(now, max(self.lost_after, 4 * info.heartbeat))
+        return self.heartbeat.is_fresh(now, max(LOST_AFTER, 4 * info.heartbeat))
 
     def _age_of_steps(self, now: float) -> float:
         """Return the seconds since the last step or validation. The two files have their times from one clock."""
@@ -269,19 +260,13 @@ class RunReader:
         return Progress(None, info.started)
 
 
-def find_runs(root: str | os.PathLike[str], **limits: float) -> list[RunReader]:
-    """Return readers of the runs in a folder, sorted by id. Folders that are not runs, or not yet, are left out.
-
-    Args:
-        root: folder of the runs.
-        limits: keyword arguments of RunReader.
-    """
+def find_runs(root: str | os.PathLike[str]) -> list[RunReader]:
+    """Return readers of the runs in a folder, sorted by id. Folders that are not runs, or not yet, are left out."""
     try:
         folders = sorted(Path(root).iterdir())
     except OSError:
         return []
-    readers = (RunReader(folder, **limits) for folder in folders)
-    return [reader for reader in readers if reader.attempts]
+    return [reader for reader in map(RunReader, folders) if reader.attempts]
 
 
 def _batch(lines: list[Record | Marker | None], offset: int = 0) -> Batch[Record]:

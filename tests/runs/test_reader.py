@@ -201,11 +201,11 @@ def test_on_another_machine_the_heartbeat_tells_by_its_changes(tmp_path):
     assert reader.state(1201.0).ended == 100.0
     for first in (100.0, 9000.0):  # a first look at a time far from ours
         aged(folder / "heartbeat", first)
-        reader = RunReader(folder, lost_after=100)
+        reader = RunReader(folder)
         assert reader.state(5000.0).status == "killed"
         for name in ("heartbeat", "steps.jsonl"):
             aged(folder / name, first + 5)
-        assert [reader.state(now).status for now in (5005.0, 5104.0, 5106.0)] == ["running", "running", "killed"]
+        assert [reader.state(now).status for now in (5005.0, 5064.0, 5066.0)] == ["running", "running", "killed"]
     by_hand(folder, heartbeat=50.0)
     aged(folder / "heartbeat", 400.0)
     reader = RunReader(folder)
@@ -258,7 +258,6 @@ def test_a_living_run_without_a_step_for_long_is_stalled_until_it_makes_progress
     for age, status in ((299, "running"), (301, "stalled")):
         aged(writer.folder / "steps.jsonl", now - age)
         assert reader.state(now).status == status
-    assert RunReader(writer.folder, stalled_after=1000).state(now).status == "running"
     writer.progress()
     assert reader.state(now).status == "running"
     aged(writer.folder / "steps.jsonl", now - 301)
@@ -353,7 +352,6 @@ def test_what_is_no_run_is_not_found(begin, tmp_path):
     begin("b")
     begin("a")
     assert [reader.info.id for reader in find_runs(tmp_path)] == ["a", "b"]
-    assert find_runs(tmp_path, lost_after=7.0)[0].lost_after == 7.0
 
 
 def test_reading_changes_nothing_on_disk(begin):
