@@ -17,14 +17,8 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry as CollectorRegistry
+from prometheus_client import core
 from prometheus_client import make_wsgi_app as make_wsgi_app
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
 from prometheus_client.exposition import choose_encoder as choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -37,13 +31,12 @@ from .record import METRICS, Alert, RunInfo, StepRecord, measured
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of samples in Prometheus: a name with all its labels."""
+    """A family of samples in Prometheus. Its labels come besides `run` and `head`."""
 
     name: str
     kind: Literal["gauge", "counter", "histogram", "info"]
     help: str
     labels: tuple[str, ...] = ()
-    """Besides `run` and `head`."""
 
     @property
     def exported(self) -> str:
@@ -218,46 +211,41 @@ class Exposition(Collector):
     def __init__(self, runs: Callable[[], Iterable[Samples]]) -> None:
         self.runs = runs
 
-    def describe(self) -> Iterator[Metric]:
+    def describe(self) -> Iterator[core.Metric]:
         """Yield the families without samples."""
         yield from _families(()).values()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[core.Metric]:
         """Yield the families with the samples of all runs."""
         yield from _families(self.runs()).values()
 
 
 def _families(runs: Iterable[Samples]) -> dict[str, Any]:
     kinds = {
-        "gauge": GaugeMetricFamily,
-        "counter": CounterMetricFamily,
-        "histogram": HistogramMetricFamily,
-        "info": InfoMetricFamily,
+        "gauge": core.GaugeMetricFamily,
+        "counter": core.CounterMetricFamily,
+        "histogram": core.HistogramMetricFamily,
+        "info": core.InfoMetricFamily,
     }
-    gauges = [
-        Family(metric.exported.removeprefix("hilbert_"), "gauge", metric.help)
-        for metric in METRICS
-        if not metric.counted
-    ]
-    families = {
-        f.exported: kinds[f.kind](f"hilbert_{f.name}", f.help, labels=["run", "head", *f.labels])
-        for f in (*FAMILIES, *gauges)
-    }
+    gauges = [Family(metric.exposed or metric.name, "gauge", metric.help) for metric in METRICS if not metric.counted]
+    families = {}
+    for family in (*FAMILIES, *gauges):
+        labels = ["run", "head", *family.labels]
+        families[family.name] = kinds[family.kind](f"hilbert_{family.name}", family.help, labels=labels)
     for run in runs:
         who = (run.info.id, run.info.head_optimizer or "unknown")
         for name, labels, *sample in _samples(run):
-            families[f"hilbert_{name}"].add_metric([*who, *labels], *sample)
+            families[name].add_metric([*who, *labels], *sample)
     return families
 
 
 def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
-    """Yield the samples of a run: name, labels besides `run` and `head`, value."""
-    yield "run_info", (), _about(run.info)
+    """Yield the samples of a run: the name of a family, labels besides `run` and `head`, value."""
+    yield "run", (), _about(run.info)
     yield "step_diameter_distribution", (), _cumulative(run.buckets), run.total
     for metric in METRICS:
         if metric.name in run.latest:
-            name = metric.exported.removeprefix("hilbert_")
-            yield f"{name}_total" if metric.counted else name, (), run.latest[metric.name]
+            yield metric.exposed or metric.name, (), run.latest[metric.name]
     for status in STATUSES:
         yield "run_status", (status,), float(run.status == status)
     numbers = {
@@ -265,24 +253,24 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
         "heartbeat_timestamp_seconds": run.heartbeat,
         "stalled_after_seconds": run.stalled_after,
         "step": run.step,
-        "steps_total": run.steps,
-        "nonfinite_increments_total": run.nonfinite,
-        "skipped_steps_total": run.skipped,
-        "clipped_steps_total": run.clipped,
+        "steps": run.steps,
+        "nonfinite_increments": run.nonfinite,
+        "skipped_steps": run.skipped,
+        "clipped_steps": run.clipped,
     }
     yield from ((name, (), number) for name, number in numbers.items() if number is not None)
     known = {(kind, severity) for kind, severities in SEVERITIES.items() for severity in severities}
     for key in {*known, *run.blowups}:  # from zero: a counter that appears with its first count has no increase
-        yield "blowups_total", key, run.blowups[key]
+        yield "blowups", key, run.blowups[key]
     for key, alert in run.alerts.items():
         yield "blowup_value", key, alert.value
         yield "blowup_step", key, alert.step
         if alert.expected is not None:
             yield "blowup_expected", key, alert.expected
     for part, seconds in run.seconds.items():
-        yield "monitor_seconds_total", (part,), seconds
+        yield "monitor_seconds", (part,), seconds
     for sink, count in run.failures.items():
-        yield "monitor_failures_total", (sink,), count
+        yield "monitor_failures", (sink,), count
 
 
 def _about(info: RunInfo) -> dict[str, str]:
