@@ -21,10 +21,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from .reader import RunReader, RunState, Status, find_runs
 from .record import Alert, RunInfo
-from .table import Floats, Steps, Table, present, read_table
+from .table import Floats, Steps, Table, TableBuilder, present
 
 Axis = Literal["updates", "tokens", "time"]
 """The x axis of a curve: optimizer steps, training tokens, or hours since the run started."""
@@ -229,11 +230,8 @@ class Run:
         """Steps and tokens per second over the newest records."""
         newest, table = slice(-RECENT - 1, None), self.table
         steps, times, tokens = table.steps[newest], table.column("time")[newest], table.column("tokens")[newest]
-        known = np.isfinite(times)
-        if known.sum() < 2:
-            return Speed()
-        steps, times, tokens = steps[known].astype(np.float64), times[known], tokens[known]
-        ends = np.unique(np.linspace(0, len(times) - 1, PARTS + 1).astype(np.int64))
+        known = np.flatnonzero(np.isfinite(times))
+        ends = known[np.linspace(0, len(known) - 1, PARTS + 1).astype(np.int64)] if len(known) else known
         seconds = np.diff(times[ends])
         return Speed(_median_rate(np.diff(steps[ends]), seconds), _median_rate(np.diff(tokens[ends]), seconds))
 
@@ -254,14 +252,17 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
     attempts = tuple(reader.attempts)
     if not attempts:
         raise ValueError(f"'{folder}' is not the folder of a run: give one that has an info.jsonl")
+    builder, torn = TableBuilder(), 0
+    for batch in reader.follow():
+        torn += batch.torn + builder.append(batch)
     return Run(
         id=Path(os.path.abspath(folder)).name,
         info=attempts[-1],
         attempts=attempts,
         state=reader.state(),
-        table=read_table(reader),
+        table=builder.table,
         alerts=tuple(reader.alerts()),
-        torn=reader.torn,
+        torn=torn + reader.torn,
     )
 
 
@@ -320,6 +321,6 @@ def _text(value: Any) -> str:
         return "nested too deeply to be shown"
 
 
-def _median_rate(amounts: Floats, seconds: Floats) -> float | None:
+def _median_rate(amounts: NDArray[Any], seconds: Floats) -> float | None:
     usable = np.isfinite(amounts) & np.isfinite(seconds) & (amounts > 0) & (seconds > 0)
     return float(np.median(amounts[usable] / seconds[usable])) if usable.any() else None

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from .reader import Batch, RunReader
+from .reader import Batch
 from .record import DERIVED_LINES, FORMULAS, Pair, StepRecord
 
 Floats = NDArray[np.float64]
@@ -255,11 +255,3 @@ def _room(values: Any, rows: int, wanted: int, expected: int) -> Any:
     grown[:known] = values[:known]
     grown[known:wanted] = MISSING if values.dtype == np.float64 else 0
     return grown
-
-
-def read_table(reader: RunReader) -> Table:
-    """Read the records of a run that count."""
-    builder = TableBuilder()
-    for batch in reader.follow():
-        builder.append(batch)
-    return builder.table

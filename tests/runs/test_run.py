@@ -36,7 +36,11 @@ def test_a_run_is_loaded_with_its_columns_alerts_settings_and_state(tmp_path):
     writer.write(StepRecord(step=20, time=0.0, diameter=7.0))
     writer.alert(Alert(step=10, time=0.0, kind="diameter", value=15.5))
     writer.close(RuntimeError("no"))
+    for name in ("steps.jsonl", "alerts.jsonl"):
+        with open(writer.folder / name, "a") as file:
+            file.write("torn\n")
     run = load_run(writer.folder)
+    assert run.torn == 2
     assert (run.id, run.label, run.optimizer, run.seed) == ("my-run", "my run", "AdamW", 3)
     assert (run.status, run.step, run.last_step, run.state.message) == ("failed", 40, 50, "no")
     assert run.settings == {"optimizer.lr": "0.1", "optimizer.betas": "[0.9]"}
