@@ -113,7 +113,7 @@ def _decode(line: bytes, decoder: msgspec.json.Decoder[Line]) -> Line | None:
 
 
 def read_blocks(path: Path, start: int = 0, size: int = 1 << 17) -> Iterator[tuple[int, bytes]]:
-    """Read whole lines from a byte offset on, about `size` bytes at a time, each block with the offset of its end.
+    """Yield blocks of whole lines from a byte offset, about `size` bytes each, with the offset of their ends.
 
     A last line without a newline is left for later. A file shorter than the offset was replaced and is read from its
     start. Of a line longer than LONGEST only the end is given, so that it counts as torn and takes no memory.

@@ -10,7 +10,7 @@ ROOT/RUN/info.jsonl     one RunInfo an attempt; a later line for the same attemp
 
 Every record is one unbuffered write, so a killed process loses none. Only closing forces them to the disk: a machine
 that loses its power may lose the last seconds. The process that holds the lock on steps.jsonl is the one that writes;
-where there are no locks, the one that `heartbeat` names.
+without locks, the one that `heartbeat` names.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RunWriter:
 
         Args:
             root: folder of the runs.
-            info: what is known of the run. Its id, attempt, time and process are filled in here.
+            info: the run's description. Its id, attempt, time and process are filled in here.
             first_step: the step that a checkpoint goes on from. With 0, a finished run of this name is not resumed.
             strict: raise if another process is writing a run of this name, instead of giving this one a number.
             private: let no other user read the folder. By default its mode follows the umask, so that a service of
@@ -161,8 +161,7 @@ class RunWriter:
 
         Args:
             error: what ended it, if it did not end by itself.
-            stopped: the signal that asked it to end, such as "SIGTERM", where the error does not say so itself, as a
-                KeyboardInterrupt does.
+            stopped: the signal that asked it to end, such as "SIGTERM", if the error does not show that.
         """
         if self._steps.closed or self._closing.is_set():
             return
@@ -249,13 +248,13 @@ def _choose_folder(
 
 
 def _take(folder: Path, steps: LineFile, owner: Owner, is_mine: bool) -> bool:
-    """Take a run by a lock, or where there are no locks by its heartbeat. Return False if another process has it.
+    """Take a run by a lock, or without locks by its heartbeat. Return False if another process has it.
 
     Args:
         folder: of the run.
         steps: its log.
         owner: this process.
-        is_mine: this process has created the folder, which only one can.
+        is_mine: True if this process has created the folder, as only one can.
     """
     locked, heartbeat = steps.lock(), Heartbeat(folder / HEARTBEAT)
     if locked is None:
@@ -269,7 +268,7 @@ def _take(folder: Path, steps: LineFile, owner: Owner, is_mine: bool) -> bool:
 
 
 def _is_alive(folder: Path, heartbeat: Heartbeat) -> bool:
-    """Watch the heartbeat of a run where there are no locks; return True if it changes."""
+    """Watch the heartbeat of a run on a file system without locks; return True if it changes."""
     reader = RunReader(folder)
     if reader.attempts and reader.end is not None:
         return False

@@ -393,7 +393,7 @@ def measured(record: StepRecord) -> Iterator[tuple[Metric, float]]:
 
 
 class Layer(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a step did to one parameter, in the ruler that is right for it."""
+    """The change of one parameter in a step, in the ruler that suits it."""
 
     kind: str
     """The ruler: "matrix" for the spectral norm, "embedding" for the largest row, "vector" for the root mean square."""
@@ -409,7 +409,7 @@ class Layer(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def relative(self) -> float:
-        """Size of the increment over that of the weight; infinite for a weight of zero."""
+        """Size of the increment over the size of the weight; infinite for a weight of zero."""
         return self.step / self.weight if self.weight else float("inf")
 
 
@@ -432,15 +432,15 @@ class Alert(Struct, frozen=True, kw_only=True, omit_defaults=True):
     severity: str = "notice"
     """"page" for what needs somebody now, "notice" for a mark on the dashboard."""
     value: float
-    """What was measured: D(S), the panel's RMS, the learning rate, or the number of rows that are not finite."""
+    """The measured number: D(S), the panel's RMS, the learning rate, or the number of rows that are not finite."""
     expected: float | None = None
-    """What was usual in the run's history, at its learning rate. For the kind "ceiling" it is the ceiling, for "rate"
+    """The usual value in the run's history, at its learning rate. For the kind "ceiling" it is the ceiling, for "rate"
     the learning rate that earlier ones led to expect, for "nonfinite" 0."""
     pair: Pair | None = None
     pair_text: tuple[str, str] | None = None
     """Tokens that attain the value."""
     pattern: str = ""
-    """What about the history was broken: one "step", a "level" that lasts, or a "trend"."""
+    """The kind of deviation from the history: one "step", a lasting "level", or a "trend"."""
     rarity: float | None = None
     """Steps of this run among which one such is expected by chance."""
     batch: int | None = None

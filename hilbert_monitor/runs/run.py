@@ -31,7 +31,7 @@ Axis = Literal["updates", "tokens", "time"]
 """The x axis of a curve: optimizer steps, training tokens, or hours since the run started."""
 ShownStatus = Literal[Status, "unreadable"]
 SHOWN_STATUSES: tuple[ShownStatus, ...] = get_args(ShownStatus)
-"""The states of a Run: those of a log, and that the log cannot be read."""
+"""The states of a Run; "unreadable" for a log that cannot be read."""
 UNKNOWN = RunState(status="killed", step=None, time=0.0)
 """The state of a run that cannot be read; its `problem` says why."""
 SIZES = {"190M": 185_680_896, "380M": 379_184_640, "640M": 639_797_248}
@@ -73,7 +73,7 @@ class Curve:
 
     @classmethod
     def of(cls, table: Table, values: Floats, start_time: float = 0.0) -> Curve:
-        """Return a column of a table as a curve, without the rows that lack a value. One without gaps is no copy."""
+        """Return a column of a table as a curve, without the rows that lack a value. It copies only if there are any."""
         known = present(values)
         rows = slice(None) if known.all() else np.flatnonzero(known)
         tokens, times = table.column("tokens"), table.column("time")
@@ -134,7 +134,7 @@ class Run:
     """The description of each attempt, the oldest first."""
     state: RunState = UNKNOWN
     problem: str = ""
-    """Why the log cannot be read, in a sentence; else empty."""
+    """The reason for which the log cannot be read, in a sentence; else empty."""
     table: Table = field(default_factory=Table, repr=False)
     """The records that count, as numpy columns."""
     alerts: tuple[Alert, ...] = ()
@@ -216,7 +216,7 @@ class Run:
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        """What the run ran on, flat: versions, ranks and panel."""
+        """The versions, ranks and panel of the run, flat."""
         return _flat_texts(_environment(self.info))
 
     def curve(self, name: str) -> Curve:
@@ -286,7 +286,7 @@ def load_runs(root: str | os.PathLike[str]) -> list[Run]:
 
 
 def settings(info: RunInfo) -> dict[str, str]:
-    """Return a run's configuration and what it ran on, flat: {"optimizer.lr": "0.1"}."""
+    """Return a run's configuration and environment, flat: {"optimizer.lr": "0.1"}."""
     return _flat_texts({**info.config, **_environment(info)})
 
 

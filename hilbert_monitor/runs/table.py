@@ -1,6 +1,6 @@
 """A run's records as columns that grow with its log.
 
-A value that a record does not have is MISSING: a nan with a payload of its own, like R's NA. So a loss that is nan
+A value that a record does not have is MISSING: a nan with a special payload, like R's NA. So a loss that is nan
 and a loss that was not measured stay different.
 """
 
@@ -42,7 +42,7 @@ PAIR_COLUMNS = tuple(f"{name}.{end}" for name in PAIRS for end in (0, 1))
 WHOLE = {*_fields(int, int | None), *PAIR_COLUMNS}
 """Columns of whole numbers."""
 DERIVED = {metric.field: metric for metric in (*FORMULAS, *DERIVED_LINES)}
-"""Columns that are worked out of others when they are asked for."""
+"""Columns that are computed from others on demand."""
 SECONDS, PARTS = "seconds.", 16
 """Seconds that a part of measuring took are the column "seconds.PART". A run has at most 16 of them."""
 TEXT, BLOCK = 80, 4096
@@ -183,7 +183,7 @@ class TableBuilder:
             self._columns[name] = values
 
     def _merged(self, first: int, steps: Steps, new: dict[str, Floats]) -> tuple[Steps, dict[str, Floats]]:
-        """Return the rows from `first` on, merged with new rows; of two with the same step the new one counts."""
+        """Return our rows beginning with `first`, merged with new rows; of two with the same step the new one counts."""
         old = slice(first, self._rows)
         both = np.concatenate([self._steps[old], steps])
         order = np.argsort(both, kind="stable")
@@ -211,7 +211,7 @@ def _texts(pairs: Values, texts: Values) -> dict[int, str]:
 def _columns(fields: Mapping[str, Values]) -> dict[str, Floats]:
     """Return the columns of some records; those that no record has are left out.
 
-    Every line of every log comes through here, so there is no call for each record: values move by whole columns.
+    Every line of every log comes through here, so values move by whole columns.
     """
     columns = {name: _floats(fields[name]) for name in NUMBERS if _any(fields[name])}
     for name in PAIRS:
