@@ -180,21 +180,20 @@ class LineFile(ProcessBound):
         """True after close(), and in a process that was forked from the one that opened it."""
         return self._fd < 0
 
-    def lock(self, tries: int = 10, pause: float = 0.03) -> bool | None:
+    def lock(self) -> bool | None:
         """Lock the file for as long as it is open. Return False if another process has it, None without locks.
 
         The lock is flock's: it holds between threads too, and is not lost when the file is copied or read. Readers
         test the lock, so it takes several tries.
         """
-        for attempt in range(tries):
+        for _ in range(10):
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
             except BlockingIOError:
-                time.sleep(pause if attempt + 1 < tries else 0.0)
+                time.sleep(0.03)
             except OSError:
                 return None
-            else:
-                return True
         return False
 
     def append(self, line: bytes) -> None:
@@ -259,12 +258,11 @@ def is_locked(path: Path) -> bool | None:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
     except BlockingIOError:
         return True
     except OSError:
         return None
-    else:
-        return False
     finally:
         os.close(fd)
 

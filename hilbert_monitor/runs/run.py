@@ -73,7 +73,7 @@ class Curve:
 
     @classmethod
     def of(cls, table: Table, values: Floats, start_time: float = 0.0) -> Curve:
-        """Return a column of a table as a curve, without the rows that lack a value. It copies only if there are any."""
+        """Return a column of a table as a curve, without the rows that lack a value."""
         known = present(values)
         rows = slice(None) if known.all() else np.flatnonzero(known)
         tokens, times = table.column("tokens"), table.column("time")

@@ -183,7 +183,7 @@ class TableBuilder:
             self._columns[name] = values
 
     def _merged(self, first: int, steps: Steps, new: dict[str, Floats]) -> tuple[Steps, dict[str, Floats]]:
-        """Return our rows beginning with `first`, merged with new rows; of two with the same step the new one counts."""
+        """Return the rows from `first`, merged with new rows; of two with the same step the new one counts."""
         old = slice(first, self._rows)
         both = np.concatenate([self._steps[old], steps])
         order = np.argsort(both, kind="stable")
