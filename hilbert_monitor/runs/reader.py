@@ -190,13 +190,13 @@ class RunReader:
         end = self._end_of(info)
         if end is not None:
             return RunState(status=end.status, error=end.error, message=end.message, ended=end.time, **known)
-        if not self.is_alive(now, info):
+        if not self._is_alive(now, info):
             return RunState(status="killed", ended=max(self.heartbeat.time, 0.0), **known)
         least = STALLED_AFTER if info.stalled_after is None else info.stalled_after
         is_stalled = self._age_of_steps(now) > max(least, progress.usual_silence)
         return RunState(status="stalled" if is_stalled else "running", **known)
 
-    def is_alive(self, now: float, info: RunInfo | None = None) -> bool:
+    def _is_alive(self, now: float, info: RunInfo) -> bool:
         """Return True if a process writes the run now.
 
         A held lock proves it. On this machine a free lock proves the opposite; without locks a missing process does. A
@@ -210,7 +210,6 @@ class RunReader:
             if (owner.is_on_this_machine and locked is False) or owner.is_gone:
                 self.heartbeat.silence(now)
                 return False
-        info = self.info if info is None else info
         return self.heartbeat.is_fresh(now, max(LOST_AFTER, 4 * info.heartbeat))
 
     def _age_of_steps(self, now: float) -> float:
