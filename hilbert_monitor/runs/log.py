@@ -60,13 +60,11 @@ class RunWriter:
         self._closing = threading.Event()
         self._marker = encode_line(Marker(info.attempt, info.first_step))
         self._layers: LineFile | None = None
-        with ExitStack() as files:
-            files.callback(steps.close)
-            self._alerts, self._info, self._end = (
-                files.enter_context(closing(LineFile(folder / name))) for name in (ALERTS, INFO, END)
-            )
+        with ExitStack() as self._files:
+            self._files.callback(steps.close)
+            self._alerts, self._info, self._end = map(self._open, (ALERTS, INFO, END))
             self._begin()
-            self._files = files.pop_all()
+            self._files = self._files.pop_all()
 
     @classmethod
     def open(
@@ -140,7 +138,7 @@ class RunWriter:
     def layers(self, record: LayerRecord) -> None:
         """Add the layers of a step."""
         if self._layers is None and not self._steps.closed:
-            self._layers = self._files.enter_context(closing(LineFile(self.folder / LAYERS, head=self._marker)))
+            self._layers = self._open(LAYERS, head=self._marker)
         (self._layers or self._steps).append(_readable(record))
 
     def describe(self, **changes: Any) -> None:
@@ -175,13 +173,16 @@ class RunWriter:
                 (self.folder / RESERVE).unlink()
             self._end.append(encode_line(end))
 
+    def _open(self, name: str, head: bytes = b"") -> LineFile:
+        return self._files.enter_context(closing(LineFile(self.folder / name, head)))
+
     def _begin(self) -> None:
         about = _readable(self.info)
         for file in (self._steps, self._alerts):
             file.append(self._marker)
         if (self.folder / LAYERS).exists():  # an earlier attempt's, of which some may no longer count
-            with closing(LineFile(self.folder / LAYERS)) as layers:
-                layers.append(self._marker)
+            self._layers = self._open(LAYERS)
+            self._layers.append(self._marker)
         self._info.append(about)  # last: now it is a run
         with suppress(OSError):
             (self.folder / RESERVE).write_bytes(b"\0" * ROOM)
@@ -229,11 +230,10 @@ def _choose_folder(
         if new and busy and strict:
             raise RuntimeError(f"run '{busy}' is being written by another process: give this run a name of its own")
         root.mkdir(parents=True, exist_ok=True)
-        try:
+        is_mine = False
+        with suppress(FileExistsError):
             folder.mkdir()
             is_mine = True
-        except FileExistsError:
-            is_mine = False
         steps = undo.enter_context(closing(LineFile(folder / STEPS)))
         if not _take(folder, steps, owner, is_mine):
             busy = busy or folder.name
