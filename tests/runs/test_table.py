@@ -15,6 +15,7 @@ records = st.builds(
     StepRecord,
     step=st.integers(1, 40),
     time=st.floats(0, 1e9),
+    skipped=st.sampled_from(["", "overflow"]),
     train_loss=floats,
     diameter=floats,
     tokens=st.none() | st.integers(0, 2**53),
@@ -41,6 +42,7 @@ def check(table, expected):
             assert present(values)[row] == (value is not None)
             assert value is None or same(values[row], float(value))
     for row, step in enumerate(sorted(expected)):
+        assert bool(present(table.column("skipped"))[row]) == bool(expected[step].skipped)
         pair = expected[step].pair
         assert pair is None or [table.column(f"pair.{end}")[row] for end in (0, 1)] == list(pair)
         for part in ("increment", "panel"):
