@@ -18,7 +18,7 @@ from hilbert_monitor.runs.exposition import BUCKETS, FAMILIES, Exposition, RunSa
 from hilbert_monitor.runs.reader import STATUSES
 from hilbert_monitor.runs.record import METRICS, Alert, RunInfo, StepRecord
 
-INFO = RunInfo(id="a-run", name="a run", head_optimizer="AdamW", seed=3, started=5.0, versions={"torch": "2.13"})
+INFO = RunInfo(id="a-run", name="a run", head_optimizer="AdamW", seed=3, port=9464, versions={"torch": "2.13"})
 WHO = {"run": "a-run", "head": "AdamW"}
 
 numbers = st.none() | st.floats(allow_nan=True, allow_infinity=True)
@@ -131,6 +131,8 @@ def test_every_family_and_metric_is_there_with_its_help():
         assert families[name].samples, family.name
         labels = {label for sample in families[name].samples for label in sample.labels}
         assert {"run", "head", *family.labels} <= labels
+    about = families["hilbert_run_info"].samples[0].labels
+    assert (about["seed"], about["port"], about["torch"], about["ranks"]) == ("3", "9464", "2.13", "1")
 
 
 def test_blowups_are_counted_from_zero_by_kind_and_severity():
@@ -168,6 +170,7 @@ def test_the_heartbeat_is_the_last_sign_of_life_and_the_status_says_how_the_run_
         now[0] = 200.0
         assert value(scraped(run)[0], "hilbert_heartbeat_timestamp_seconds") == moment
     run.end("failed")
+    assert value(scraped(run)[0], "hilbert_heartbeat_timestamp_seconds") == 200
     text, _ = scraped(run)
     assert {s: value(text, "hilbert_run_status", status=s) for s in STATUSES} == {
         status: float(status == "failed") for status in STATUSES

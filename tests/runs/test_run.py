@@ -92,9 +92,17 @@ def test_a_curve_has_the_records_with_a_value_even_if_it_is_nan():
 
 def test_a_column_without_gaps_is_not_copied_and_a_curve_is_made_once():
     run = Run(id="a", table=table_of(*RECORDS))
-    assert np.shares_memory(run.curve("train_loss").values, run.table.columns["train_loss"])
+    curve = run.curve("train_loss")
+    assert np.shares_memory(curve.values, run.table.columns["train_loss"])
     ended = dataclasses.replace(run, state=RunState(status="finished", step=3, time=0.0))
-    assert ended.curve("train_loss") is run.curve("train_loss")
+    assert ended.curve("train_loss") is curve
+
+
+def test_points_without_a_place_on_an_axis_are_left_out_of_it():
+    records = [StepRecord(step=s, time=3600.0 * s, tokens=t, train_loss=1.0) for s, t in ((1, None), (2, 7), (3, 9))]
+    curve = Run(id="a", table=table_of(*records)).curve("train_loss")
+    for axis, has_all, places in (("updates", True, [1, 2, 3]), ("time", True, [0, 1, 2]), ("tokens", False, [7, 9])):
+        assert (curve.has_x(axis), curve.with_x(axis).x(axis).tolist()) == (has_all, places)
 
 
 @pytest.mark.parametrize(("started", "hours"), [(500.0, 501 / 3600), (None, 0.0), (0.0, 0.0), (2000.0, 0.0)])
