@@ -49,7 +49,6 @@ def raised(error):
     raise error
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("work", "stopped"),
     [
