@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from .geometry import row_diameter as row_diameter
     from .geometry import row_diameter_bracket as row_diameter_bracket
     from .monitor.callback import HilbertMonitor as HilbertMonitor
-    from .monitor.exporter import Prometheus as Prometheus
     from .monitor.probe import Probe as Probe
+    from .monitor.prometheus import Prometheus as Prometheus
     from .monitor.trust_region import TrustRegion as TrustRegion
     from .monitor.watch import watch as watch
     from .optim import ChainedOptimizer as ChainedOptimizer
@@ -35,7 +35,7 @@ _HOMES = {
     "HilbertMonitor": "monitor.callback",
     "Muon": "optim",
     "Probe": "monitor.probe",
-    "Prometheus": "monitor.exporter",
+    "Prometheus": "monitor.prometheus",
     "RowNorm": "optim",
     "StepRecord": "runs.record",
     "TrustRegion": "monitor.trust_region",

@@ -1,7 +1,8 @@
 """The mathematics of an LM-head update: pure functions of tensors, after the paper's equations.
 
 Every function takes fp64, fp32, bf16 or fp16 on any device, computes in fp32 or better whatever the process has
-set for its matrix products, builds no graph, and leaves its input as it was.
+set for its matrix products, builds no graph, and leaves its input as it was. Rows S (V, d) may be a tensor, a DTensor
+that is sharded by rows, a `RowSource` or `RowShards`; `max_bytes` bounds the scratch memory.
 """
 
 from .bracket import DeferredBracket, DiameterBracket, deferred_bracket, row_diameter_bracket

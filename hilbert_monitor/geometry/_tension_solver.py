@@ -20,15 +20,14 @@ from .points import leading_directions
 from .sharding import RowSource
 
 Tick = Callable[[], None]
-"""Called again and again in long loops; raises where there is no time left."""
+"""Called in long loops; raises where there is no time left."""
 
 _TINY = 1e-30
 
 
 def blocks(n: int, size: int = 4096) -> Iterator[slice]:
     """Yield slices of at most `size` that cover n rows."""
-    for start in range(0, n, size):
-        yield slice(start, min(start + size, n))
+    return (slice(start, min(start + size, n)) for start in range(0, n, size))
 
 
 # The rows
@@ -38,8 +37,7 @@ def blocks(n: int, size: int = 4096) -> Iterator[slice]:
 class CentredGradient:
     """Rows g_i of P G in fp64, times a power of two that brings the largest entry near one.
 
-    Each row is centred as (g_i - g_0) - mean_j (g_j - g_0). Rows that lie close have exact differences, so rounding is
-    relative to the distances between rows, however large a shift they have in common.
+    Each row is centred as (g_i - g_0) - mean_j (g_j - g_0): differences of close rows are exact, whatever their shift.
     """
 
     G: Tensor
@@ -103,8 +101,8 @@ class CentredGradient:
     def jung(self, unit: Tensor) -> tuple[float, float]:
         """Return J and a rest with T(R) <= J sum |r_i| + rest for R = P G, or what a flow leaves of it.
 
-        J = sqrt(k / (2 (k + 1))) by Jung's theorem, with k the dimension of the span of the heaviest rows. The rest is
-        J_d times the sum of all rows' parts outside the span. Where that is more than rounding, k is min(d, V - 1).
+        J = J_k, with k the dimension of the span of the heaviest rows; the rest is J_d times the sum of all rows' parts
+        outside it. Where that is more than rounding, k is min(d, V - 1).
         """
         V, d = unit.shape
         full = max(1, min(d, V - 1))
@@ -178,22 +176,24 @@ def row_groups(rows: CentredGradient, unit: Tensor, number: int, light: int) -> 
 
 @dataclass(frozen=True)
 class TensionFlow:
-    """A flow among K groups of rows; the docstring of `tension.py` says how it becomes a flow among rows."""
+    """A flow among K groups of rows; the docstring of `tension.py` says how it becomes a flow among rows.
+
+    Groups A and B exchange lambda_AB (x_A - x_B). Of its spread, A sends B the share
+    tau_AB = lambda_AB / sum_C lambda_AC, and keeps tau_AA.
+    """
 
     group: Tensor
     """(V,) group of each row; -1 for a zero row."""
     points: Tensor
     """(K, d) fp64: x_A."""
     tension: Tensor
-    """(K, K) fp64, symmetric: lambda_AB. Groups A and B exchange lambda_AB (x_A - x_B). Of its spread, A sends B the
-    share tau_AB = lambda_AB / sum_C lambda_AC, and keeps tau_AA."""
+    """(K, K) fp64, symmetric: lambda_AB."""
 
 
 def flow_length(groups: RowGroups, flow: TensionFlow, jung: float) -> float:
     """Return the length of the balanced flow among rows that a flow among groups becomes: T(G) is at most that.
 
-    That is sum_{A<B} |(Y_AB, tau_AB s_A, tau_BA s_B)| + J sum_A |(R_A, tau_AA s_A)|, Y_AB = lambda_AB (x_A - x_B), and
-    R_A = g_A - sum_B Y_AB what the flow leaves of a load. Cost: K^2 d multiplications in fp64.
+    That is sum_{A<B} |(Y_AB, tau_AB s_A, tau_BA s_B)| + J sum_A |(R_A, tau_AA s_A)|, as `tension.py` has it.
     """
     x, K = flow.points, len(flow.points)
     degree = flow.tension.sum(1, keepdim=True)  # (K, 1)
@@ -217,16 +217,10 @@ class TensionProgram:
         subject to  |x_A - x_B|^2 + a_A^2 + a_B^2 <= 1,   |x_A|^2 + a_A^2 <= J^2
 
     The ball of radius J loses nothing: it holds any points of diameter one, and the loads sum to zero. An augmented
-    Lagrangian has a multiplier and a quadratic penalty for each pair of points; projection keeps the ball. Its steps
-    are Nesterov's, with the diagonal of the Hessian as the metric. The multiplier of a pair is its tension lambda_AB.
-
-    The penalty of a pair is the product of its weights, which balances a heavy group's many light partners soon, or for
-    an exact solution their harmonic mean, which also holds two light rows together.
-
-    Args:
-        groups: of rows.
-        jung: radius J.
-        exact: whether to compute in fp64 for an exact solution, or in fp32 for one to a few percent.
+    Lagrangian has a multiplier (the tension lambda_AB) and a quadratic penalty for each pair of points; projection
+    keeps the ball. Its steps are Nesterov's, with the diagonal of the Hessian as the metric. The penalty of a pair is
+    the product of its weights; for an exact solution, which is computed in fp64, their harmonic mean, which also holds
+    two light rows together.
     """
 
     def __init__(self, groups: RowGroups, jung: float, *, exact: bool) -> None:
@@ -247,9 +241,9 @@ class TensionProgram:
         self._round = 0
 
     def improve(self, steps: int, tick: Tick) -> None:
-        """Take at least so many steps, in whole rounds: each minimises roughly, then sets the multipliers.
+        """Take at least so many steps, in rounds that minimise roughly and then set the multipliers.
 
-        Later rounds are longer and have larger penalties: the first ones are fast, and all together exact.
+        Later rounds are longer and have larger penalties.
         """
         while steps > 0:
             stage = min(self._round // 16, 8)
@@ -296,10 +290,9 @@ class TensionProgram:
         return TensionFlow(self.groups.group, x, tension * self._total)
 
     def row_points(self, unit: Tensor) -> Tensor:
-        """Return a point for each row (V, d): its group's, and the group's radius from it in the row's own direction.
+        """Return a point for each row (V, d): its group's, moved by the group's radius along u_i - g_A / W_A.
 
-        The own direction is that of u_i - g_A / W_A. The origin is the mean of the light groups' points, where zero
-        rows are.
+        The origin is the mean of the light groups' points, where zero rows are.
         """
         points = torch.empty_like(unit)
         mean = (self.groups.load / self.groups.weight[:, None]).to(unit.dtype)
@@ -317,17 +310,11 @@ class TensionProgram:
 
 
 def placed_points(points: Tensor, norms: Tensor, free: int, tick: Tick) -> tuple[Tensor, float]:
-    """Move points, in place, towards zero until any two are within one; return them and a bound of their diameter.
+    """Move points (V, d), in place, towards zero until any two are within one; return them and a bound of the diameter.
 
-    The heaviest rows are free: each moves until it is within one of those before it. The others move into the ball of
-    radius 1/2, where they are within one of each other, and until they are within one of all free rows. Cost: V free d
-    multiplications.
-
-    Args:
-        points: (V, d).
-        norms: (V,) of the rows of G; the heaviest come first.
-        free: number of free rows.
-        tick: called for every block of rows.
+    The heaviest rows, by their norms (V,), are free: each moves until it is within one of those before it. The others
+    move into the ball of radius 1/2, where they are within one of each other, and until they are within one of all free
+    rows. Cost: V free d multiplications.
     """
     order = norms.argsort(descending=True, stable=True)
     heavy = points[order[:free]]
@@ -363,14 +350,10 @@ def body_points(unit: Tensor, norms: Tensor) -> tuple[Tensor, float]:
 
     Then <G, Phi> = sum |g_i| h(u_i), with h the support function of the body. The ball h = 1/2 gives projected RowNorm.
     Another body of constant width, h(u) + h(-u) = 1, does better where directions are spread differently on opposite
-    sides. They are in a gradient: it pushes all rare tokens one way, and each token of the batch its own way. The body
-    is round about an axis, the leading direction of the rows; t is the angle to the axis. A row, its point and the axis
-    lie in one plane. The point is h cos t - h' sin t along the axis and h sin t + h' cos t across it: on the body even
-    where the angle is inexact. So no pair of rows is looked at.
-
-    Args:
-        unit: (V, d) directions of the rows, d > 1.
-        norms: (V,) fp64.
+    sides, as a gradient's are: it pushes all rare tokens one way, and each token of the batch its own way. The body is
+    round about an axis, the leading direction of the rows; t is the angle to it. The point of a row is
+    h cos t - h' sin t along the axis and h sin t + h' cos t across it: on the body even where the angle is inexact.
+    The rows have directions `unit` (V, d), d > 1, and `norms` (V,) in fp64.
     """
     heavy = norms.topk(min(2048, len(unit))).indices
     sample = unit[heavy] * norms[heavy].sqrt().to(unit.dtype)[:, None]
@@ -412,8 +395,8 @@ def _best_support(angle: Tensor, weight: Tensor, cells: int = 4096) -> tuple[Ten
         h(t) = 1/2 + f(t),  f(pi - t) = -f(t),  f(t) = integral_0^t sin(t - r) sigma(r) dr  up to a shift of the body.
 
     The body is convex if |sigma| <= 1/2, and smooth across the equator if integral_0^{pi/2} cos(r) sigma(r) dr = 0. The
-    sum is linear in sigma, so the best sigma is +1/2 or -1/2, by a threshold that sorting finds. sigma is constant in
-    each cell of a grid from zero to pi/2.
+    sum is linear in sigma, which is constant in each cell of a grid: so it is +1/2 or -1/2, by a threshold that sorting
+    finds.
     """
     grid = torch.linspace(0, math.pi / 2, cells + 1, dtype=torch.float64, device=angle.device)
     side = torch.where(angle <= math.pi / 2, 1.0, -1.0).double()

@@ -9,13 +9,12 @@ The lower bound is the longest pair among the farthest rows and the sampled rows
 centre is an average of sampled rows, one of them is at least as far from the farthest row as the centre is. So upper is
 at most twice lower.
 
-Every rank runs this on its own rows; a plain tensor is a shard on one rank. There all work is queued on the device of S
-and ends in a few numbers, which the caller reads now or a step later. The same numbers show whether the rows were
-finite, and in a range whose squares are safe. Other rows are rare, and are measured again.
+On one rank all work is queued on the device of S and ends in a few numbers, which the caller reads now or a step later.
+They also show whether the rows were finite, and in a range whose squares are safe. Other rows are rare, and are
+measured again.
 
 Tried and dropped: the sample's mean as the only centre (upper is 1.9 times D on RowNorm increments); twelve averages,
-two percent tighter on these for 28 more kernels; a second pass about the midpoint of the longest known pair, which
-reads S twice.
+two percent tighter on these for 28 more kernels; a second pass about the midpoint of the longest known pair.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .numerics import MAX_BYTES, compute_dtype, full_precision, on_host
+from .numerics import MAX_BYTES, compute_dtype, full_precision
 from .points import (
     CentredRows,
     Scales,
@@ -50,16 +49,12 @@ AVERAGED, MEAN_WEIGHT = 5, 3
 
 @dataclass(frozen=True, slots=True)
 class DiameterBracket:
-    """Certified bounds lower <= D(S) <= upper.
-
-    If S has non-finite entries, the bounds are nan if any entry is nan and inf otherwise, and `pair` holds the first
-    such row and another one.
-    """
+    """Certified bounds lower <= D(S) <= upper: nan if an entry is nan, else inf if one is not finite."""
 
     lower: float
     upper: float
     pair: tuple[int, int]
-    """Token ids i < j with |s_i - s_j| = lower; (0, 0) for a single row."""
+    """Token ids i < j with |s_i - s_j| = lower, or the first row that is not finite and another one."""
     nonfinite_rows: int
     """Number of rows that hold an infinity or a nan."""
 
@@ -79,8 +74,6 @@ class DeferredBracket:
     """V and d."""
     scales: Scales
     """Of the points."""
-    checked: bool = False
-    """Whether the rows are known to be in a safe range; if not, the numbers show it."""
 
     def resolve(self, numbers: list[float]) -> DiameterBracket | None:
         """Return the bounds; None if `row_diameter_bracket` has to measure S again.
@@ -90,25 +83,21 @@ class DeferredBracket:
         Args:
             numbers: those of this bracket, as `tolist` returns them.
         """
-        d, (length, i, j, centre, *largest) = self.shape[1], numbers
-        if not self.checked and not in_safe_range(largest[0], centre, d, self.scales.dtype):
+        if not in_safe_range(numbers[4], numbers[3], self.shape[1], self.scales.dtype):
             return None
+        return self.bounds(numbers)
+
+    def bounds(self, numbers: list[float]) -> DiameterBracket:
+        """Return the bounds, for rows that are known to be in a safe range."""
+        d, (length, i, j, _, *largest) = self.shape[1], numbers
         upper = max(length * fp64_rounding(d), sum(largest) * (1 + rounding(d, self.scales.dtype)))
-        lower, upper = (x / self.scales.post / self.scales.pre for x in (length, upper))
-        return DiameterBracket(lower, rounded_up(upper), ordered(int(i), int(j)), 0)
+        lower, upper = self.scales.of_rows(length), math.nextafter(self.scales.of_rows(upper), math.inf)
+        return DiameterBracket(lower, upper, ordered(int(i), int(j)), 0)
 
 
 @full_precision
 def deferred_bracket(S: Tensor | RowSource, *, max_bytes: int = MAX_BYTES) -> DeferredBracket:
-    """Queue the work of `row_diameter_bracket` on the device of S, without reading a result.
-
-    Args:
-        S: (V, d) update rows, whole: a tensor of any real floating-point dtype, or a source.
-        max_bytes: bound on scratch memory.
-
-    Returns:
-        numbers on the device, and how to make bounds of them once they are on the host.
-    """
+    """Queue the work of `row_diameter_bracket` on the device of S, without reading a result."""
     shards = as_shards(S)
     return _deferred(shards, Scales(compute_dtype(shards.rows)), max_bytes)
 
@@ -119,13 +108,6 @@ def row_diameter_bracket(S: Tensor | RowSource | RowShards, *, max_bytes: int = 
 
     The upper bound is at most twice the lower bound (but for rounding), and within a few percent of it where the rows
     fill a ball, as RowNorm's do. The docstring of `bracket.py` explains the method.
-
-    Args:
-        S: (V, d) update rows, any real floating-point dtype: a tensor, a DTensor, a source, or shards.
-        max_bytes: bound on scratch memory.
-
-    Returns:
-        lower and upper bound, and the pair that attains the lower one.
     """
     shards = as_shards(S)
     deferred = _deferred(shards, Scales(compute_dtype(shards.rows)), max_bytes)
@@ -134,37 +116,33 @@ def row_diameter_bracket(S: Tensor | RowSource | RowShards, *, max_bytes: int = 
     scales = scales_of(shards, max_bytes)
     if isinstance(scales, Trivial):  # equal rows, or rows that are not finite
         return DiameterBracket(*scales[:4])
-    deferred = _deferred(shards, scales, max_bytes, checked=True)
-    bracket = deferred.resolve(deferred.numbers.tolist())
-    assert bracket is not None
-    return bracket
+    deferred = _deferred(shards, scales, max_bytes)
+    return deferred.bounds(deferred.numbers.tolist())
 
 
-def _deferred(shards: RowShards, scales: Scales, max_bytes: int, *, checked: bool = False) -> DeferredBracket:
+def _deferred(shards: RowShards, scales: Scales, max_bytes: int) -> DeferredBracket:
     """Queue the pass. Rows that are not finite, or out of range, spoil nothing but the numbers."""
-    centre = from_sample(shards, scales, max_bytes, lambda rows: ball_centre(rows)[:, None], 1)[:, 0]
-    points = CentredRows(shards.rows, centre.contiguous(), scales, max_bytes)
+    centre = from_sample(shards, scales, max_bytes, ball_centre, shards.shape[1])
+    points = CentredRows(shards.rows, centre, scales, max_bytes)
     largest, rows, ids = _outliers(shards, points)
     partners, partner_ids = _partners(shards, points, rows)
     rows, ids = torch.cat([rows, partners]), torch.cat([ids, partner_ids])
-    some_missing = not shards.ranks.is_single or shards.number < OUTLIERS
-    length, ends = longest_pair(rows, ids, scales, some_missing=some_missing)
+    length, ends = longest_pair(rows, ids, scales)
     size = torch.linalg.vector_norm(centre, ord=math.inf)[None]
-    numbers = torch.cat([length, ids.index_select(0, ends).double(), size.double(), largest.double()])
-    return DeferredBracket(numbers, shards.shape, scales, checked)
+    numbers = torch.cat([length, ids.index_select(0, ends), size, largest])  # in fp64, as the length is
+    return DeferredBracket(numbers, shards.shape, scales)
 
 
 def ball_centre(rows: Tensor) -> Tensor:
     """Estimate the centre (d,) of the smallest ball around rows (n, d): an average of some of them and their mean."""
     mean = mean_row(rows)
     x = rows - mean
-    square = x.square().sum(1)
-    far = square.clone()  # squared distances from the average so far, less a constant
-    chosen = []
+    far = square = x.square().sum(1)  # squared distances from the average so far, less a constant
+    chosen: list[Tensor] = []
     for k in range(AVERAGED):
-        chosen.append(far.argmax(0, keepdim=True))
-        far.lerp_(torch.addmv(square, x, x.index_select(0, chosen[-1])[0], alpha=-2), 1 / (MEAN_WEIGHT + k + 1))
-    return mean + x.index_select(0, torch.cat(chosen)).sum(0) / (MEAN_WEIGHT + AVERAGED)
+        chosen.append(x.index_select(0, far.argmax(0, keepdim=True)))
+        far = far.lerp(torch.addmv(square, x, chosen[-1][0], alpha=-2), 1 / (MEAN_WEIGHT + k + 1))
+    return mean + torch.cat(chosen).sum(0) / (MEAN_WEIGHT + AVERAGED)
 
 
 def _outliers(shards: RowShards, points: CentredRows) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,40 +182,22 @@ def _partners(shards: RowShards, points: CentredRows, outliers: Tensor) -> tuple
     return shards.gather(choose, k)
 
 
-def longest_pair(rows: Tensor, ids: Tensor, scales: Scales, *, some_missing: bool = True) -> tuple[Tensor, Tensor]:
+def longest_pair(rows: Tensor, ids: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
     """Return the fp64 length (1,) of the longest pair of rows (n, d), in units of the points, and its places (2,).
 
-    Args:
-        rows: as they were given.
-        ids: (n,) their numbers in the matrix; -1 where a row is missing.
-        scales: of the points.
-        some_missing: False where no id can be -1, which saves a few kernels.
+    A product finds the pair; its length is measured from the rows as given. A row with the id -1 is missing.
     """
     x = rows.double()
     if scales.pre != 1.0 or scales.post != 1.0:
         x = x * scales.pre * scales.post
-    if on_host(x):  # a product finds the longest pair sooner, and its length is measured by itself
-        y = x - x[0]
-        norm2 = y.square().sum(1)
-        apart = torch.addmm(norm2 + norm2[:, None], y, y.T, alpha=-2)
-    else:
-        apart = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
-    if some_missing:
-        missing = ids < 0
-        apart = apart.masked_fill_(missing | missing[:, None], 0.0)
-    length, place = apart.view(1, -1).max(1)
+    y = x - x[0]
+    size = y.square().sum(1).masked_fill_(ids < 0, -torch.inf)
+    _, place = torch.addmm(size + size[:, None], y, y.T, alpha=-2).view(1, -1).max(1)
     ends = torch.cat([place // len(x), place % len(x)])
-    if on_host(x):
-        a, b = x.index_select(0, ends)
-        length = torch.linalg.vector_norm(a - b)[None]
-    return length, ends
+    a, b = x.index_select(0, ends)
+    return torch.linalg.vector_norm(a - b)[None], ends
 
 
 def fp64_rounding(d: int) -> float:
     """Return the factor by which a length of d entries may exceed its fp64 value."""
     return 1 + (d + 8) * 2.0**-51
-
-
-def rounded_up(x: float) -> float:
-    """Return the next larger number."""
-    return math.nextafter(x, math.inf)

@@ -9,11 +9,13 @@ every pair.
               r >= L - r_max (a partner).
 4. Screen.    With rho the norm of the part of a row outside the directions,
               |x_i - x_j|^2 <= r_i^2 + r_j^2 - 2 z_i.z_j + 2 rho_i rho_j. Drop rows whose every bound is below L^2.
-5. Prove.     Compute the remaining pairs in full; measure in fp64 those that rounding leaves open.
+              If many are left, project them along more directions and screen again.
+5. Prove.     Compute the remaining pairs in full; measure in fp64 what rounding leaves open.
 
-Every rank runs these steps on its own rows; a plain matrix is a shard on one rank. Decisions depend only on tables that
-all ranks share. Every comparison has a slack for rounding, so that no dropped pair is longer than `upper`. Where
-nothing can be dropped (points on a sphere), step 5 is a tiled all-pairs search.
+Every rank runs these steps on its own rows; a plain matrix is a shard on one rank. Long rows are a table that all ranks
+share, partners are rows of one rank. Decisions depend only on what all ranks share. Every comparison has a slack for
+rounding, so that no dropped pair is longer than `upper`. Where nothing can be dropped (points on a sphere), step 5 is a
+tiled all-pairs search.
 
 Tried and dropped: one test of the norm for both ends of a pair, which drops almost no row if one outlier is far from
 everything; one slack for all pairs, scaled by the largest norm, which keeps two to nine times the rows that a
@@ -24,14 +26,15 @@ a sort.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .bracket import DiameterBracket, fp64_rounding, longest_pair, rounded_up
+from .bracket import DiameterBracket, fp64_rounding, longest_pair
 from .numerics import MAX_BYTES, compute_dtype, full_precision, on_host
 from .points import (
     CentredRows,
@@ -45,24 +48,20 @@ from .points import (
     scales_of,
     slant,
 )
-from .sharding import Form, RowShards, RowSource, as_shards
+from .sharding import RowShards, RowSource, as_shards
 
-PROJECTED, SCREENS = 16, (8, 16, 64)
-"""Directions along which all rows are projected, and along which long rows are screened."""
+PROJECTED, SCREENED = 16, 64
+"""Directions along which all rows are projected; and along which long rows are, if many are left."""
 SMALL = 512
 """Rows of S up to which all pairs cost less than a projection."""
 OUTLIERS, PARTNERS = 8, 96
 """Rows of the guess: the longest ones and the two extreme rows along as many directions; and rows far from those."""
-MANY = 2048
-"""Long rows from which a screen is tried on a sample first."""
+MANY_EQUAL, MANY = 64, 2048
+"""Long rows from which the search looks for equal rows, and from which a screen is tried on a sample first."""
 FIRST_BATCH, LARGEST_BATCH, TILE_COLUMNS = 128, 1024, 1024
 """Long rows that are computed in full at a time, and partners in a tile of them, on a CPU."""
-FEW_TIES = 4096
-"""Near-longest pairs of a tile that are measured one by one."""
 ROW_BYTES = 96
 """Scratch that a row of S needs next to its coordinates."""
-MANY_EQUAL = 64
-"""Long rows from which the search looks for equal rows."""
 _TILE, _TILE_ROWS = 2**20, 128  # a tile of bounds that stays in a CPU's cache
 
 
@@ -87,13 +86,6 @@ def row_diameter(S: Tensor | RowSource | RowShards, *, max_bytes: int = MAX_BYTE
 
     Where several pairs tie, any one of them is returned. The cost grows about as V d on optimizers' increments, and is
     that of an all-pairs search at worst; the docstring of `diameter.py` explains the method.
-
-    Args:
-        S: (V, d) update rows, any real floating-point dtype: a tensor, a DTensor, a source, or shards.
-        max_bytes: bound on scratch memory.
-
-    Returns:
-        the value (fp64, from the rows as given), the pair, and how many pairs were screened and computed.
     """
 
     def check_memory() -> tuple[int]:
@@ -111,65 +103,57 @@ def row_diameter(S: Tensor | RowSource | RowShards, *, max_bytes: int = MAX_BYTE
         search = DiameterSearch(shards, scales, max_bytes)
         search.guess()
     search.run()
-    value = search.points.length_of_rows(search.length)
-    upper = rounded_up(value * fp64_rounding(shards.shape[1]))
+    value = search.scales.of_rows(search.length)
+    upper = math.nextafter(value * fp64_rounding(shards.shape[1]), math.inf)
     return RowDiameter(value, upper, search.pair, 0, *search.work)
 
 
-@dataclass
-class LongRows:
-    """Rows of all ranks that can be the longer end of a longest pair: the same table on every rank."""
+class Rows(NamedTuple):
+    """Some rows and what is known of them: the long rows of all ranks, or the partners on one rank."""
 
-    owner: Tensor
-    """(n,) rank that has the row."""
-    place: Tensor
-    """(n,) index into `order` of that rank."""
+    row: Tensor
+    """(n,) numbers of long rows in S; of partners, their places among the rows of the rank."""
     radius: Tensor
     """(n,) norm, rounded up."""
     z: Tensor
     """(n, k) coordinates."""
     bound: Tensor
-    """(n,) largest squared distance that is still possible."""
+    """(n,) largest squared distance to another row that is still possible."""
 
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self.owner)
-
-    def at(self, index: Tensor | slice) -> LongRows:
+    def at(self, which: Tensor | slice) -> Rows:
         """Return some of the rows."""
-        return LongRows(*(x[index] for x in (self.owner, self.place, self.radius, self.z, self.bound)))
+        return Rows(*(x[which] for x in self))
+
+    def still_open(self, length: float) -> Rows:
+        """Return the rows that can still be an end of a pair longer than `length`. A nan keeps its row."""
+        return self.at((~(self.bound < length**2)).nonzero().squeeze(1))
 
 
 class DiameterSearch:
-    """Branch and bound for the longest pair. `length` and `pair` are the longest known, equal on all ranks.
-
-    Args:
-        shards: the rows of this rank.
-        scales: of the points, see `CentredRows`.
-        max_bytes: bound on scratch memory.
-    """
+    """Branch and bound for the longest pair. `length` and `pair` are the longest known, equal on all ranks."""
 
     def __init__(self, shards: RowShards, scales: Scales, max_bytes: int) -> None:
         self.shards, self.ranks, self.scales, self.max_bytes = shards, shards.ranks, scales, max_bytes
         self.own_work, self.work = [0, 0], [0, 0]  # pairs screened and computed: by this rank, by all
         self.mostly_ties = False
-        V, d = shards.shape
         self.on_host = on_host(shards)
+        V, d = shards.shape
         affordable = (max_bytes // (2 * V) - ROW_BYTES) // (8 * scales.dtype.itemsize)  # coordinates of every row
-        dims = [k for k in SCREENS if k <= min(d // 2, affordable)] if V > SMALL else []
-        self.dims = dims if self.on_host else dims[1:]  # elsewhere the first screen costs more than it saves
-        self.few = [k for k in self.dims if k <= PROJECTED]
-        centre, self.directions, self.slant = self._basis(max(self.few, default=0))
+        most = min(d // 2, affordable) if V > SMALL else 0
+        self.dims = [k for k in (min(PROJECTED, d // 2), SCREENED) if 8 <= k <= most]
+        centre, self.directions, self.slant = self._basis(self.dims[0] if self.dims else 0)
         self.points = CentredRows(shards.rows, centre, scales, max_bytes)
 
     def run(self) -> None:
         """Find the longest pair, and prove that there is no longer one."""
         long_rows = self._long_rows()
-        if self.few:
-            long_rows = self._screen(long_rows, self.few)
-        for k in self.dims[len(self.few) :]:
-            if len(long_rows) > (FIRST_BATCH if self.ranks.is_single else LARGEST_BATCH):  # fewer are computed in full
-                long_rows = self._screen(self._project_along(long_rows, k), [k])
+        few = FIRST_BATCH if self.ranks.is_single else LARGEST_BATCH  # these are computed in full sooner
+        for k in self.dims:
+            if k == SCREENED:
+                if len(long_rows.row) <= few:
+                    break
+                long_rows = self._project_along(long_rows, k)
+            long_rows = self._screen(long_rows)
         self._prove(long_rows)
 
     # 1. Project
@@ -184,7 +168,7 @@ class DiameterSearch:
             directions = leading_directions((rows - centre) * self.scales.post, k)
             return torch.cat([centre[:, None], pad(directions, (0, k - directions.shape[1]))], 1)
 
-        table = from_sample(self.shards, self.scales, self.max_bytes, columns, k + 1)
+        table = from_sample(self.shards, self.scales, self.max_bytes, columns, self.shards.shape[1], k + 1)
         centre, directions = table[:, 0].contiguous(), table[:, 1:].contiguous()
         return centre, directions, slant(directions)
 
@@ -218,17 +202,15 @@ class DiameterSearch:
         up = 1 + self.points.rounding
 
         def sizes() -> Sequence[Tensor]:
-            largest = (self.norms.amax() if len(self.norms) else self.norms.new_zeros(())).double()[None]
-            long = (
-                (self.norms * up >= length * (0.5 - 2.0**-40)).sum().double()[None]
-            )  # `length` may differ by a rounding
-            return [torch.cat([largest, long, length, ids[ends].double()])]
+            largest = self.norms.amax()[None] if len(self.norms) else self.norms.new_zeros(1)
+            long = (self.norms * up >= length * (0.5 - 2.0**-40)).sum()[None]  # other ranks may round `length`
+            return [torch.cat([largest, long, length, ids[ends]])]
 
         (table,) = self.ranks.gather(sizes, ((5,), torch.float64))
         length = table[0, 2:3]  # and its pair: those of the first rank
         largest = table[:, 0].amax()[None]  # a nan stays one
-        able = (self.norms * up >= length - largest * up**2).sum().double()[None]
-        centre = self.points.centre.abs().amax().double()[None]
+        able = (self.norms * up >= length - largest * up**2).sum()[None]
+        centre = self.points.centre.abs().amax()[None]
         numbers = torch.cat([table[0, 2:], largest, centre, able, table[:, 1]])
         self.length, i, j, norm, size, count, *long = numbers.tolist()  # the device is read once
         self.pair, self.able = ordered(int(i), int(j)), int(count)
@@ -237,198 +219,165 @@ class DiameterSearch:
 
     # 3. Long rows
 
-    def _long_rows(self) -> LongRows:
-        """Sort the rows of this rank that can be an end of a longer pair, and tell all ranks which of them are long."""
+    def _long_rows(self) -> Rows:
+        """Keep the rows of this rank that can be an end of a longer pair, and tell all ranks which of them are long."""
         n, k, dtype = self.most_long, self.z.shape[1], self.points.dtype
 
         def own() -> Sequence[Tensor]:
-            self.radius, self.order = (self.norms * (1 + self.points.rounding)).topk(self.able)
-            if self.most_long > MANY_EQUAL and len(self.order) > 1:
-                self._drop_equal_rows()
-            self.partners = torch.arange(len(self.order), device=self.order.device)
-            radius, z = self.radius[:n], self.z[self.order[:n]]
-            return [pad(radius, (0, n - len(radius)), value=-1.0), pad(z, (0, 0, 0, n - len(z)))]
+            radius, places = (self.norms * (1 + self.points.rounding)).topk(self.able)
+            if n > MANY_EQUAL and len(places) > 1:
+                radius, places = self._distinct(radius, places)
+            self.partners = Rows(places, radius, self.z[places], radius)
+            missing = max(0, n - len(places))
+            ids = self.shards.ids[places[:n]]
+            z = pad(self.partners.z[:n], (0, 0, 0, missing))
+            return [pad(radius[:n], (0, missing), value=-1.0), z, pad(ids, (0, missing))]
 
-        radius, z = (x.flatten(0, 1) for x in self.ranks.gather(own, ((n,), dtype), ((n, k), dtype)))
+        table = self.ranks.gather(own, ((n,), dtype), ((n, k), dtype), ((n,), torch.int64))
+        radius, z, ids = (x.flatten(0, 1) for x in table)
+        self.z = z[:0]  # free the coordinates of the other rows
         radius, order = radius.sort(descending=True, stable=True)
-        order = order[: int((radius >= self.length / 2).sum())]
-        radius = radius[: len(order)]
-        return LongRows(order // max(n, 1), order % max(n, 1), radius, z[order], torch.full_like(radius, torch.inf))
+        number = int((radius >= self.length / 2).sum())
+        radius, order = radius[:number], order[:number]
+        return Rows(ids[order], radius, z[order], torch.full_like(radius, torch.inf))
 
-    def _drop_equal_rows(self) -> None:
+    def _distinct(self, radius: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """Keep one of the rows that occur many times. Equal rows are neighbours in a sort by norm."""
-        at = torch.arange(0, len(self.order) - 1, -(-len(self.order) // 1024), device=self.order.device)
-        one, other = (self.shards.rows.take(self.order[at + k]) for k in (0, 1))
-        if 64 * int((one == other).all(1).sum()) > len(at):
-            distinct = self.points.distinct(self.order, self.radius[0])
-            self.radius, self.order = self.radius[distinct], self.order[distinct]
+        at = torch.arange(0, len(places) - 1, -(-len(places) // 1024), device=places.device)
+        one, other = (self.shards.rows.take(places[at + k]) for k in (0, 1))
+        if 64 * int((one == other).all(1).sum()) <= len(at):
+            return radius, places
+        distinct = self.points.distinct(places, radius[0])
+        return radius[distinct], places[distinct]
 
     # 4. Screen
 
-    def _project_along(self, long_rows: LongRows, k: int) -> LongRows:
+    def _project_along(self, long_rows: Rows, k: int) -> Rows:
         """Project the long rows, and the partners of this rank, along k directions."""
         _, self.directions, self.slant = self._basis(k)
 
-        def coordinates(rows: Tensor) -> Sequence[Tensor]:
-            self.z = self.z.new_empty(0, k)  # free the former coordinates first
-            partners, self.z = self.order[self.partners], self.norms.new_zeros(len(self.norms), k)
-            self.z[partners] = self.points.project(self.directions, partners)[1]
-            return [self.points.project(self.directions, rows)[1]]
+        def coordinates(places: Tensor) -> Tensor:
+            z = self.points.project(self.directions, self.partners.row)[1]
+            self.partners = self.partners._replace(z=z)
+            return self.points.project(self.directions, places)[1]
 
-        (z,) = self._from_owners(long_rows, coordinates, ((k,), self.points.dtype))
-        return replace(long_rows, z=z)
+        return long_rows._replace(z=self.shards.from_owners(long_rows.row, coordinates, k, self.points.dtype))
 
-    def _screen(self, long_rows: LongRows, dims: Sequence[int]) -> LongRows:
+    def _screen(self, long_rows: Rows) -> Rows:
         """Drop long rows, and partners of this rank, whose every bound is too short along some directions."""
-        if len(long_rows) > MANY and self.ranks.is_single:  # on several ranks a collective costs more
-            some = torch.arange(0, len(long_rows), len(long_rows) // 64, device=long_rows.owner.device)
-            bound, _ = self._bounds(long_rows.at(some), dims)
+        if len(long_rows.row) > MANY and self.ranks.is_single:  # on several ranks a collective costs more
+            bound, _ = self._bounds(long_rows.at(slice(None, None, len(long_rows.row) // 64)))
             if float((bound >= self.length**2).double().mean()) > 0.5:
                 return long_rows
-        bound, self.partners = self._bounds(long_rows, dims)
-        return _still_open(replace(long_rows, bound=bound), self.length)
-
-    def _bounds(self, long_rows: LongRows, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the largest bound of each long row over all ranks, and the partners of this rank that are left."""
-        left = [self.partners]
 
         def make() -> Tensor:
-            bound = torch.full_like(long_rows.radius, torch.inf)
-            rows, partners = torch.arange(len(long_rows), device=bound.device), self.partners
-            for k in dims:
-                radius, own = long_rows.radius[rows], self.radius[partners]
-                z = self.z[self.order[partners], :k]
-                tables = screen_tables(radius, long_rows.z[rows, :k], own, z, self.points.rounding, self.slant)
-                starts, ends = self._ranges(radius, own)
-                by_row, by_partner, number = largest_bounds(*tables, starts, ends, self.points.budget)
-                self.own_work[0] += number
-                bound[rows] = by_row
-                open_rows, open_partners = ~(by_row < self.length**2), ~(by_partner < self.length**2)
-                counts = torch.stack([open_rows.sum(), open_partners.sum()]).tolist()
-                rows, partners = rows[_places(open_rows, counts[0])], partners[_places(open_partners, counts[1])]
-            left[0] = partners
-            return bound.nan_to_num_(torch.inf, torch.inf, -torch.inf)  # a nan keeps its row, on all ranks
+            by_row, by_partner = self._bounds(long_rows)
+            self.partners = self.partners._replace(bound=by_partner).still_open(self.length)
+            return by_row.nan_to_num_(torch.inf, torch.inf, -torch.inf)  # a nan keeps its row, on all ranks
 
-        return self.ranks.max(make, len(long_rows), dtype=self.points.dtype), left[0]
+        bound = self.ranks.max(make, len(long_rows.row), dtype=self.points.dtype)
+        return long_rows._replace(bound=bound).still_open(self.length)
 
-    def _ranges(self, radius: Tensor, partners: Tensor) -> list[list[int]]:
+    def _bounds(self, long_rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return the largest bound of each of some long rows, and that of each partner of this rank."""
+        tables = screen_tables(long_rows, self.partners, self.points.rounding, self.slant)
+        by_row, by_partner, number = largest_bounds(*tables, *self._ranges(long_rows.radius), self.points.budget)
+        self.own_work[0] += number
+        return by_row, by_partner
+
+    def _ranges(self, radius: Tensor) -> tuple[list[int], list[int]]:
         """Return, for each long row, the first and last partner that is no longer and could be far enough by norm."""
         if not self.on_host:
-            return [[0] * len(radius), [len(partners)] * len(radius)]
-        start = torch.searchsorted(-partners, -radius)
-        end = torch.searchsorted(-partners, radius - self.length, right=True)
-        return torch.stack([start, torch.maximum(start, end)]).tolist()
+            return [0] * len(radius), [len(self.partners.row)] * len(radius)
+        start = torch.searchsorted(-self.partners.radius, -radius)
+        end = torch.searchsorted(-self.partners.radius, radius - self.length, right=True)
+        return start.tolist(), torch.maximum(start, end).tolist()
 
     # 5. Prove
 
-    def _prove(self, long_rows: LongRows) -> None:
+    def _prove(self, long_rows: Rows) -> None:
         """Compare the long rows that are left with the partners of all ranks, the most promising first."""
         d = self.shards.shape[1]
-        if 4 * len(long_rows) < self.shards.number:  # otherwise the order by norm computes each pair once, on a CPU
+        if 4 * len(long_rows.row) < self.shards.number:  # otherwise the order by norm computes each pair once, on a CPU
             long_rows = long_rows.at(long_rows.bound.argsort(descending=True, stable=True))
         affordable = self.points.budget // (8 * (d + 2) * self.points.dtype.itemsize)
-        most = max(1, min(LARGEST_BATCH if self.on_host else len(long_rows), affordable))
+        most = max(1, min(LARGEST_BATCH if self.on_host else len(long_rows.row), affordable))
         size = min(FIRST_BATCH, most) if self.on_host and self.ranks.is_single else most
         while True:  # once at least: there the ranks add up their work
             batch, long_rows = long_rows.at(slice(None, size)), long_rows.at(slice(size, None))
-            rows, ids = self._from_owners(
-                batch,
-                lambda rows: [self.shards.rows.take(rows), self.shards.ids[rows]],
-                ((d,), self.shards.rows.dtype),
-                ((), torch.int64),
-            )
-            self._compute_on_all_ranks(batch, rows, ids)
-            long_rows = _still_open(long_rows, self.length) if len(long_rows) else long_rows
-            if not len(long_rows):
+            self._compute_on_all_ranks(batch)
+            if not len(long_rows.row):
                 return
+            long_rows = long_rows.still_open(self.length)
             size = min(2 * size, most)
 
-    def _compute_on_all_ranks(self, batch: LongRows, rows: Tensor, ids: Tensor) -> None:
+    def _compute_on_all_ranks(self, batch: Rows) -> None:
         """Compare some rows with the partners of each rank, then adopt the longest pair of any rank."""
+        d, dtype = self.shards.shape[1], self.shards.rows.dtype
+        rows = self.shards.from_owners(batch.row, self.shards.rows.take, d, dtype)
 
         def make() -> Sequence[Tensor]:
-            self._compute_in_full(batch, rows, ids)
-            numbers = [self.length, *self.pair, *self.own_work]
-            return [torch.tensor(numbers, dtype=torch.float64, device=self.ranks.device)]
+            self._compute_in_full(batch, rows)
+            return [torch.tensor([self.length, *self.pair, *self.own_work], dtype=torch.float64)]
 
-        if self.ranks.is_single:  # nothing to read back
-            self._compute_in_full(batch, rows, ids)
-            self.work = self.own_work
-            return
         (table,) = self.ranks.gather(make, ((5,), torch.float64))
-        best = max(table.tolist(), key=lambda row: row[0])  # of equal ones that of the first rank
-        self.length, self.pair = best[0], (int(best[1]), int(best[2]))
-        self.work = [int(number) for number in table[:, 3:].sum(0).tolist()]
+        self.length, i, j = max(table[:, :3].tolist(), key=lambda row: row[0])  # of equal ones that of the first rank
+        self.pair, self.work = (int(i), int(j)), table[:, 3:].sum(0).long().tolist()
 
-    def _compute_in_full(self, batch: LongRows, rows: Tensor, ids: Tensor) -> None:
-        """Compute distances of some rows to partners of this rank; measure in fp64 those that rounding leaves open."""
-        points, radius = self.points, self.radius[self.partners]
-        starts, ends = self._ranges(batch.radius, radius)
-        reached = slice(min(starts, default=0), max(ends, default=0))
-        own, radius = self.order[self.partners[reached]], radius[reached]
+    def _compute_in_full(self, batch: Rows, rows: Tensor) -> None:
+        """Compute distances of some rows to partners of this rank; measure those that may be longer than `length`.
+
+        A tile has r_i^2 + r_j^2 - 2 x_i.x_j. Its product of d + 2 columns errs by at most the relative rounding e of a
+        dot product times the sum of the magnitudes, which is below 2 (r_i^2 + r_j^2).
+        """
+        starts, ends = self._ranges(batch.radius)
+        own, points = self.partners.at(slice(min(starts, default=0), max(ends, default=0))), self.points
         if self.mostly_ties:
-            return self._measure_ties(rows, ids, own)
-        x = distance_table(points.points(rows), batch.radius, points.rounding, left=True)
-        extra = (2 * len(x) + rows.shape[1] + 2) * points.dtype.itemsize
-        for at, y in points.chunks(own, extra=extra, longest=TILE_COLUMNS if self.on_host else 0):
-            tile = x @ distance_table(y, radius[at], points.rounding, left=False).T
+            return self._measure(batch.row, rows, own.row)
+
+        def sizes(radius: Tensor) -> list[Tensor]:
+            size = radius.square().mul_(1 + 2 * points.rounding)
+            return [size, torch.ones_like(size)]
+
+        left = torch.column_stack([points.points(rows).mul_(-2), *sizes(batch.radius)])
+        extra = (2 * len(left) + rows.shape[1] + 2) * points.dtype.itemsize
+        for at, y in points.chunks(own.row, extra=extra, longest=TILE_COLUMNS if self.on_host else 0):
+            tile = left @ torch.column_stack([y, *reversed(sizes(own.radius[at]))]).T
             self.own_work[1] += tile.numel()
             if self.on_host and float(tile.max()) < self.length**2:
                 continue
             near = tile >= self.length**2
-            number = int(near.sum())
-            if number > FEW_TIES:
-                self.mostly_ties = 2 * number > tile.numel()  # then later batches go to fp64 at once
-                self._measure_ties(rows[near.any(1)], ids[near.any(1)], own[at][near.any(0)])
-            elif number:
-                i, j = torch.nonzero_static(near, size=number).unbind(1)
-                self._measure(rows, ids, i, own[at][j])
+            i, j = (near.any(dim).nonzero().squeeze(1) for dim in (1, 0))
+            if len(i):
+                self.mostly_ties = 2 * len(i) * len(j) > tile.numel()  # then later batches go to fp64 at once
+                self._measure(batch.row[i], rows[i], own.row[at][j])
 
-    def _measure_ties(self, rows: Tensor, ids: Tensor, own: Tensor) -> None:
-        """Compute the distances of many pairs in fp64, and measure the longest if it is longer than what is known.
+    def _measure(self, ids: Tensor, rows: Tensor, own: Tensor) -> None:
+        """Compute the distances of some rows to rows of this rank in fp64; keep the longest pair of each tile.
 
-        A product in fp64 errs by less than the certificate allows for, so that measuring the longest is enough.
+        A product in fp64 errs by less than `upper` allows for. So of many ties it is enough to measure one, from the
+        rows as they were given.
         """
-        points = self.points.double()
+        points, (_, pre, post) = self.points.double(), self.scales
         for some in torch.split(torch.arange(len(rows), device=rows.device), LARGEST_BATCH):
             x = points.points(rows[some])
             x2 = x.square().sum(1)[:, None]
             for at, y in points.chunks(own, extra=24 * len(x), longest=TILE_COLUMNS):
                 tile = torch.addmm(y.square().sum(1), x, y.T, alpha=-2).add_(x2)
                 self.own_work[1] += tile.numel()
-                if float(tile.max()) > self.length**2 * fp64_rounding(x.shape[1]):
-                    top = tile.argmax()[None]
-                    self._measure(rows, ids, some[top // len(y)], own[at][top % len(y)])
-
-    def _measure(self, rows: Tensor, ids: Tensor, i: Tensor, own: Tensor) -> None:
-        """Measure pairs of `rows[i]` and rows of this rank in fp64, as they were given, and keep the longest."""
-        _, pre, post = self.scales
-        self.own_work[1] += len(i)
-        affordable = max(1, self.points.budget // (32 * rows.shape[1]))
-        for part in torch.split(torch.arange(len(i), device=i.device), affordable):
-            a, b = rows[i[part]].double(), self.shards.rows.take(own[part]).double()
-            apart = a.mul_(pre).sub_(b.mul_(pre)).mul_(post)
-            length, k = torch.linalg.vector_norm(apart, dim=1).max(0, keepdim=True)
-            ends = torch.cat([ids[i[part[k]]], self.shards.ids[own[part[k]]]])
-            longest, first, second = torch.cat([length, ends.double()]).tolist()
-            if longest > self.length:
-                self.length, self.pair = longest, ordered(int(first), int(second))
-
-    def _from_owners(
-        self, long_rows: LongRows, make: Callable[[Tensor], Sequence[Tensor]], *forms: Form
-    ) -> list[Tensor]:
-        """Return what the owners of long rows make of these rows."""
-        if self.ranks.is_single:
-            return list(make(self.order[long_rows.place]))
-        return self.ranks.from_owners(long_rows.owner, lambda mine: make(self.order[long_rows.place[mine]]), *forms)
+                top = tile.amax(1).argmax()[None]  # ten times faster on a CPU than an argmax of the tile
+                i, j = some[top], own[at][tile[top].argmax()[None]]
+                apart = rows[i].double().mul_(pre).sub_(self.shards.rows.take(j).double().mul_(pre)).mul_(post)
+                ends = torch.cat([ids[i], self.shards.ids[j]]).double()
+                length, first, second = torch.cat([torch.linalg.vector_norm(apart, dim=1), ends]).tolist()
+                if length > self.length:
+                    self.length, self.pair = length, ordered(int(first), int(second))
 
 
-# Tables whose products are bounds and distances
+# Tables whose products are bounds
 
 
-def screen_tables(
-    row_radius: Tensor, row_z: Tensor, partner_radius: Tensor, partner_z: Tensor, rounding: float, slant: Tensor
-) -> tuple[Tensor, Tensor]:
+def screen_tables(long_rows: Rows, partners: Rows, rounding: float, slant: Tensor) -> tuple[Tensor, Tensor]:
     """Return tables (rows, k + 4) and (partners, k + 4) whose product bounds squared distances from above.
 
     With e the relative rounding of a dot product, the k computed coordinates of a row are off by at most
@@ -438,45 +387,20 @@ def screen_tables(
         (1 + 2e)(r_i^2 + r_j^2) - 2 z_i.z_j + 2 rho_i rho_j + (5 eta + 2 s) r_i r_j
 
     with rho_i^2 = r_i^2 - |z_i|^2 rounded up by (e + 3 eta + s) r_i^2.
-
-    Args:
-        row_radius: (rows,) norms, rounded up.
-        row_z: (rows, k) coordinates.
-        partner_radius: (partners,).
-        partner_z: (partners, k).
-        rounding: relative error of a dot product.
-        slant: of the directions: how far they are from orthonormal.
     """
-    eta = math.sqrt(row_z.shape[1]) * rounding
-    slant = slant.to(row_z.dtype)
+    eta = math.sqrt(long_rows.z.shape[1]) * rounding
+    slant = slant.to(long_rows.z.dtype)
 
-    def parts(radius: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        norm2 = radius.square()
-        rest2 = (norm2 - z.square().sum(1)).clamp_min_(0).add_(norm2 * (rounding + 3 * eta + slant))
+    def parts(rows: Rows) -> tuple[Tensor, Tensor]:
+        norm2 = rows.radius.square()
+        rest2 = (norm2 - rows.z.square().sum(1)).clamp_min_(0).add_(norm2 * (rounding + 3 * eta + slant))
         return rest2.sqrt_(), norm2.mul_(1 + 2 * rounding)
 
-    rest, size = parts(row_radius, row_z)
-    cross = (5 * eta + 2 * slant) * row_radius
-    left = torch.column_stack([-2 * row_z, 2 * rest, cross, size, torch.ones_like(size)])
-    rest, size = parts(partner_radius, partner_z)
-    return left, torch.column_stack([partner_z, rest, partner_radius, torch.ones_like(size), size])
-
-
-def distance_table(x: Tensor, radius: Tensor, rounding: float, *, left: bool) -> Tensor:
-    """Return a table (n, d + 2) of points; the product of a left one and a right one has their squared distances.
-
-    It has r_i^2 + r_j^2 - 2 x_i.x_j, rounded up. A sum of d + 2 products errs by at most e times the sum of their
-    magnitudes, which is below 2 (r_i^2 + r_j^2).
-
-    Args:
-        x: (n, d), which is overwritten.
-        radius: (n,) norms, rounded up.
-        rounding: relative error of a dot product.
-        left: whether the table is for the left side.
-    """
-    size = radius.square().mul_(1 + 2 * rounding)
-    ones = torch.ones_like(size)
-    return torch.column_stack([x.mul_(-2), size, ones] if left else [x, ones, size])
+    rest, size = parts(long_rows)
+    cross = (5 * eta + 2 * slant) * long_rows.radius
+    left = torch.column_stack([-2 * long_rows.z, 2 * rest, cross, size, torch.ones_like(size)])
+    rest, size = parts(partners)
+    return left, torch.column_stack([partners.z, rest, partners.radius, torch.ones_like(size), size])
 
 
 def largest_bounds(
@@ -484,16 +408,17 @@ def largest_bounds(
 ) -> tuple[Tensor, Tensor, int]:
     """Return the largest bound of each long row and of each partner, and how many bounds were computed.
 
-    Args:
-        left: (rows, k + 4), the longest row first.
-        right: (partners, k + 4), the longest partner first.
-        starts: the first partner of each row.
-        ends: one after the last.
-        budget: bytes of scratch.
+    Of each row (rows, k + 4) `starts` has the first partner (partners, k + 4), and `ends` one after the last; the
+    longest come first. A tile of bounds stays in a CPU's cache; elsewhere it is the largest that fits.
     """
+    entries = budget // left.element_size()
+    if on_host(left):
+        rows, columns = _TILE_ROWS, max(1, min(_TILE, entries) // _TILE_ROWS)
+    else:
+        columns = max(1, min(len(right), entries))
+        rows = max(1, min(len(left), entries // columns))
     by_row = left.new_full((len(left),), -torch.inf)
     by_partner = right.new_full((len(right),), -torch.inf)
-    rows, columns = _tile_shape(left, right, budget)
     scratch = left.new_empty(columns * rows)
     screened = 0
     for a in range(0, len(left), rows):
@@ -506,23 +431,3 @@ def largest_bounds(
             torch.maximum(by_row[block], tile.amax(1), out=by_row[block])
             torch.maximum(by_partner[at], tile.amax(0), out=by_partner[at])
     return by_row, by_partner, screened
-
-
-def _tile_shape(left: Tensor, right: Tensor, budget: int) -> tuple[int, int]:
-    """Return rows and columns of a tile: one that stays in a CPU's cache, and elsewhere the largest that fits."""
-    if on_host(left):
-        return _TILE_ROWS, max(1, min(_TILE, budget // left.element_size()) // _TILE_ROWS)
-    columns = max(1, min(len(right), budget // left.element_size()))
-    return max(1, min(len(left), budget // left.element_size() // columns)), columns
-
-
-def _still_open(long_rows: LongRows, length: float) -> LongRows:
-    """Return the long rows that can still be an end of a pair longer than `length`."""
-    open_rows = ~(long_rows.bound < length**2)  # a nan keeps its row
-    return long_rows.at(_places(open_rows, int(open_rows.sum())))
-
-
-def _places(mask: Tensor, number: int) -> Tensor:
-    """Return the indices where a mask (n,) holds, given their number: with it known, the device is not read."""
-    places: Tensor = torch.nonzero_static(mask, size=number).squeeze(1)
-    return places

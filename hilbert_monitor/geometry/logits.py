@@ -1,20 +1,17 @@
 """Logits of a panel of hidden states: the Hilbert perturbation of an update, and the log-partition of a head.
 
 **Perturbation.** delta_l = max_i (S h_l)_i - min_i (S h_l)_i. The plain method computes S H' one chunk of the
-vocabulary at a time, and updates the extremes. On a CPU most of that product can be skipped. Rows and hidden states are
-split along the panel's leading directions, s_i = Q z_i + ... and h_l = Q g_l + ..., with remainders of norm rho_i and
-sigma_l, so that
+vocabulary at a time, and updates the extremes. On a CPU most of that product can be skipped. Along the panel's leading
+directions Q, s_i = Q z_i + ... and h_l = Q g_l + ..., with remainders of norm rho_i and sigma_l, so that
 
     |s_i.h_l - z_i.g_l| <= rho_i sigma_l.
 
-A few outlying rows give first extremes M_l and m_l for every position. A row that cannot exceed either of them is
-skipped at that position. Positions are tiled by median splits, so that one bound (from a tile's centre and radius) can
-skip a row for a whole tile. A second bound, position by position, skips most of the others. The rest is multiplied in
-full. If a few tiles show that little can be skipped, the plain method takes over. Other devices always use it: there
-every tile would cost a synchronization.
+A few outlying rows (by norm, and along the tiles' centres: RowNorm's rows all have one norm) give first extremes for
+every position. A row that cannot exceed them is skipped: first for a whole tile of positions, by the tile's centre and
+radius, then position by position. The rest is multiplied in full. If a few tiles show that little can be skipped, the
+plain method takes over. Other devices always use it: there every tile would cost a synchronization.
 
-Rows are centred throughout: a common shift changes no delta. Outlying rows are chosen along the tiles' centres as well
-as by norm, because RowNorm's rows all have one norm.
+Rows are centred throughout: a common shift changes no delta.
 
 **Log-partition.** The mean logit z is the mean row of U times the hidden state. Softmax does not see it. A is the
 log-sum-exp of the logits without their mean, so that log Z = z + A. In exact arithmetic z harms nothing. In bf16 a
@@ -50,7 +47,7 @@ _HOPELESS, _SPARSE = 0.8, 0.25  # shares of rows left by the two bounds, above w
 class HilbertPerturbation:
     """Perturbation of every position, and where it is largest.
 
-    With a nan in S every delta is nan; with an infinity in S, inf. A position that is not finite has delta nan.
+    With a nan in S every delta is nan; with an infinity, inf. A position that is not finite has delta nan.
     """
 
     delta: Tensor
@@ -64,7 +61,7 @@ class HilbertPerturbation:
     nonfinite_rows: int
     nonfinite_positions: int
     products: int
-    """Row-position products computed in full: few of V N with pruning, or all (and a few twice) without."""
+    """Row-position products computed in full."""
 
 
 @full_precision
@@ -73,32 +70,25 @@ def hilbert_perturbation(
 ) -> HilbertPerturbation:
     """Measure how far the update S moves the predictions at the hidden states H, in Hilbert distance.
 
-    Args:
-        S: (V, d) update rows, any real floating-point dtype: a tensor, a DTensor, a source, or shards.
-        H: (N, d) hidden states, on the same device and the same on all ranks.
-        max_bytes: bound on scratch memory; V x N is never held.
-
-    Returns:
-        delta of every position, its RMS and maximum, and the tokens that attain the maximum.
+    H (N, d) is on the same device as S, and the same on all ranks. V x N numbers are never held.
     """
     shards = as_shards(S, agree_on=lambda: _check_states("S", S, H))
     largest_entry = torch.maximum(H.amax(1), -H.amin(1)).to(compute_dtype(shards.rows, H))  # (N,), a nan stays one
     bad_positions = ~largest_entry.isfinite()
     scales = scales_of(shards, max_bytes, largest_entry.dtype)
     if isinstance(scales, Trivial):  # equal rows, or rows that are not finite
-        panel, row, bad_rows = None, scales.first_nonfinite, scales.nonfinite_rows
+        bad_rows = scales.nonfinite_rows
         delta = torch.full_like(largest_entry, scales.lower)
     else:
-        panel, row, bad_rows = _Panel(about_mean(shards, scales, max_bytes), H, largest_entry), 0, 0
-        delta = _delta(shards, panel)
+        bad_rows, panel = 0, _Panel(shards, about_mean(shards, scales, max_bytes), H, largest_entry)
+        delta = panel.delta()
     delta = delta.masked_fill_(bad_positions, torch.nan)
     position = int(delta.argmax())
     largest = float(delta[position])
-    pair, products = (row, row), 0
-    if panel is not None:
-        pair, products = _extreme_tokens(shards, panel, position), panel.products
-        if not shards.ranks.is_single:
-            products = int(shards.ranks.sum(lambda: torch.tensor([float(products)]), 1))
+    if isinstance(scales, Trivial):
+        pair, products = (scales.first_nonfinite,) * 2, 0
+    else:
+        pair, products = panel.extreme_tokens(position)
     return HilbertPerturbation(
         delta=delta,
         rms=float(delta.double().square().mean().sqrt()),
@@ -123,41 +113,11 @@ def _check_states(name: str, S: Tensor | RowSource | RowShards, H: Tensor) -> tu
     return len(H), int(H.dtype == torch.float64)
 
 
-def _delta(shards: RowShards, panel: _Panel) -> Tensor:
-    """Let every rank find the extremes over its own rows; all-reduce them, and return delta (N,)."""
-    N = len(panel.H)
-
-    def extremes() -> Tensor:
-        panel.run()
-        return torch.cat([panel.high, -panel.low])
-
-    numbers = shards.ranks.max(extremes, 2 * N, dtype=panel.points.dtype)
-    panel.high, panel.low = numbers[:N], -numbers[N:]
-    return panel.delta()
-
-
-def _extreme_tokens(shards: RowShards, panel: _Panel, position: int) -> tuple[int, int]:
-    """Return the tokens with the largest and the smallest product at a position."""
-
-    def make() -> Sequence[Tensor]:
-        if not len(shards.rows):
-            return [panel.high.new_full((2,), -torch.inf), shards.ids.new_zeros(2)]
-        logits = panel.logits(position)
-        ends = torch.stack([logits.argmax(), logits.argmin()])
-        values = logits[ends]
-        return [torch.cat([values[:1], -values[1:]]), shards.ids[ends]]
-
-    values, ids = shards.ranks.gather(make, ((2,), panel.points.dtype), ((2,), torch.int64))
-    high, low = ids.gather(0, values.argmax(0, keepdim=True))[0].tolist()
-    return high, low
-
-
 class _Panel:
-    """Running extremes of x_i.h_l over the rows, for every position."""
+    """Running extremes of x_i.h_l over the rows of this rank, for every position."""
 
-    def __init__(self, points: CentredRows, H: Tensor, largest_entry: Tensor) -> None:
-        self.points = points
-        self.H = H
+    def __init__(self, shards: RowShards, points: CentredRows, H: Tensor, largest_entry: Tensor) -> None:
+        self.shards, self.points, self.H = shards, points, H
         self.high = torch.full((len(H),), -torch.inf, dtype=points.dtype, device=H.device)
         self.low = -self.high
         self.products = 0
@@ -174,14 +134,37 @@ class _Panel:
         return times_power_of_two(h, -self.exponents[at, None]).nan_to_num_(0.0, 0.0, 0.0)
 
     def delta(self) -> Tensor:
-        """Return high - low in the units of S and H."""
-        delta = (self.high - self.low) / self.points.scales.post / self.points.scales.pre
+        """Let every rank find the extremes over its own rows; return high - low (N,) in the units of S and H."""
+
+        def extremes() -> Tensor:
+            self.run()
+            return torch.stack([self.high, -self.low])
+
+        high, low = self.shards.ranks.max(extremes, 2, len(self.H), dtype=self.points.dtype)
+        delta: Tensor = self.points.scales.of_rows(high + low)
         return delta if self.exponents is None else times_power_of_two(delta, self.exponents)
 
     def logits(self, position: int) -> Tensor:
-        """Return the products (V,) of all points with the state of a position."""
+        """Return the products (n,) of the points of this rank with the state of a position."""
         h = self.states(slice(position, position + 1))[0]
         return torch.cat([x @ h for _, x in self.points.chunks()])
+
+    def extreme_tokens(self, position: int) -> tuple[tuple[int, int], int]:
+        """Return the tokens with the largest and the smallest product at a position, and the products of all ranks."""
+
+        def make() -> Sequence[Tensor]:
+            values, ids = self.high.new_full((2,), -torch.inf), self.shards.ids.new_zeros(2)
+            if len(self.points):
+                logits = self.logits(position)
+                ends = torch.stack([logits.argmax(), logits.argmin()])
+                values, ids = torch.stack([logits.amax(), -logits.amin()]), self.shards.ids[ends]
+            return [values, ids, torch.tensor(self.products)]
+
+        values, ids, products = self.shards.ranks.gather(
+            make, ((2,), self.points.dtype), ((2,), torch.int64), ((), torch.int64)
+        )
+        high, low = ids.gather(0, values.argmax(0, keepdim=True))[0].tolist()
+        return (high, low), int(products.sum())
 
     def run(self) -> None:
         (V, d), N = self.points.rows.shape, len(self.H)
@@ -219,7 +202,9 @@ class _Panel:
         """Find the extremes from few products. Return False, and stop, if few products can be skipped."""
         points = self.points
         H = self.states(slice(None))
-        directions = leading_directions(H[:: -(-len(H) // _SAMPLE)], _RANK)
+        sample = H[:: -(-len(H) // _SAMPLE)]
+        along = sample @ (basis := leading_directions(sample, _RANK))
+        directions = basis @ torch.linalg.eigh(along.T @ along).eigenvectors.flip(1)  # the leading first, for the tiles
         e = points.rounding
         err = math.sqrt(_RANK) * e + float(slant(directions))  # of coordinates and of products of them
         norms, z = points.project(directions)
@@ -339,7 +324,7 @@ def log_partition(
     three numbers a position.
 
     Args:
-        U: (V, d) rows that make the logits U h: a tensor, a DTensor, a source, or shards.
+        U: (V, d) rows that make the logits U h.
         H: (N, d) hidden states, on the same device and the same on all ranks.
         targets: (N,) tokens, NO_TARGET where there is none; the same on all ranks.
         round_to: round rows, states and logits to this dtype, as a matrix product in it does that sums in fp32. The
@@ -384,10 +369,7 @@ class _Sums:
         self.rows, self.H, zeros = shards.rows, H, torch.zeros(len(H), dtype=torch.float64, device=H.device)
         self.high, self.mass = zeros - torch.inf, zeros.clone()  # the largest logit; sum of exp(logit - it)
         self.total, self.largest, self.target = zeros.clone(), zeros.clone(), zeros.clone()
-        order = shards.ids.argsort()
-        at = torch.searchsorted(shards.ids[order], targets).clamp_max(max(len(order) - 1, 0))
-        self.place = order[at] if len(order) else torch.zeros_like(targets)  # of a target among this rank's rows
-        self.has = shards.ids[self.place] == targets if len(order) else torch.zeros_like(targets, dtype=torch.bool)
+        self.place, self.has = shards.find(targets)
 
     @property
     def bad(self) -> Tensor:

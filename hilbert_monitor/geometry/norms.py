@@ -24,11 +24,8 @@ def center_rows(A: Tensor, *, max_bytes: int = MAX_BYTES) -> Tensor:
     Changes neither D(A) nor softmax(A h).
 
     Args:
-        A: (V, d); a DTensor may be sharded by rows.
+        A: (V, d); a DTensor may be sharded by rows. The result has its dtype and placements.
         max_bytes: bound on scratch memory beyond the result.
-
-    Returns:
-        (V, d) in A's dtype, with the placements of A.
     """
     shards = as_shards(A, name="A")
     mean = _mean_row(shards, max_bytes)
@@ -57,12 +54,9 @@ def row_norm(A: Tensor, *, eps: float = 0.0, max_bytes: int = MAX_BYTES) -> Tens
     With ``eps=0`` every nonzero row comes out with norm one, however small, and a zero row stays zero.
 
     Args:
-        A: (V, d); a DTensor may be sharded by rows.
+        A: (V, d); a DTensor may be sharded by rows. The result has its dtype and placements.
         eps: stabiliser added to each norm; zero for the exact map.
         max_bytes: bound on scratch memory beyond the result.
-
-    Returns:
-        (V, d) in A's dtype, with the placements of A.
     """
     _check_eps(eps)
     rows = as_shards(A, name="A").rows
@@ -95,12 +89,9 @@ def projected_row_norm(A: Tensor, *, eps: float = 0.0, max_bytes: int = MAX_BYTE
     radius eta/2; its row diameter is at most eta.
 
     Args:
-        A: (V, d); a DTensor may be sharded by rows.
+        A: (V, d); a DTensor may be sharded by rows. The result has its dtype and placements.
         eps: stabiliser of the row norms; zero for the exact map.
         max_bytes: bound on scratch memory beyond the result and, in fp32 or better, the rows of RN(P A).
-
-    Returns:
-        (V, d) in A's dtype, with the placements of A.
     """
     _check_eps(eps)
     shards = as_shards(A, name="A")
@@ -141,10 +132,7 @@ def row_statistics(
 ) -> RowStatistics:
     """Measure the norms of the rows, in one pass.
 
-    Args:
-        A: (V, d): a tensor, a DTensor, a source, or shards.
-        tokens: search the longest row among the first rows only; the others are padding. All rows count elsewhere.
-        max_bytes: bound on scratch memory.
+    The longest row is searched among the first `tokens` only; the others are padding. All rows count elsewhere.
     """
     shards = as_shards(A, name="A")
     (V, d), rows, ids = shards.shape, shards.rows, shards.ids
@@ -172,28 +160,20 @@ def row_statistics(
 
 @full_precision
 def spectral_norm(S: Tensor | RowSource | RowShards, *, max_bytes: int = MAX_BYTES) -> Interval:
-    """Bracket the largest singular value of S: lower <= |S|_2 <= upper.
+    """Bracket the largest singular value of S: lower <= |S|_2 <= upper; nan if S has an infinity or a nan.
 
-    |S|_2^2 is the largest eigenvalue of the Gram matrix A = S'S, which is only (d, d). A is summed in fp64. High powers
-    of it bring out a leading vector v, and v'Av / v'v is a lower bound. From above, a number m is proved to be a bound
-    by a Cholesky factorisation of m I - A: it exists only if no eigenvalue of A exceeds m.
+    |S|_2^2 is the largest eigenvalue of the Gram matrix A = S'S (d, d), summed in fp64. High powers of A bring out a
+    leading vector v, and v'Av / v'v is a lower bound. From above, a number m is proved to be a bound by a Cholesky
+    factorisation of m I - A, which exists only if no eigenvalue of A exceeds m. The host reads only the result: so the
+    number of powers is fixed, and all margins of m over the lower bound are tried, from 1e-9 to 3 percent.
 
     Both bounds have slack for rounding. With u the unit roundoff of fp64, a sum of V products errs in spectral norm by
     at most (V + 2) u |S|_F^2. A factorisation that succeeds proves that m I - A has no eigenvalue below
-    -2 (d + 2) u d m. The host reads only the result: so the number of powers is fixed, and all margins of m over the
-    lower bound are tried, from 1e-9 to 3 percent.
-
-    The bounds agree to about eight digits, and to four where the largest singular values nearly tie. Draws no random
-    number.
+    -2 (d + 2) u d m. The bounds agree to about eight digits, to four where the largest singular values nearly tie.
 
     Cost: V d^2 multiplications in fp64, about d / N of the product with a panel of N positions.
 
-    Args:
-        S: (V, d), any real floating-point dtype: a tensor, a DTensor, a source, or shards.
-        max_bytes: bound on scratch memory beyond three matrices of min(V, d)^2 entries in fp64.
-
-    Returns:
-        both bounds, nan if S has an infinity or a nan.
+    `max_bytes` does not count three matrices of min(V, d)^2 entries in fp64.
     """
     if isinstance(S, Tensor) and not is_dtensor(S) and S.ndim == 2 and S.shape[0] < S.shape[1]:
         S = S.mT  # the smaller Gram matrix
@@ -220,8 +200,8 @@ def _gram(shards: RowShards, max_bytes: int) -> tuple[float, Tensor]:
     d, rows, scale = shards.shape[1], shards.rows, 1.0
 
     def largest() -> Tensor:
-        parts = [chunk.abs().amax()[None] for _, chunk in rows.chunks(max_bytes)]
-        return torch.cat([*parts, torch.zeros(1, dtype=rows.dtype, device=rows.device)]).nan_to_num(torch.inf).amax()
+        parts = [chunk.abs().amax() for _, chunk in rows.chunks(max_bytes)]
+        return torch.stack([*parts, torch.zeros((), dtype=rows.dtype, device=rows.device)]).nan_to_num(torch.inf).amax()
 
     if rows.dtype == torch.float64:  # squares of narrower dtypes are in range
         size = float(shards.ranks.max(largest, 1))
@@ -271,8 +251,6 @@ class LeadingDirection(NamedTuple):
 def leading_direction(A: Tensor, start: Tensor | None = None) -> LeadingDirection:
     """Bound the largest singular value of a matrix, or of each of a stack, from below.
 
-    Draws no random number.
-
     Cost: two passes over A, and none on several ranks' rows: give each rank the whole matrix.
 
     Args:
@@ -295,13 +273,9 @@ def leading_direction(A: Tensor, start: Tensor | None = None) -> LeadingDirectio
 def _first_direction(A: Tensor) -> Tensor:
     """Return unit vectors (..., n) to start from: between the longest row and one that no structure of A knows."""
     n = A.shape[-1]
-    fixed = torch.cos(torch.arange(1, n + 1, device=A.device, dtype=A.dtype) ** 2)
-    fixed = fixed / torch.linalg.vector_norm(fixed)
-    norms = torch.linalg.vector_norm(A, dim=-1)  # (..., m)
-    at = norms.argmax(-1)[..., None, None].expand(*A.shape[:-2], 1, n)
-    longest = _unit(A.gather(-2, at)[..., 0, :])
-    start: Tensor = longest + 0.5 * fixed
-    return _unit(start)
+    fixed = _unit(torch.cos(torch.arange(1, n + 1, device=A.device, dtype=A.dtype) ** 2))
+    longest = torch.linalg.vector_norm(A, dim=-1).argmax(-1)[..., None, None].expand(*A.shape[:-2], 1, n)
+    return _unit(_unit(A.gather(-2, longest)[..., 0, :]) + 0.5 * fixed)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""Precision, checks of inputs and chunk sizes that all functions of `hilbert_monitor.geometry` share.
-
-Two names are for other packages too: `compute_dtype`, the precision of results, and `full_precision`, a decorator for
-functions that must compute in it.
-"""
+"""Precision, and checks of inputs, that all functions of `hilbert_monitor.geometry` share."""
 
 from __future__ import annotations
 
@@ -41,8 +37,8 @@ _saved: list[tuple[Any, str]] = []
 def _ieee_matmul() -> Iterator[None]:
     """Run fp32 matrix products in true fp32, whatever precision the process has set.
 
-    The settings belong to the process. The first thread that enters changes them, and the last one that leaves restores
-    them. Products of other threads run in true fp32 for as long.
+    The settings belong to the process: the first thread that enters changes them, the last one that leaves restores
+    them, and products of other threads run in true fp32 for as long.
     """
     global _users
     with _lock:
@@ -65,10 +61,7 @@ def _ieee_matmul() -> Iterator[None]:
 
 
 def full_precision(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function compute in full precision: no graph, no autocast, no TF32 or bf16 inside fp32 matrix products.
-
-    Autocast is switched off for the device of the first argument that has one.
-    """
+    """Make a function compute in full precision: no graph, no autocast, no TF32 or bf16 inside fp32 matrix products."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -136,18 +129,3 @@ def check_matrix(name: str, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must be a (V, d) matrix with one row per token, got shape {shape}")
     if 0 in shape:
         raise ValueError(f"{name} must have at least one row and one column, got shape {shape}")
-
-
-def chunk_length(row_bytes: int, max_bytes: int, *, share: int = 1, longest: int = 4096) -> int:
-    """Return the number of rows in a chunk.
-
-    Args:
-        row_bytes: scratch that one row needs.
-        max_bytes: bound on scratch memory; ValueError if it is too small for one row.
-        share: divisor of max_bytes that gives the memory for one chunk.
-        longest: most rows in a chunk, so that it stays in a processor's cache.
-    """
-    need = share * row_bytes
-    if max_bytes < need:
-        raise ValueError(f"max_bytes={max_bytes} is less than the {need} bytes this input needs: raise max_bytes")
-    return min(longest, max_bytes // max(need, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +28,17 @@ class Scales(NamedTuple):
     pre: float = 1.0
     post: float = 1.0
 
+    def of_rows(self, length: Any) -> Any:
+        """Convert lengths among points to lengths among the rows as given."""
+        return length / self.post / self.pre
+
 
 @dataclass(frozen=True)
 class CentredRows:
     """Points x_i = (s_i * pre - centre) * post, in fp32 or fp64.
 
-    Distances between points do not depend on the centre, but their rounding does: a good centre makes norms small. The
-    scales are one, unless squares of the rows would leave the range of the dtype.
+    A good centre makes norms small, and with them the rounding of distances. The scales are one, unless squares of the
+    rows would leave the range of the dtype.
     """
 
     rows: RowSource
@@ -42,11 +46,11 @@ class CentredRows:
     """(d,), in units of the rows times pre."""
     scales: Scales
     max_bytes: int
-    """Bound on scratch memory. A quarter is for one chunk of points and what the caller makes of it."""
+    """Bound on scratch memory."""
 
     @property
     def budget(self) -> int:
-        """Bytes for one chunk of points and what the caller makes of it."""
+        """Bytes for one chunk of points and what the caller makes of it: a quarter of all."""
         return self.max_bytes // 4
 
     @property
@@ -71,39 +75,31 @@ class CentredRows:
         """Return the same points in fp64."""
         return replace(self, centre=self.centre.double(), scales=self.scales._replace(dtype=torch.float64))
 
-    def length_of_rows(self, length: float) -> float:
-        """Convert a length among points to one among the rows as given."""
-        return length / self.scales.post / self.scales.pre
-
     def points(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Centre and scale rows (n, d), which may be another rank's; into `out` if it is given and has room."""
         rows = _times(rows.to(self.dtype), self.scales.pre)
         rows = torch.sub(rows, self.centre, out=None if out is None else out[: len(rows)])
         return rows if self.scales.post == 1.0 else rows.mul_(self.scales.post)
 
-    def take(self, index: Tensor) -> Tensor:
-        """Return some points (n, d)."""
-        return self.points(self.rows.take(index))
-
     def chunks(
         self, index: Tensor | None = None, *, extra: int = 0, longest: int = 0
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices and their points, all or those of `index`, chunk by chunk.
-
-        The next chunk overwrites the memory of the last one, because new memory costs more than filling it.
+        """Yield slices and their points, all or those of `index`. The next chunk overwrites the last one's memory.
 
         Args:
             index: (n,) rows to load.
             extra: bytes of scratch that the caller needs for each point.
             longest: most points in a chunk, in place of what fits the cache.
         """
-        rows = self.rows if index is None else self.rows.at(index)
+        rows, d = self.rows, self.rows.shape[1]
+        if index is not None:
+            rows = RowSource(index, form=self.rows.take, width=d, dtype=self.rows.dtype)
         memory = None
         for at, chunk in rows.chunks(self.max_bytes, share=4, dtype=self.dtype, copies=3, extra=extra, longest=longest):
             if on_host(rows) and not rows.shares_memory(chunk):
                 memory = chunk
             elif memory is None and len(chunk) < len(rows):
-                memory = self.centre.new_empty(len(chunk), rows.shape[1])
+                memory = self.centre.new_empty(len(chunk), d)
             yield at, self.points(chunk, memory)
 
     def project(self, directions: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -128,8 +124,8 @@ class CentredRows:
     def distinct(self, index: Tensor, size: Tensor) -> Tensor:
         """Return places (n,) in `index`, in increasing order, of rows that are all different: one of each kind.
 
-        Sorts rows by their distance from a point at about `size`, a norm, from the centre, and compares neighbours. A
-        different row at the same distance, to the last bit, can separate equal rows: then both stay.
+        Sorts rows by their distance from a point at about `size` from the centre, and compares neighbours. A different
+        row at the same distance, to the last bit, can separate equal rows: then both stay.
         """
         d = self.rows.shape[1]
         about = torch.arange(1, d + 1, device=index.device).to(self.dtype).mul_(_GOLDEN).frac_().sub_(0.5)
@@ -151,8 +147,7 @@ def _times(rows: Tensor, scale: float) -> Tensor:
 def rounding(d: int, dtype: torch.dtype) -> float:
     """Return the relative error (d + 8) u of a dot product of length d, with u the unit roundoff.
 
-    |fl(x.y) - x.y| <= d u |x| |y|. The other eight units are for the rounding of the points themselves, of square
-    roots, and of numbers cast to fp32.
+    |fl(x.y) - x.y| <= d u |x| |y|. The other eight units are for points, square roots, and numbers cast to fp32.
     """
     return (d + 8) * torch.finfo(dtype).eps / 2
 
@@ -166,34 +161,35 @@ def ordered(i: int, j: int) -> tuple[int, int]:
 
 
 def from_sample(
-    shards: RowShards, scales: Scales, max_bytes: int, columns: Callable[[Tensor], Tensor], number: int
+    shards: RowShards, scales: Scales, max_bytes: int, make: Callable[[Tensor], Tensor], *shape: int
 ) -> Tensor:
-    """Return columns (d, number) that the first rank computes from an even sample of all rows.
-
-    Entries that are not finite become zero.
+    """Return on all ranks what the first rank makes of an even sample of all rows. Entries not finite become zero.
 
     Args:
         shards: rows of this rank.
         scales: of the points.
         max_bytes: bound on scratch memory.
-        columns: function from sampled rows (n, d), times `scales.pre`, to the columns.
-        number: of columns.
+        make: function from sampled rows (n, d), times `scales.pre`, to a tensor of this shape.
+        shape: of the result.
     """
     d, dtype = shards.shape[1], scales.dtype
     step = sample_step(shards, dtype, max_bytes)
     sizes = [-(-count // step) for count in shards.counts]
 
-    def own() -> Tensor:
-        return _times(shards.rows.chunk(0, len(shards.rows), step).to(dtype), scales.pre)
+    def own() -> Sequence[Tensor]:
+        rows = _times(shards.rows.chunk(0, len(shards.rows), step).to(dtype), scales.pre)
+        missing = max(sizes) - len(rows)
+        return [pad(rows, (0, 0, 0, missing)) if missing else rows]
 
-    def padded() -> Sequence[Tensor]:
-        return [pad(rows := own(), (0, 0, 0, max(sizes) - len(rows)))]
+    (tables,) = shards.ranks.gather(own, ((max(sizes), d), dtype))
 
-    sample = own
-    if not shards.ranks.is_single:
-        (tables,) = shards.ranks.gather(padded, ((max(sizes), d), dtype))
-        sample = lambda: torch.cat([table[:size] for table, size in zip(tables, sizes, strict=True)])  # noqa: E731
-    return shards.ranks.from_first(lambda: columns(sample()).nan_to_num(0.0, 0.0, 0.0), d, number, dtype=dtype)
+    def first() -> Tensor:
+        if shards.ranks.rank:
+            return torch.zeros(shape, dtype=dtype)  # adding zero changes no bit
+        sample = torch.cat([table[:size] for table, size in zip(tables, sizes, strict=True)])
+        return make(sample).nan_to_num(0.0, 0.0, 0.0)
+
+    return shards.ranks.sum(first, *shape, dtype=dtype)
 
 
 def sample_step(shards: RowShards, dtype: torch.dtype, max_bytes: int, most: int = SAMPLE) -> int:
@@ -211,20 +207,14 @@ def leading_directions(sample: Tensor, k: int) -> Tensor:
     """Estimate the k leading directions (d, k) of rows (n, d), orthonormal, by subspace iteration.
 
     Starts from rows of the sample, so it draws no random numbers. Rows that are not finite, or whose squares are not,
-    give useless directions. On a CPU the leading ones come first. Elsewhere they do only nearly: a factorisation takes
-    longer there than all else, and whoever uses all k does not need their order.
+    give useless directions. The leading ones come first, but only nearly.
     """
     k = min(k, *sample.shape)
     start = sample[torch.linspace(0, len(sample) - 1, k, device=sample.device).long()]
-    basis = torch.linalg.qr(start.T).Q if on_host(sample) else normalize(start, dim=1).T
+    basis: Tensor = normalize(start, dim=1).T
     for _ in range(2):
         basis, _ = torch.linalg.qr(sample.T @ (sample @ basis))
-    if not on_host(sample):
-        return basis
-    coordinates = sample @ basis
-    _, order = torch.linalg.eigh((coordinates.T @ coordinates).nan_to_num(0.0, 0.0, 0.0))  # or it would raise
-    directions: Tensor = basis @ order.flip(1)
-    return directions
+    return basis
 
 
 def slant(directions: Tensor) -> Tensor:
@@ -254,13 +244,9 @@ class Trivial(NamedTuple):
 
 
 def in_safe_range(largest: float, centre: float, d: int, dtype: torch.dtype) -> bool:
-    """Return True if points are finite, certainly not all equal, and their squares in the range of the dtype.
+    """Return True if points (n, d) are finite, certainly not all equal, and their squares in the range of the dtype.
 
-    Args:
-        largest: norm of a point.
-        centre: largest entry of their centre, in magnitude.
-        d: number of columns.
-        dtype: of the points.
+    They are judged by their largest norm, and the largest entry of their centre.
     """
     narrow, wide = _RANGE[dtype]
     least = math.sqrt(d) * max(2 * narrow, 4 * torch.finfo(dtype).eps * centre)  # a centre is rounded
@@ -268,13 +254,7 @@ def in_safe_range(largest: float, centre: float, d: int, dtype: torch.dtype) -> 
 
 
 def scales_of(shards: RowShards, max_bytes: int, dtype: torch.dtype | None = None) -> Scales | Trivial:
-    """Return scales that keep squares of the rows in range; or the answer where no search is needed.
-
-    Args:
-        shards: rows of this rank.
-        max_bytes: bound on scratch memory.
-        dtype: of the points; by default that of the geometry's results.
-    """
+    """Return scales that keep squares of the rows in range, for points of a dtype; or the answer that is known."""
     V, d = shards.shape
     dtype, other = dtype or compute_dtype(shards.rows), min(1, V - 1)
 
@@ -314,5 +294,5 @@ def scales_of(shards: RowShards, max_bytes: int, dtype: torch.dtype | None = Non
 
 def about_mean(shards: RowShards, scales: Scales, max_bytes: int) -> CentredRows:
     """Return the rows of this rank as points about the mean of an even sample of all ranks' rows."""
-    centre = from_sample(shards, scales, max_bytes, lambda rows: mean_row(rows)[:, None], 1)[:, 0]
-    return CentredRows(shards.rows, centre.contiguous(), scales, max_bytes)
+    centre = from_sample(shards, scales, max_bytes, mean_row, shards.shape[1])
+    return CentredRows(shards.rows, centre, scales, max_bytes)

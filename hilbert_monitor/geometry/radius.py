@@ -21,12 +21,11 @@ all on one side, and the ball of those alone misses the other sides. The sample'
 
 Where rows are on several ranks, each solves the problems of steps 1, 3 and 4 for its own rows and those that all know.
 It shows the others those of its rows that get weight, and all solve the problem of what was shown, from the mean of
-their weights. The bound is concave in w, so that mean is no worse a start than the ranks' own weights are on average.
+their weights.
 
-Tried and dropped: no sample, but the mean row or the midpoint of the longest pair as the first centre, and 128 to 2,048
-far rows. Then upper exceeded lower by 0.05 to 23 % on an AdamW increment, and by 0.3 to 93 % on one of RowNorm. Also
-pairwise Frank-Wolfe steps in place of the active set: hundreds of steps, where the active set solves some fifty small
-linear systems, and a wider gap.
+Tried and dropped: no sample, but the mean row or the midpoint of the longest pair as the first centre (upper exceeded
+lower by up to 23 % on an AdamW increment, 93 % on one of RowNorm); pairwise Frank-Wolfe steps in place of the active
+set (hundreds of steps, where the active set solves some fifty small linear systems, and a wider gap).
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ _RIDGE, _TINY = 1e-10, 1e-300
 class RadiusBracket:
     """Certified bounds lower <= rad(S) <= upper, with their certificates.
 
-    Where S has non-finite entries the bounds and the centre are nan if any entry is nan and inf otherwise, and there is
-    no support.
+    If S has non-finite entries, bounds and centre are nan if any entry is nan and inf otherwise; there is no support.
     """
 
     lower: float
@@ -81,22 +79,12 @@ def covering_radius(
 ) -> RadiusBracket:
     """Bracket rad(S) = min_z max_i |s_i - z|, the radius of the smallest ball that holds all rows.
 
-    lower <= rad(S) <= upper hold in exact arithmetic. The two are within a percent of each other on optimizers'
-    increments, mostly within 0.3 %. A common shift of all rows changes nothing; a factor scales the result.
+    The bounds hold in exact arithmetic, and are within a percent of each other on optimizers' increments.
 
     Cost: two passes over S, and small problems solved on the CPU.
 
-    The host reads the device about a dozen times. Rows whose squares leave the range of their dtype, and rows that are
-    not finite, cost two or three passes more.
-
-    Args:
-        S: (V, d) update rows, any real floating-point dtype: a tensor, a DTensor, a source, or shards.
-        diameter: of these rows, from `row_diameter` or `row_diameter_bracket`, if it is known. Its pair starts the
-            search, so that lower >= diameter.lower / 2, and upper is at most Jung's J_k diameter.upper.
-        max_bytes: bound on scratch memory.
-
-    Returns:
-        both bounds, the centre of a ball, and the weights that prove the lower bound.
+    The pair of a `diameter`, as `row_diameter` or `row_diameter_bracket` finds it for these rows, starts the search: so
+    lower >= diameter.lower / 2. And upper is at most Jung's J_k diameter.upper.
     """
     pair = () if diameter is None else diameter.pair
 
@@ -111,7 +99,7 @@ def covering_radius(
     if not search.in_safe_range:
         scales = scales_of(shards, max_bytes)
         if isinstance(scales, Trivial):
-            return _trivial(shards, scales.lower, scales.nonfinite_rows)
+            return _trivial(shards, scales)
         search = _Search(shards, about_mean(shards, scales, max_bytes), pair)
         search.measure()
     search.widen(_TOLERANCE)
@@ -120,25 +108,20 @@ def covering_radius(
     return search.bracket(diameter)
 
 
-def _trivial(shards: RowShards, value: float, nonfinite_rows: int) -> RadiusBracket:
+def _trivial(shards: RowShards, answer: Trivial) -> RadiusBracket:
     """Return the bracket of equal rows (zero), or of rows that are not finite (inf or nan)."""
-    one = 1 if value == 0 else 0
-    d, device = shards.shape[1], shards.device
-    center = _rows_of(shards, [0])[0] if one else torch.full((d,), value, dtype=torch.float64, device=device)
-    support, weights = torch.zeros(one, dtype=torch.long), torch.ones(one, dtype=torch.float64)
-    return RadiusBracket(value, value, center, value, support, weights, nonfinite_rows)
+    value, support = answer.lower, torch.zeros(1 if answer.lower == 0 else 0, dtype=torch.long)
+    center = torch.full(shards.shape[1:], value, dtype=torch.float64, device=shards.device)
+    if len(support):
+        center = _rows_of(shards, support)[0]
+    weights = torch.ones(len(support), dtype=torch.float64)
+    return RadiusBracket(value, value, center, value, support, weights, answer.nonfinite_rows)
 
 
-def _rows_of(shards: RowShards, ids: Sequence[int]) -> Tensor:
+def _rows_of(shards: RowShards, ids: Tensor) -> Tensor:
     """Return a few rows (n, d) in fp64, whichever rank has them."""
-
-    def make() -> Tensor:
-        rows = torch.zeros(len(ids), shards.shape[1], dtype=torch.float64, device=shards.device)
-        which, places = (torch.tensor(ids, device=rows.device)[:, None] == shards.ids).nonzero(as_tuple=True)
-        rows[which] = shards.rows.take(places).double()
-        return rows
-
-    return shards.ranks.sum(make, len(ids), shards.shape[1])
+    rows = shards.from_owners(ids.to(shards.device), shards.rows.take, shards.shape[1], shards.rows.dtype)
+    return rows.double()
 
 
 @dataclass(frozen=True)
@@ -179,11 +162,11 @@ class _CoreSet:
         return _CoreSet(torch.cat([self.rows, rows]), torch.cat([self.points, points]), weights)
 
     def solved(self, tolerance: float) -> _CoreSet:
-        """Return the same rows with nearly the best weights, zero for those inside the smallest ball of all rows here.
+        """Return the same rows with nearly the best weights, zero for those inside the smallest ball.
 
-        In rounds: find the best weights of a few rows, then let the farthest of all rows join those that carry weight,
-        until no row is outside the ball, to the tolerance of its squared radius. Where several new rows are all dropped
-        again the farthest comes alone: then it always gets weight, and the bound grows.
+        In rounds: find the best weights of a few rows, then let the farthest of all rows join them, until no row is
+        outside the ball, to the tolerance of its squared radius. Where several new rows are all dropped again the
+        farthest comes alone: then it always gets weight, and the bound grows.
         """
         square = self.points.square().sum(1)
         active = (self.weights > 0).nonzero().squeeze(1)
@@ -213,8 +196,8 @@ def _best_weights(points: Tensor, weights: Tensor) -> Tensor:
 
     An active-set method. With K the Gram matrix of the points and b its diagonal, the best weights of either sign solve
     2 K w = b - lambda 1 and sum w_i = 1. The weights move there until one of them is zero, its point is dropped, and so
-    on, until all are positive. A constant added to K changes nothing, since sum w_i = 1, and makes K regular for points
-    about their mean. A small ridge does so for duplicates, and for more points than dimensions.
+    on, until all are positive. K is singular about the mean, for duplicates, and for more points than dimensions. A
+    constant added to it, which changes nothing since sum w_i = 1, and a small ridge make it regular.
     """
     x = points - weights @ points
     gram = x @ x.T
@@ -245,11 +228,9 @@ class _Search:
     def __init__(self, shards: RowShards, points: CentredRows, pair: Sequence[int]) -> None:
         self.shards, self.points, self.width = shards, points, shards.shape[1]
         self.reach, self.best = math.inf, points  # largest distance from the best centre so far, and that centre
-        known = torch.empty(0, self.width).double()
-        if pair:
-            known = points.double().points(_rows_of(shards, pair)).cpu()
-        weights = torch.full((len(pair),), 1 / max(1, len(pair)), dtype=torch.float64)
-        self.core = _CoreSet(torch.tensor(pair, dtype=torch.long), known, weights)
+        ids = torch.tensor(pair, dtype=torch.long)
+        known = points.double().points(_rows_of(shards, ids)).cpu() if pair else torch.empty(0, self.width).double()
+        self.core = _CoreSet(ids, known, torch.full_like(known[:, 0], 1 / max(1, len(pair))))
         step = sample_step(shards, torch.float64, points.max_bytes, _SAMPLE)
         self._grow(lambda: torch.arange(0, len(points), step, device=points.rows.device), _SAMPLE_TOLERANCE)
 
@@ -276,16 +257,19 @@ class _Search:
     def _grow(self, choose: Callable[[], Tensor], tolerance: float) -> None:
         """Let rows join the core set: of those that each rank chooses, by their places, those that get weight there."""
         ranks, points, local = self.shards.ranks, self.points.double(), []
+
+        def grown(places: Tensor) -> _CoreSet:
+            own = points.points(self.shards.rows.take(places))
+            return self.core.joined(self.shards.ids[places].cpu(), own.cpu()).solved(tolerance)
+
         if ranks.is_single:
-            places = choose()
-            table = torch.cat([points.take(places), self.shards.ids[places][:, None]], 1).cpu()  # one read
-            self.core = self.core.joined(table[:, -1].long(), table[:, :-1]).solved(tolerance).support()
+            self.core = grown(choose()).support()
             return
 
         def solve() -> Sequence[Tensor]:
             places = choose()
-            grown = self.core.joined(self.shards.ids[places].cpu(), points.take(places).cpu()).solved(tolerance)
-            known, own = grown.weights[: len(self.core)], grown.weights[len(self.core) :]
+            weights = grown(places).weights
+            known, own = weights[: len(self.core)], weights[len(self.core) :]
             heavy = (own > 0).nonzero().squeeze(1)
             local.append((places[heavy.to(places.device)], *(w.to(places.device) for w in (own[heavy], known))))
             return [torch.tensor(len(heavy), device=places.device)]
@@ -306,8 +290,8 @@ class _Search:
 
     def bracket(self, diameter: DiameterBracket | None) -> RadiusBracket:
         """Return the bounds in units of the rows."""
-        lower = max(0.0, math.nextafter(self.points.length_of_rows(self.core.radius), 0.0))
-        upper = radius = math.nextafter(self.points.length_of_rows(self.reach), math.inf)
+        lower = max(0.0, math.nextafter(self.points.scales.of_rows(self.core.radius), 0.0))
+        upper = radius = math.nextafter(self.points.scales.of_rows(self.reach), math.inf)
         if diameter is not None:
             jung = diameter.upper / (2 * jung_ratio(min(self.width, self.shards.number - 1)))
             jung = math.nextafter(jung * (1 + 2.0**-50), math.inf)

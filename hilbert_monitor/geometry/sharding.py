@@ -1,6 +1,6 @@
 """Rows of a matrix that are formed on demand, and rows that several ranks share.
 
-The geometry reads the rows of a `RowSource`, chunk by chunk, and never needs the whole matrix. A tensor is a source of
+The geometry reads the rows of a `RowSource` chunk by chunk and never needs the whole matrix. A tensor is a source of
 its own rows. Adam's state is a source of the rows of its step.
 
 `RowShards` are the rows of one rank. A plain matrix is a shard on one rank: every function of the geometry is written
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .numerics import DTYPES, check_matrix, check_real, chunk_length, on_host
+from .numerics import DTYPES, check_matrix, check_real, on_host
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its newer name
 _CHUNK_BYTES = 2**22  # of a chunk and what is made of it, on a CPU
@@ -85,17 +85,15 @@ class RowSource:
         rows = [p.index_select(0, index) if isinstance(p, Tensor) else p.take(index) for p in self.parts]
         return rows[0] if self.form is None else self.form(*rows)
 
-    def at(self, index: Tensor) -> RowSource:
-        """Return some rows as a source."""
-        return RowSource(index, form=self.take, width=self.shape[1], dtype=self.dtype)
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that the rows are formed from, also those of inner sources."""
+        for part in self.parts:
+            yield from part.tensors() if isinstance(part, RowSource) else [part]
 
     def shares_memory(self, rows: Tensor) -> bool:
         """Return True if rows (n, d) are a part of this source, so that nobody may write to them."""
         storage = rows.untyped_storage()._cdata
-        return any(
-            part.shares_memory(rows) if isinstance(part, RowSource) else part.untyped_storage()._cdata == storage
-            for part in self.parts
-        )
+        return any(part.untyped_storage()._cdata == storage for part in self.tensors())
 
     def chunks(
         self,
@@ -119,8 +117,10 @@ class RowSource:
         """
         dtype = dtype or self.dtype
         row_bytes = (copies + 2 * (self.form is not None)) * self.shape[1] * dtype.itemsize + extra
+        if max_bytes < (need := share * row_bytes):
+            raise ValueError(f"max_bytes={max_bytes} is less than the {need} bytes this input needs: raise max_bytes")
         cached = max(64, _CHUNK_BYTES // row_bytes) if on_host(self) else max(1, len(self))
-        length = chunk_length(row_bytes, max_bytes, share=share, longest=longest or cached)
+        length = min(longest or cached, max_bytes // need)
         for start in range(0, len(self), length):
             at = slice(start, min(start + length, len(self)))
             yield at, self.chunk(at.start, at.stop).to(dtype)
@@ -140,12 +140,10 @@ class Ranks:
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         self.groups, self.device = tuple(groups), device
-        self.number = math.prod(dist.get_world_size(group) for group in self.groups)
-        self.rank = 0
-        size = 1
+        self.number, self.rank = 1, 0
         for group in self.groups:
-            self.rank += size * dist.get_rank(group)
-            size *= dist.get_world_size(group)
+            self.rank += self.number * dist.get_rank(group)
+            self.number *= dist.get_world_size(group)
         self.is_single = not self.groups
         self.collectives = 0
         self.bytes = 0
@@ -159,11 +157,6 @@ class Ranks:
         """Return the entrywise maximum over the ranks of what each makes. It must hold no nan."""
         return self._reduced(make, shape, dtype, dist.ReduceOp.MAX)
 
-    def from_first(self, make: Callable[[], Tensor], *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return what the first rank makes, the same bits on all ranks."""
-        zeros = lambda: torch.zeros(shape, dtype=dtype, device=self.device)  # noqa: E731
-        return self.sum(zeros if self.rank else make, *shape, dtype=dtype)  # adding zero changes no bit
-
     def gather(self, make: Callable[[], Sequence[Tensor]], *forms: Form) -> list[Tensor]:
         """Return the tensors of these shapes and dtypes that the ranks make, each as (ranks, *shape).
 
@@ -171,49 +164,24 @@ class Ranks:
         """
         if self.is_single:
             return [x[None] for x in make()]
-        parts, failure = _attempt(lambda: [_bytes(x, form) for x, form in zip(make(), forms, strict=True)])
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in forms]
-        flag = torch.tensor([failure is not None], dtype=torch.uint8, device=self.device)
-        empty = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
-        table = torch.cat([empty if parts is None else torch.cat(parts), flag])[None]
+        table = torch.zeros(1, sum(sizes) + 1, dtype=torch.uint8, device=self.device)
+        parts, failure = _attempt(lambda: [_bytes(x, form) for x, form in zip(make(), forms, strict=True)])
+        if parts is not None:
+            table[0, :-1] = torch.cat(parts)
+        table[0, -1] = failure is not None
         for group in self.groups:
             ranks = dist.get_world_size(group)
             out = table.new_empty(ranks * len(table), table.shape[1])
-            _all_gather(out, table.contiguous(), group=group)
+            _all_gather(out, table, group=group)
             self._count(out.numel() * (ranks - 1) // ranks)
             table = out
         _raise_together(failure, bool(table[:, -1].any()))
-        return _tensors(table, forms)
-
-    def from_owners(self, owner: Tensor, make: Callable[[Tensor], Sequence[Tensor]], *forms: Form) -> list[Tensor]:
-        """Return the tensors that the owners of some items make of them, each as (n, *shape).
-
-        Args:
-            owner: (n,) the rank that has each item, the same on all ranks.
-            make: function from the indices of this rank's items to tensors (items, *shape).
-            forms: shapes and dtypes for one item.
-        """
-        mine = (owner == self.rank).nonzero().squeeze(1)
-        if self.is_single:
-            return list(make(mine))
-        counts = torch.bincount(owner, minlength=self.number).tolist()
-        most = max(counts)
-        if self.number * most > 2 * len(owner):  # uneven: a maximum of bytes moves less than padded tables
-
-            def table() -> Tensor:
-                items = _items(make(mine), forms)
-                return items.new_zeros(len(owner), items.shape[1]).index_copy_(0, mine, items)
-
-            width = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms)
-            return _tensors(self.max(table, len(owner), width, dtype=torch.uint8), forms)
-        tables = self.gather(
-            lambda: [pad(x, (0, 0) * (x.ndim - 1) + (0, most - len(x))) for x in make(mine)],
-            *(((most, *shape), dtype) for shape, dtype in forms),
-        )
-        places = torch.empty_like(owner)
-        for rank, count in enumerate(counts):
-            places[owner == rank] = torch.arange(rank * most, rank * most + count, device=owner.device)
-        return [table.flatten(0, 1)[places] for table in tables]
+        columns = [table[:, start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
+        return [
+            column.reshape(-1).clone().view(dtype).view(len(table), *shape)  # a copy: views must be aligned
+            for column, (shape, dtype) in zip(columns, forms, strict=True)
+        ]
 
     def _reduced(
         self, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype, operation: dist.ReduceOp.RedOpType
@@ -252,27 +220,8 @@ def _raise_together(failure: Exception | None, any_failed: bool) -> None:
 
 
 def _bytes(x: Tensor, form: Form) -> Tensor:
-    shape, dtype = form
-    assert (tuple(x.shape), x.dtype) == (tuple(shape), dtype), f"made {tuple(x.shape)} {x.dtype}, announced {form}"
+    assert (tuple(x.shape), x.dtype) == form, f"made {tuple(x.shape)} {x.dtype}, announced {form}"
     return x.contiguous().view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
-
-
-def _items(tensors: Sequence[Tensor], forms: Sequence[Form]) -> Tensor:
-    """Return the bytes of items next to each other: (items, bytes)."""
-    columns = []
-    for x, (shape, dtype) in zip(tensors, forms, strict=True):
-        columns.append(_bytes(x, ((len(x), *shape), dtype)).view(len(x), math.prod(shape) * dtype.itemsize))
-    return torch.cat(columns, 1)
-
-
-def _tensors(table: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    """Return the tensors (items, *shape) whose bytes are in the columns of a table (items, bytes)."""
-    ends = list(accumulate((math.prod(shape) * dtype.itemsize for shape, dtype in forms), initial=0))
-    columns = [table[:, start:end] for start, end in pairwise(ends)]
-    return [
-        column.reshape(-1).clone().view(dtype).view(len(column), *shape)  # a copy: views must be aligned
-        for column, (shape, dtype) in zip(columns, forms, strict=True)
-    ]
 
 
 @dataclass(frozen=True)
@@ -285,7 +234,7 @@ class RowShards:
     rows: RowSource
     """(n, d) rows of this rank; n may be zero."""
     ids: Tensor
-    """(n,) their row numbers in the matrix."""
+    """(n,) their row numbers in the matrix, in increasing order."""
     number: int
     """V."""
     ranks: Ranks
@@ -303,32 +252,28 @@ class RowShards:
         source = S if isinstance(S, RowSource) else RowSource(S)
         sharded: Any = next((part for part in source.parts if is_dtensor(part)), None)
         if sharded is None:
-            if any(is_dtensor(part) for part in _tensors_within(source)):
+            if any(is_dtensor(tensor) for tensor in source.tensors()):
                 raise ValueError(f"{name} has a DTensor in an inner source: make it a part of the outermost one")
             ids = torch.arange(len(source), device=source.device)
             return cls(source, ids, len(source), Ranks([], source.device))
         mesh, placements = sharded.device_mesh, sharded.placements
         if mesh.get_coordinate() is None:
             raise ValueError(f"rank {dist.get_rank()} is not in the mesh of S: call this on the ranks of {mesh} alone")
-        groups = []
-        for dimension, placement in enumerate(placements):
-            if placement.is_replicate():
-                continue
-            if getattr(placement, "dim", None) != 0:
-                raise ValueError(
-                    f"S must be sharded by rows, got placements {tuple(placements)}: redistribute it to Shard(0),"
-                    " or give its whole rows with .full_tensor()"
-                )
-            groups.append(mesh.get_group(dimension))
-        parts = [part.to_local() if is_dtensor(part) else part for part in source.parts]  # type: ignore[union-attr]
+        split = [at for at, placement in enumerate(placements) if not placement.is_replicate()]
+        if any(getattr(placements[at], "dim", None) != 0 for at in split):
+            raise ValueError(
+                f"S must be sharded by rows, got placements {tuple(placements)}: redistribute it to Shard(0),"
+                " or give its whole rows with .full_tensor()"
+            )
+        parts: list[Any] = [part.to_local() if is_dtensor(part) else part for part in source.parts]  # type: ignore[union-attr]
         ids = torch.arange(sharded.shape[0], device=parts[0].device)
-        if groups:
+        if split:
             from torch.distributed.tensor import distribute_tensor
 
             ids = distribute_tensor(ids, mesh, placements, src_data_rank=None).to_local()  # nothing is sent
-        mine = len(ids) if len(source) == len(sharded) else int((ids < len(source)).sum())  # ids ascend
+        mine = len(ids) if len(source) == len(sharded) else int((ids < len(source)).sum())
         rows = RowSource(*parts, form=source.form, width=source.shape[1], dtype=source.dtype, number=mine)
-        return cls(rows, ids[:mine], len(source), Ranks(groups, rows.device))
+        return cls(rows, ids[:mine], len(source), Ranks([mesh.get_group(at) for at in split], rows.device))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -352,10 +297,23 @@ class RowShards:
         )
         return rows.flatten(0, 1), ids.flatten()
 
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the places of some ids (n,) among the rows of this rank, and which of them it has."""
+        places = torch.searchsorted(self.ids, ids)
+        return places, pad(self.ids, (0, 1), value=self.number)[places] == ids
 
-def _tensors_within(source: RowSource) -> Iterator[Tensor]:
-    for part in source.parts:
-        yield from _tensors_within(part) if isinstance(part, RowSource) else [part]
+    def from_owners(self, ids: Tensor, make: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> Tensor:
+        """Return what the ranks that have some rows make of them, by their places: (n, width) on all ranks."""
+        if self.ranks.is_single:
+            return make(ids)
+
+        def part() -> Tensor:
+            places, here = self.find(ids)
+            mine = here.nonzero().squeeze(1)
+            table = torch.zeros(len(ids), width, dtype=dtype, device=self.device)
+            return table.index_copy_(0, mine, make(places[mine]).to(dtype))
+
+        return self.ranks.sum(part, len(ids), width, dtype=dtype)  # adding zero changes no number
 
 
 def as_shards(
@@ -374,31 +332,27 @@ def as_shards(
     if not isinstance(S, Tensor | RowSource | RowShards):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(S).__name__}: convert it with torch.as_tensor")
     shards = S if isinstance(S, RowShards) else RowShards.of(S, name)
+    rows = shards.rows
 
     def numbers() -> list[int]:
-        rows = shards.rows
         check_real(name, torch.empty(0, dtype=rows.dtype) if rows.tensor is None else rows.tensor)
         if shards.ids.shape != (len(rows),):
             raise ValueError(f"{name} must have one id per row, got {tuple(shards.ids.shape)} for {len(rows)} rows")
-        return [len(rows), *shards.shape, DTYPES.index(rows.dtype), *agree_on()]
+        found = [len(rows), *shards.shape, DTYPES.index(rows.dtype), *agree_on()]
+        return found + [-1] * (6 - len(found))
 
     if shards.ranks.is_single:
-        counts = [numbers()[0]]
+        table = [numbers()]
     else:
-
-        def make() -> Sequence[Tensor]:
-            row = numbers()
-            return [torch.tensor(row + [-1] * (6 - len(row)), device=shards.ranks.device)]
-
-        (table,) = shards.ranks.gather(make, ((6,), torch.int64))
-        if not bool((table[:, 1:] == table[0, 1:]).all()):
-            forms = [f"{(V, d)} {DTYPES[dtype]} {rest}" for _, V, d, dtype, *rest in table.tolist()]
-            raise ValueError(f"ranks must measure one matrix alike, got {'; '.join(dict.fromkeys(forms))}")
-        counts = table[:, 0].tolist()
+        table = shards.ranks.gather(lambda: [torch.tensor(numbers())], ((6,), torch.int64))[0].tolist()
+    counts, forms = [row[0] for row in table], [row[1:] for row in table]
+    if any(form != forms[0] for form in forms):
+        found = [f"{(V, d)} {DTYPES[dtype]} {rest}" for V, d, dtype, *rest in forms]
+        raise ValueError(f"ranks must measure one matrix alike, got {'; '.join(dict.fromkeys(found))}")
     check_matrix(name, shards.shape)
     if sum(counts) != shards.number:
-        rows = ", ".join(map(str, counts))
-        raise ValueError(f"ranks must hold each of {shards.number} rows once, got {rows} rows: check the ids of each")
+        listed = ", ".join(map(str, counts))
+        raise ValueError(f"ranks must hold each of {shards.number} rows once, got {listed} rows: check the ids of each")
     return replace(shards, counts=tuple(counts))
 
 

@@ -1,12 +1,11 @@
 """Hilbert's projective distance on the probability simplex, and the changes that it bounds.
 
-For p = softmax(z) and q = softmax(z') the distance is the variation seminorm of z - z': the largest change
-of any pairwise log-odds. It bounds the change of the cross entropy for every target at once, and, through
-tanh(H/4), the total variation.
+For p = softmax(z) and q = softmax(z') the distance is the variation seminorm of z - z': the largest change of any
+pairwise log-odds. It bounds the change of the cross entropy for every target at once, and the total variation.
 
 The gradient that reaches the hidden states changes too. Write p = softmax(U h), q = softmax((U + S) h) and
-delta = H(q, p). The gradient at h under cross entropy with target c moves from b = U'(p - e_c) to
-b+ = (U + S)'(q - e_c), and b+ - b splits in two ways:
+delta = H(q, p). Under cross entropy with target c it moves from b = U'(p - e_c) to b+ = (U + S)'(q - e_c), and b+ - b
+splits in two ways:
 
     S'(q - e_c) + U'(q - p)   and   S'(p - e_c) + (U + S)'(q - p).
 
@@ -23,26 +22,11 @@ from torch import Tensor
 from .numerics import check_nonnegative, check_real, check_vectors, compute_dtype, full_precision
 
 
-def _same_length(p_name: str, p: Tensor, q_name: str, q: Tensor) -> None:
-    check_vectors(p_name, p)
-    check_vectors(q_name, q)
-    if p.shape[-1] != q.shape[-1]:
-        raise ValueError(
-            f"{p_name} and {q_name} must be over one vocabulary, got {p.shape[-1]} and {q.shape[-1]} entries"
-        )
-
-
 @full_precision
 def variation_seminorm(x: Tensor) -> Tensor:
     """Variation seminorm max_i x_i - min_i x_i over the last dimension.
 
-    Zero exactly on constant vectors, and blind to a common shift.
-
-    Args:
-        x: (..., V).
-
-    Returns:
-        (...), fp32 or better.
+    Zero exactly on constant vectors, and blind to a common shift. Takes (..., V), returns (...) in fp32 or better.
     """
     check_vectors("x", x)
     low, high = torch.aminmax(x.to(compute_dtype(x)), dim=-1)
@@ -53,9 +37,8 @@ def variation_seminorm(x: Tensor) -> Tensor:
 def hilbert_distance(p: Tensor, q: Tensor, *, logits: bool = False) -> Tensor:
     """Hilbert distance max_i log(p_i/q_i) - min_i log(p_i/q_i) over the last dimension.
 
-    Zero probabilities are allowed. Distributions with the same support are compared on it; with different supports the
-    distance is infinite; if both have no mass it is nan. Only the direction of p and q matters, so neither needs
-    to sum to one.
+    Distributions with the same support are compared on it; with different supports the distance is infinite; if both
+    have no mass it is nan. Only the direction of p and q matters: neither needs to sum to one.
 
     Args:
         p: (..., V) probabilities, or logits with ``logits=True``.
@@ -65,7 +48,10 @@ def hilbert_distance(p: Tensor, q: Tensor, *, logits: bool = False) -> Tensor:
     Returns:
         (...), fp32 or better.
     """
-    _same_length("p", p, "q", q)
+    check_vectors("p", p)
+    check_vectors("q", q)
+    if p.shape[-1] != q.shape[-1]:
+        raise ValueError(f"p and q must be over one vocabulary, got {p.shape[-1]} and {q.shape[-1]} entries")
     dtype = compute_dtype(p, q)
     p, q = p.to(dtype), q.to(dtype)
     if not logits:
@@ -81,10 +67,7 @@ def hilbert_distance(p: Tensor, q: Tensor, *, logits: bool = False) -> Tensor:
 
 @full_precision
 def tv_bound(delta: Tensor) -> Tensor:
-    """Largest total variation tanh(delta/4) of two distributions at Hilbert distance delta.
-
-    Sharp: two-point distributions with likelihood ratios exp(-delta/2) and exp(delta/2) attain it.
-    """
+    """Largest total variation tanh(delta/4) of two distributions at Hilbert distance delta; some pairs attain it."""
     check_real("delta", delta)
     check_nonnegative("delta", delta)
     return torch.tanh(delta.to(compute_dtype(delta)) / 4)
@@ -92,10 +75,7 @@ def tv_bound(delta: Tensor) -> Tensor:
 
 @full_precision
 def cross_entropy_change_bound(p: Tensor, q: Tensor, *, logits: bool = False) -> Tensor:
-    """Bound on |log q_c - log p_c| that holds for every target c at once: the Hilbert distance itself.
-
-    The losses' changes range over an interval of exactly this length that contains zero.
-    """
+    """Bound on |log q_c - log p_c| that holds for every target c at once: the Hilbert distance itself."""
     return hilbert_distance(p, q, logits=logits)
 
 
@@ -120,8 +100,7 @@ def fixed_cotangent_bound(diameter: float | Tensor, r: Tensor) -> Tensor:
     Args:
         diameter: D(S).
         r: (..., V), summing to zero over its last dimension but for rounding. The bound leaves out what rounding adds
-            to S'r, at most |sum of r| times the longest row of S. A sum that rounding does not explain is refused; see
-            `_balance_tolerance`.
+            to S'r, at most |sum of r| times the longest row of S. A sum that rounding does not explain is refused.
 
     Returns:
         (...), fp32 or better.
@@ -130,7 +109,14 @@ def fixed_cotangent_bound(diameter: float | Tensor, r: Tensor) -> Tensor:
     check_nonnegative("diameter", diameter)
     wide = r.to(compute_dtype(r))
     mass, total = wide.abs().sum(-1), wide.sum(-1).abs()
-    unbalanced = total > _balance_tolerance(r, wide, mass)
+    # An unlikely target's gradient balances to the precision of r. That of a likely one, s (p - e_c) with p_c near one,
+    # errs by about s |z| eps for logits z, and its mass 2 s (1 - p_c) may be little more. The factor s, a loss scale or
+    # one over the number of tokens, is at least the largest entry of the batch, and otherwise unknown. So a share of
+    # the mass is tolerated too. Entries below the range of r's dtype are lost.
+    share = 2.0**-20 if r.dtype == torch.float64 else 2.0**-3
+    likely = 32 * torch.finfo(wide.dtype).eps * wide.abs().amax() if wide.numel() else 0.0
+    lost = r.shape[-1] * torch.finfo(r.dtype).smallest_normal * torch.finfo(r.dtype).eps
+    unbalanced = total > share * mass + likely + lost
     if bool(unbalanced.any()):
         raise ValueError(
             "r must sum to zero over its last dimension, as the gradient of a softmax does, got a sum of"
@@ -139,22 +125,9 @@ def fixed_cotangent_bound(diameter: float | Tensor, r: Tensor) -> Tensor:
     return diameter * mass / 2
 
 
-def _balance_tolerance(r: Tensor, wide: Tensor, mass: Tensor) -> Tensor:
-    """Return the largest sum (...) of entries that rounding explains in a gradient r (..., V) of cross entropy.
-
-    An unlikely target's gradient balances to the precision of r. That of a likely one, s (p - e_c) with p_c near one,
-    errs by about s |z| eps, for logits z, and its mass 2 s (1 - p_c) may be little more. The factor s, a loss scale or
-    one over the number of tokens, is at least the largest entry of the batch, and otherwise unknown. So a share of the
-    mass is tolerated, an eighth in fp32 and below. Entries below the range of r's dtype are lost.
-
-    Args:
-        r: as it was given.
-        wide: the same in fp32 or better.
-        mass: (...) sums of absolute values.
-    """
-    share = 2.0**-20 if r.dtype == torch.float64 else 2.0**-3
-    likely = 32 * torch.finfo(wide.dtype).eps * wide.abs().amax() if wide.numel() else 0.0
-    return share * mass + likely + r.shape[-1] * torch.finfo(r.dtype).smallest_normal * torch.finfo(r.dtype).eps
+def _check_diameters(step: float | Tensor, head: float | Tensor, updated: float | Tensor) -> None:
+    for name, diameter in (("step", step), ("head", head), ("updated", updated)):
+        check_nonnegative(f"diameter_{name}", diameter)
 
 
 @full_precision
@@ -176,21 +149,13 @@ def backward_bound(
         diameter_step: D(S).
         diameter_head: D(U).
         diameter_updated: D(U + S).
-
-    Returns:
-        the bound and both decompositions, each (...), fp32 or better.
     """
+    _check_diameters(diameter_step, diameter_head, diameter_updated)
     for name, x in (("p_target", p_target), ("q_target", q_target), ("delta", delta)):
         check_real(name, x)
         check_nonnegative(name, x)
         if name != "delta" and bool((x > 1).any()):
             raise ValueError(f"{name} must be a probability, got {float(x.max()):g}")
-    for name, d in (
-        ("diameter_step", diameter_step),
-        ("diameter_head", diameter_head),
-        ("diameter_updated", diameter_updated),
-    ):
-        check_nonnegative(name, d)
     dtype = compute_dtype(p_target, q_target, delta)
     variation = tv_bound(delta.to(dtype))
     after = diameter_step * (1 - q_target.to(dtype)) + diameter_head * variation
@@ -209,24 +174,11 @@ def uniform_backward_bound(
     """Bound |b+ - b| <= D(S) + min(D(U), D(U+S)) tanh(D(S)|h|/4) for every target.
 
     The dependence on the head is unavoidable: no bound in D(S) alone exists.
-
-    Args:
-        h_norm: (...) norms |h| of the hidden states.
-        diameter_step: D(S).
-        diameter_head: D(U).
-        diameter_updated: D(U + S).
-
-    Returns:
-        (...), fp32 or better.
+    The norms |h| of the hidden states are (...), the diameters D(S), D(U) and D(U+S).
     """
     check_real("h_norm", h_norm)
-    for name, x in (
-        ("h_norm", h_norm),
-        ("diameter_step", diameter_step),
-        ("diameter_head", diameter_head),
-        ("diameter_updated", diameter_updated),
-    ):
-        check_nonnegative(name, x)
+    check_nonnegative("h_norm", h_norm)
+    _check_diameters(diameter_step, diameter_head, diameter_updated)
     h_norm = h_norm.to(compute_dtype(h_norm))
     zero = torch.zeros((), dtype=h_norm.dtype, device=h_norm.device)
     smaller = torch.minimum(zero + diameter_head, zero + diameter_updated)

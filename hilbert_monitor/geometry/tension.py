@@ -18,8 +18,7 @@ the rows of A and B has a total length of at most |(Y_AB, tau_AB s_A, tau_BA s_B
 alpha_i R_A + tau_AA r_i with R_A the remainder of the load, has norms that sum to at most |(R_A, tau_AA s_A)|. Jung's
 theorem closes it: T of the remainder is at most sqrt(k / (2 (k + 1))) times their sum, k the rank of G.
 
-Where rows have nearly opposite partners among thousands, the upper side is loose: it would take as many groups as there
-are such pairs.
+Where rows have nearly opposite partners among thousands, the upper side is loose.
 """
 
 from __future__ import annotations
@@ -67,11 +66,8 @@ def jung_ratio(k: int) -> float:
     """Return the share sqrt((k + 1) / (2 k)) of the best first-order decrease that projected RowNorm guarantees.
 
     -eta/2 PRN(G) decreases the loss by eta/2 sum |g_i|. With k the rank of G, by Jung's theorem no step of diameter eta
-    decreases it by more than eta sqrt(k / (2 (k + 1))) sum |g_i|. A gradient whose rows are the vertices of a regular
-    simplex, with or without zero rows, attains the ratio.
-
-    Args:
-        k: rank of G, or any upper bound on it, such as min(d, V - 1).
+    decreases it by more than eta sqrt(k / (2 (k + 1))) sum |g_i|. The vertices of a regular simplex attain the ratio.
+    Any upper bound on k, such as min(d, V - 1), gives a smaller share.
     """
     if k < 1:
         raise ValueError(f"k must be a rank of at least one, got {k}")
@@ -82,9 +78,7 @@ def jung_ratio(k: int) -> float:
 def first_order_decrease(G: Tensor, S: Tensor) -> float:
     """Return the decrease -<G, S> of the linearised loss by the step S, summed in fp64.
 
-    Args:
-        G: (V, d) gradient or moment. If its rows do not sum to zero, a common shift of the rows of S counts too.
-        S: (V, d) step.
+    If the rows of G (V, d) do not sum to zero, a common shift of the rows of S (V, d) counts too.
     """
     check_rows("G", G)
     _check_step(G, S)
@@ -93,15 +87,7 @@ def first_order_decrease(G: Tensor, S: Tensor) -> float:
 
 @full_precision
 def centred_decrease(G: Tensor, S: Tensor) -> Interval:
-    """Bound the decrease -<P G, S> of the linearised loss, with the rows of G centred in fp64.
-
-    Args:
-        G: (V, d) gradient or moment, any real floating-point dtype. A common shift of its rows does not count.
-        S: (V, d) step.
-
-    Returns:
-        bounds that allow for the rounding of fp64. G and S are taken as they are.
-    """
+    """Bound the decrease -<P G, S> of the linearised loss: a common shift of the rows of G (V, d) does not count."""
     rows = CentredGradient.of(G)
     _check_step(G, S)
     pairing = longest = 0.0
@@ -148,8 +134,8 @@ class OracleSolution:
     j: Tensor
     """(E,) row where it ends."""
     flow: Tensor
-    """(E, d) fp64: y_ij. Edges with a flow are tight: s_i - s_j = -eta y_ij / |y_ij|, to the accuracy of the gap. It
-    balances the rows to that accuracy. Jung's theorem bounds the rest, which counts in `upper`."""
+    """(E, d) fp64: y_ij. To the accuracy of the gap it balances the rows, and s_i - s_j = -eta y_ij / |y_ij|. Jung's
+    theorem bounds the rest, which counts in `upper`."""
     value: float
     """-<G, S>, which is eta T(G) to the accuracy of the gap."""
     lower: float
@@ -169,16 +155,12 @@ class OracleSolution:
 def diameter_oracle(G: Tensor, eta: float = 1.0, *, tolerance: float = 1e-6) -> OracleSolution:
     """Minimise <G, S> over the centred S with D(S) <= eta, with a proof: a gap of 1 + tolerance or less.
 
-    Takes ten seconds at 400 rows of 64; grows faster than V^2 d. Where rows differ by many orders of magnitude it
-    may end before the tolerance is reached; `gap` says what was.
+    Where rows differ by many orders of magnitude it may end before the tolerance is reached; `gap` says what was.
 
     Args:
         G: (V, d) gradient or moment, any real floating-point dtype, on any device. Its rows should sum to zero.
         eta: the diameter, zero or more.
         tolerance: of the gap, positive.
-
-    Returns:
-        the step, the flow, and the interval that they prove for eta T(G).
     """
     rows = CentredGradient.of(G)
     check_nonnegative("eta", eta)
@@ -237,11 +219,9 @@ class TensionBracket:
     lower: float
     upper: float
     potential: Tensor
-    """Certificate of `lower`: (V, d), with <P G, potential> / D(potential) >= lower. D is at most one, but for rounding
-    to its dtype."""
+    """Certificate of `lower`: (V, d), of diameter one (but for rounding), with <P G, potential> >= lower."""
     flow: TensionFlow | None
-    """Certificate of `upper`: a flow among groups of rows, and no longer than it with all that it leaves; None where
-    `upper` is Jung's bound sum |g_i| sqrt(k / (2 (k + 1)))."""
+    """Certificate of `upper`: a flow among groups of rows; None where `upper` is Jung's bound."""
     shifted: bool
     """Whether the rows of G did not sum to zero, so that the bounds are those of P G."""
     iterations: int
@@ -265,8 +245,7 @@ def tension_bracket(
 ) -> TensionBracket:
     """Bracket the minimum total tension T(G), the largest first-order decrease of a step of diameter one.
 
-    The bounds are improved in a fixed sequence. The budget ends it, and has no other influence: more time continues the
-    same sequence, and never makes the bracket wider.
+    The bounds are improved in a fixed sequence. The budget ends it, and has no other influence.
 
     Args:
         G: (V, d) gradient or moment, any real floating-point dtype, on any device. Its rows should sum to zero.
@@ -274,9 +253,6 @@ def tension_bracket(
             passes over G.
         iterations: most improvements, at least one. With `budget_seconds=math.inf` the result does not depend on time.
         max_bytes: bound on scratch memory beyond three matrices of G's size and ten tables of at most 2,048 groups.
-
-    Returns:
-        both bounds, with slack for rounding, and a certificate of each.
     """
     began = time.monotonic()
     if not budget_seconds >= 0:

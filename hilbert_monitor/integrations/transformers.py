@@ -26,8 +26,7 @@ from hilbert_monitor.monitor.batches import token_count
 from hilbert_monitor.monitor.given_panel import GivenPanel
 from hilbert_monitor.monitor.options import MonitorOptions, chosen_options, with_options
 from hilbert_monitor.monitor.region import Region
-from hilbert_monitor.monitor.signals import sigterm_raises
-from hilbert_monitor.monitor.watch import Watch
+from hilbert_monitor.monitor.watch import Watch, sigterm_raises
 
 from .transformers_loop import TransformersLoop
 

@@ -15,10 +15,10 @@ from hilbert_monitor.runs.record import Alert
 
 from .batches import Batch, token_count
 from .decay import Decay
-from .exporter import Prometheus
 from .head_place import find_head_place
 from .lightning_loop import LightningLoop
 from .options import MonitorOptions, prometheus_settings
+from .prometheus import Prometheus
 from .runtime import Ranks, warn_user
 from .samples import sample_indices
 from .session import MonitorSession

@@ -8,7 +8,7 @@ from hilbert_monitor.runs.alerts import LayerJudge, Rules
 from hilbert_monitor.runs.record import Alert, StepRecord
 
 from .layers import LayerWatch, with_layers
-from .outputs import Outputs
+from .outputs import RunOutputs
 
 
 class LayerRecords:
@@ -28,7 +28,7 @@ class LayerRecords:
         layers.begin(step)
 
     def take(
-        self, record: StepRecord | None, step: int, outputs: Outputs | None
+        self, record: StepRecord | None, step: int, outputs: RunOutputs | None
     ) -> tuple[StepRecord | None, list[Alert]]:
         """Write the layers of a step, if they were measured; return its record with them, and their alerts."""
         layers, alerts = self._layers, list[Alert]()
@@ -37,7 +37,7 @@ class LayerRecords:
             if measured is not None and record is not None:
                 alerts = self._judge.judge(measured)
                 if outputs is not None:
-                    outputs.write_layers(measured)
+                    outputs.write_log(measured)
                 record = with_layers(record, measured, layers.spent())
         return record, alerts
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from importlib import import_module
 from numbers import Integral, Real
 from typing import Any, TypeVar, get_args
 
@@ -15,13 +16,16 @@ from torch.nn import Module, Parameter
 
 from hilbert_monitor.runs.alerts import Rules
 from hilbert_monitor.runs.reader import STALLED_AFTER
+from hilbert_monitor.runs.record import Alert
 
 from .decay import Decay
-from .exporter import Prometheus
 from .hidden import HiddenStates
 from .panel_source import PanelChoice
-from .responses import Action, resolved
+from .prometheus import Prometheus
 
+Action = str | Callable[[Alert], Any]
+ON_ALL_RANKS = ("checkpoint", "stop")
+"""Actions on a blow-up that all ranks take together."""
 F = TypeVar("F", bound=Callable[..., Any])
 PANELS = ("loader", "paper")
 """The panels that have a name."""
@@ -96,7 +100,7 @@ class MonitorOptions:
         if isinstance(self.secrets, str):
             raise TypeError(f"secrets is a list of names in the config, got {self.secrets!r}: write [{self.secrets!r}]")
         self.sinks = _checked_sinks(self.sinks)
-        resolved(self.on_blowup)
+        _ = self.actions  # refuses anything else
         if self.stalled_after is not None and not self.stalled_after >= 0:
             raise ValueError(f"stalled_after is a number of seconds, zero or more, got {self.stalled_after!r}")
         if None not in (self.stalled_after, exported := self._exported_patience) and exported != self.stalled_after:
@@ -104,6 +108,17 @@ class MonitorOptions:
                 f"stalled_after={self.stalled_after!r} and Prometheus(stalled_after={exported!r}) mean the same: give"
                 " one of the two"
             )
+
+    @property
+    def actions(self) -> list[Action]:
+        """The actions on a blow-up, with functions in place of their names."""
+        given = self.on_blowup if isinstance(self.on_blowup, list | tuple) else [self.on_blowup]
+        return [_action(action) for action in given]
+
+    @property
+    def acts(self) -> bool:
+        """Whether an action on a blow-up may change the run, so that it has to come before the next step."""
+        return any(callable(action) or action in ON_ALL_RANKS for action in self.actions)
 
     @property
     def patience(self) -> float | None:
@@ -158,6 +173,27 @@ def with_options(function: F, *, without: Collection[str] = ()) -> F:
     options = [p for p in (*inspect.signature(MonitorOptions).parameters.values(), port) if p.name not in names]
     function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return function
+
+
+def _action(action: Any) -> Any:
+    """Return an action on a blow-up, or the function of that name."""
+    if callable(action) or action in ("warn", *ON_ALL_RANKS):
+        return action
+    if isinstance(action, str) and action.startswith(("http://", "https://")):
+        return action
+    place, _, name = action.rpartition(".") if isinstance(action, str) else ("", "", "")
+    why = ""
+    if place:
+        try:
+            function = getattr(import_module(place), name, None)
+        except Exception as error:  # the import runs code of the user
+            function, why = None, f" ({type(error).__name__}: {error})"
+        if callable(function):
+            return function
+    raise ValueError(
+        'on_blowup takes "warn", "checkpoint", "stop", an http address, or a function of the alert or its full'
+        f" name, got {action!r}{why}"
+    )
 
 
 def _checked_sinks(sinks: Any) -> tuple[Any, ...]:

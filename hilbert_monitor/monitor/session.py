@@ -10,27 +10,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.process_bound import ProcessBound
+from hilbert_monitor.runs.record import StepRecord
 from hilbert_monitor.runs.stops import requested_stop
 
-from .delivery import Delivery
 from .head import NobodyMovesIt
 from .head_place import find_head_place
 from .layer_records import LayerRecords
 from .layers import LayerWatch
 from .options import MonitorOptions
-from .outputs import Outputs
+from .outputs import RunOutputs
 from .owners import owning_optimizer
 from .panel_source import PanelSource
 from .probe import Probe
-from .responses import acts
+from .run_description import describe_run
 from .runtime import Guard
 from .samples import SampleIndices
 from .silence import Silence
 from .training_loop import TrainingLoop
+from .verdict import Judged
 
 
 @dataclass(frozen=True)
@@ -62,18 +64,15 @@ class MonitorSession(ProcessBound):
         self.guard = Guard(strict=options.strict)
         self.panels = PanelSource(options.panel, options.panel_size)
         self.probe: Probe | None = None
-        self._delivery: Delivery | None = None  # while a run trains
+        self.outputs: RunOutputs | None = None
+        """Where the run is written, while it trains."""
+        self._described = (0, False)  # number of remarks, and whether there is a panel, that the log knows of
         self._layers: LayerRecords | None = None
         self._waiting: Waiting | None = None
         self._resumed: dict[str, Any] = {}
         self._tokens = 0
         self._loss: Tensor | None = None
         self._validation_loss: float | None = None
-
-    @property
-    def outputs(self) -> Outputs | None:
-        """Where the run is written, on rank zero while it trains."""
-        return None if self._delivery is None else self._delivery.outputs
 
     # From the start of a run to its end
 
@@ -149,8 +148,8 @@ class MonitorSession(ProcessBound):
 
     def record(self, *, final: bool = False) -> None:
         """Make the record of the update, if there was one, and hand it on. Called on every rank."""
-        delivery, probe = self._delivery, self.probe
-        if delivery is None or probe is None or not (final or probe.stepped):
+        outputs, probe = self.outputs, self.probe
+        if outputs is None or probe is None or not (final or probe.stepped):
             return
         record = probe.record(
             final=final,
@@ -161,22 +160,42 @@ class MonitorSession(ProcessBound):
         self._loss = self._validation_loss = None
         alerts = probe.alerts
         if self._layers is not None:
-            record, more = self._layers.take(record, probe.step, self.outputs)
+            record, more = self._layers.take(record, probe.step, outputs)
             alerts = [*alerts, *more]
             if not final:
                 self._layers.go_on(probe.step + 1)
-        delivery.pass_on(probe, [(record, alerts)] if record is not None else [], final=final)
+        self._write([(record, alerts)] if record is not None else [], final=final)
 
     def flush(self) -> None:
         """Hand on the records of steps that are still on the device. Called on any rank, at any time."""
-        if self._delivery is not None and self.probe is not None:
+        if self.probe is not None and self.outputs is not None:
             self.probe.settle()
-            self._delivery.pass_on(self.probe, [], final=True)
+            self._write([], final=True)
+
+    def _write(self, latest: list[Judged], *, final: bool) -> None:
+        """Write the records that are ready, with their alerts, and the description of the run if it has changed."""
+        probe, outputs = self.probe, self.outputs
+        assert probe is not None
+        assert outputs is not None
+        judged = [*probe.earlier(), *latest]
+        described = len(probe.remarks), self.panels.panel is not None
+        with self.guard("run log"):
+            if judged and described != self._described:
+                self._described = described
+                outputs.describe(describe_run(outputs.loop, probe, self.options, self.panels.panel, self._resumed))
+        records = [(self._named(record), alerts) for record, alerts in judged]
+        outputs.write(records, step=probe.step, final=final)
+
+    def _named(self, record: StepRecord) -> StepRecord:
+        """Return the record with the name of its head, if there are several."""
+        if self.probe is None or not self.options.named:
+            return record
+        return msgspec.structs.replace(record, head=self.probe.head.name)
 
     def notice_update(self, *, weight: float = 1.0) -> None:
         """Look for the step of an update that no hook saw. Called on every rank."""
-        if self.probe is not None and self._delivery is not None:
-            self.probe.notice_update(self._delivery.loop.optimizers, weight=weight)
+        if self.probe is not None and self.outputs is not None:
+            self.probe.notice_update(self.outputs.loop.optimizers, weight=weight)
 
     def validated(self, loss: float) -> None:
         """Add the validation loss to the record of the step before it, or keep it for the first."""
@@ -184,8 +203,8 @@ class MonitorSession(ProcessBound):
         amended = None if self.probe is None or self.probe.stepped else self.probe.amend(validation_loss=loss)
         if amended is None:
             self._validation_loss = loss
-        elif self._delivery is not None and self.probe is not None:
-            self._delivery.amend(self.probe, amended)
+        elif self.outputs is not None:
+            self.outputs.put(self._named(amended))
 
     def alive(self) -> None:
         """Say that the run is doing something, though it makes no step."""
@@ -216,14 +235,13 @@ class MonitorSession(ProcessBound):
         if self._layers is not None:
             self._layers.close()
         self._layers = None
-        delivery = self._delivery
-        if delivery is not None:
-            delivery.close(error, stopped=stopped)
-        self._delivery = None
-        self._loss = self._validation_loss = None
-        self.panels.reset()
-        if delivery is not None and error is None and delivery.error is not None:
-            raise delivery.error
+        try:
+            if self.outputs is not None:
+                self.outputs.close(error, stopped=stopped)
+        finally:
+            self.outputs = None
+            self._loss = self._validation_loss = None
+            self.panels.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """Steps and tokens so far, the name of the log and the history of the rules, of plain types."""
@@ -238,7 +256,7 @@ class MonitorSession(ProcessBound):
         return {
             "step": self.probe.step,
             "tokens": self._tokens,
-            "run": self.outputs.id if self.outputs is not None else self._resumed.get("run", ""),
+            "run": (self.outputs.id if self.outputs is not None else "") or self._resumed.get("run", ""),
             "name": self.options.run_name or "",
             "history": self.probe.judge.state(),
             **layers,
@@ -246,11 +264,11 @@ class MonitorSession(ProcessBound):
 
     def on_fork(self) -> None:
         """Drop the run in the child. Its state as of the last record stays, for a child that saves a checkpoint."""
-        _parents_runs.append((self.probe, self._delivery, self._layers))
+        _parents_runs.append((self.probe, self.outputs, self._layers))
         try:
             self._resumed = self._state()
         finally:
-            self.probe = self._delivery = self._layers = self._waiting = None
+            self.probe = self.outputs = self._layers = self._waiting = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting where the run was saved."""
@@ -262,7 +280,7 @@ class MonitorSession(ProcessBound):
         options = self.options
         if loop.updates == 0:
             self._resumed = {}
-        self._delivery = delivery = Delivery(loop, options, self.guard, self.panels, self._resumed)
+        self.outputs = RunOutputs(loop, options, self.guard)
         self.probe = Probe(
             loop.model,
             loop.optimizers,
@@ -278,7 +296,7 @@ class MonitorSession(ProcessBound):
             logit_scale=options.logit_scale,
             schedulers=self._schedulers,
             judge=Judge(options.rules),
-            immediate=options.immediate or acts(options.on_blowup),
+            immediate=options.immediate or options.acts,
             side_stream=options.side_stream,
             efficiency=options.efficiency,
             attention=options.layers,
@@ -289,7 +307,9 @@ class MonitorSession(ProcessBound):
         self._resume(loop, self.probe)
         if loop.ranks.rank == 0:
             with self.guard("outputs"):
-                delivery.open(self.probe)
+                self._described = len(self.probe.remarks), self.panels.panel is not None
+                info = describe_run(loop, self.probe, options, self.panels.panel, self._resumed)
+                self.outputs.open(info, first_step=self.probe.step)
         self.probe.attach()
         if options.layers and loop.ranks.rank == 0:
             with self.guard("layers"):
@@ -299,7 +319,7 @@ class MonitorSession(ProcessBound):
 
     def _schedulers(self) -> Sequence[Any]:
         """Those of the run, as they are now."""
-        return () if self._delivery is None else self._delivery.loop.schedulers
+        return () if self.outputs is None else self.outputs.loop.schedulers
 
     def _resume(self, loop: TrainingLoop, probe: Probe) -> None:
         """Go on counting and judging where the run was saved."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hilbert_monitor.runs.exposition import CollectorRegistry
 from hilbert_monitor.runs.process_bound import ProcessBound
 
 from .options import MonitorOptions
@@ -48,14 +47,11 @@ def options_of_each(options: MonitorOptions, heads: Sequence[str]) -> list[Monit
     """Return the options of one monitor for each head.
 
     Each has a run of its own, whose name ends with that of the head, and its records say which head they are of. The
-    user's sinks get the records of all of them, and one port serves the metrics of all runs.
+    user's sinks get the records of all of them. Their metrics are at the given port and the next free ones.
     """
-    sinks, settings = tuple(map(SharedSink, options.sinks)), options.prometheus
-    if settings is not None:
-        settings = replace(settings, registry=settings.registry or CollectorRegistry())
+    sinks = tuple(map(SharedSink, options.sinks))
     made = []
     for number, head in enumerate(heads):
-        prometheus = settings if settings is None or number == 0 else replace(settings, port=None)
         made.append(
             replace(
                 options,
@@ -64,7 +60,6 @@ def options_of_each(options: MonitorOptions, heads: Sequence[str]) -> list[Monit
                 layers=options.layers and number == 0,
                 run_name=_run_name(options, head),
                 sinks=sinks,
-                prometheus=prometheus,
             )
         )
     return made

@@ -11,11 +11,10 @@ from torch.optim import Optimizer
 from hilbert_monitor.runs.record import RunInfo, StepRecord
 
 from .hidden import AutocastFactory
-from .responses import Controls
 from .runtime import Ranks
 
 
-class TrainingLoop(Controls, Protocol):
+class TrainingLoop(Protocol):
     """What a session needs of whatever trains the model."""
 
     @property
@@ -67,3 +66,12 @@ class TrainingLoop(Controls, Protocol):
 
     def log(self, record: StepRecord, *, final: bool) -> None:
         """Give a record to the loop's own loggers, on rank zero."""
+
+    def make_checkpoint(self) -> Any:
+        """Collect what a checkpoint holds; called on every rank."""
+
+    def save_checkpoint(self, checkpoint: Any, path: str) -> None:
+        """Write a checkpoint. Called on every rank; the path is that of rank zero."""
+
+    def stop(self) -> None:
+        """End training after this step."""

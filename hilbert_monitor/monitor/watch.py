@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from types import TracebackType
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -22,11 +25,9 @@ from .hidden import AutocastFactory
 from .loop_arguments import check_loop_arguments, check_state
 from .options import MonitorOptions, chosen_options, with_options
 from .plain_loop import Log, PlainLoop
-from .responses import resolved
 from .runtime import warn_user
 from .samples import sample_indices
 from .session import MonitorSession
-from .signals import sigterm_raises
 
 
 class Watch:
@@ -229,6 +230,33 @@ class Watch:
             probe.skip("overflow")
 
 
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Within the block, a SIGTERM raises SystemExit(143) in the main thread, where it would end the process at once.
+
+    A handler of the user's own stays, and so does the default in other threads. A process that is forked within the
+    block ends as it would have.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    owner = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _one_number(loss: Any) -> Tensor:
     """A loss, or the mean of several, without its graph."""
     try:
@@ -305,7 +333,7 @@ def watch(
         data_ranks=data_ranks,
         save_checkpoint=save_checkpoint,
     )
-    if "checkpoint" in resolved(chosen.on_blowup) and save_checkpoint is None:
+    if "checkpoint" in chosen.actions and save_checkpoint is None:
         raise ValueError('on_blowup="checkpoint" needs save_checkpoint=..., a function that saves one at a path')
     if panel is None:
         chosen.perturbation_every = 0

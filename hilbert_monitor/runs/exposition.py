@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry as CollectorRegistry
 from prometheus_client import core
-from prometheus_client import make_wsgi_app as make_wsgi_app
 from prometheus_client.exposition import choose_encoder as choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString

@@ -15,8 +15,7 @@ import yaml
 import hilbert_monitor
 from hilbert_monitor import HilbertMonitor, geometry
 from hilbert_monitor.cli import app
-from hilbert_monitor.monitor.responses import Responses
-from hilbert_monitor.monitor.runtime import Guard
+from hilbert_monitor.monitor.options import MonitorOptions
 from hilbert_monitor.runs import alerts
 from hilbert_monitor.runs.exposition import FAMILIES
 from hilbert_monitor.runs.record import METRICS, StepRecord
@@ -215,7 +214,7 @@ def test_every_action_on_a_blow_up_is_one_that_is_taken():
     named = re.findall(r'^\| `"(.*?)"`', table, re.M)
     assert len(named) == 4
     for action in named:
-        Responses(action, Guard(strict=True))
+        MonitorOptions(on_blowup=action)
 
 
 # Places

@@ -17,7 +17,7 @@ from hilbert_monitor.geometry import (
     spectral_norm,
 )
 from tests.support.draws import draws
-from tests.support.references import all_pairs_diameter, normal, regular_simplex
+from tests.support.references import all_pairs_diameter, normal
 
 examples = settings(max_examples=draws(30), deadline=None)
 seeds = st.integers(0, 2**32 - 1)
@@ -150,23 +150,6 @@ def test_no_centered_step_with_rows_in_one_ball_descends_faster(seed, V, d, eta,
         for radius in (eta / 2, eta / 2 * reach**0.1):  # on the sphere and inside
             S = projector(V) @ (normal(seed + 99, d, scale=eta) + radius * unit_rows(towards))
             assert (G * S).sum() >= best - slack
-
-
-@examples
-@given(st.integers(1, 12), st.sampled_from([1e-3, 1.0, 10.0]))
-def test_regular_simplex_costs_projected_row_norm_exactly_the_factor_of_jung(k, eta):
-    G = regular_simplex(k)
-    steepest = -eta * G  # feasible, and optimal for the diameter constraint
-    assert all_pairs_diameter(steepest) == pytest.approx(eta, rel=1e-12)
-    descent = -(G * (-eta / 2 * projected_row_norm(G))).sum()
-    ratio = float(descent / -(G * steepest).sum())
-    assert ratio == pytest.approx(math.sqrt((k + 1) / (2 * k)), rel=1e-12)
-
-
-def test_projected_row_norm_of_fp16_agrees_with_fp32():
-    for scale in (2.0**-24, 3e4):
-        A = scale * torch.tensor([[1.0, 2.0], [2.0, -2.0], [-2.0, 1.0], [-2.0, 2.0]])
-        close(projected_row_norm(A.half()), projected_row_norm(A), 1e-2)
 
 
 # How they compute

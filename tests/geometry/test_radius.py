@@ -32,22 +32,6 @@ def enclosing_radius(S):
     return smallest
 
 
-def cone_solver_radius(S):
-    """The same from a second-order cone program: minimise r with |s_i - z| <= r."""
-    clarabel = pytest.importorskip("clarabel")
-    sparse = pytest.importorskip("scipy.sparse")
-    points = S.double().numpy()
-    V, d = points.shape
-    block = -sparse.eye(d + 1).tocsc()
-    A = sparse.vstack([block] * V).tocsc()
-    b = np.concatenate([np.concatenate([[0.0], -p]) for p in points])
-    options = clarabel.DefaultSettings()
-    options.verbose = False
-    cost = np.concatenate([[1.0], np.zeros(d)])
-    cones = [clarabel.SecondOrderConeT(d + 1)] * V
-    return float(clarabel.DefaultSolver(sparse.csc_matrix((d + 1, d + 1)), cost, A, b, cones, options).solve().obj_val)
-
-
 def assert_certified(S, **options):
     """Both bounds follow from their certificates in fp64, with the chain of the paper; return the bracket."""
     r = covering_radius(S, **options)
@@ -85,17 +69,6 @@ def test_the_radius_of_few_rows_is_bracketed(seed, shape, kind, dtype):
     radius = enclosing_radius(S)
     for diameter in (None, row_diameter(S), row_diameter_bracket(S)):
         assert_brackets(assert_certified(S, diameter=diameter), radius)
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize(("V", "d"), [(12, 2), (60, 8)])
-@pytest.mark.parametrize("kind", clouds.KINDS, ids=lambda kind: kind.__name__)
-def test_a_cone_solver_agrees(kind, V, d):
-    S = kind(V, d, V)
-    r, radius = assert_certified(S), cone_solver_radius(S)
-    assert r.lower <= radius * (1 + 1e-6)
-    assert r.upper >= radius * (1 - 1e-6)
-    assert r.upper <= 1.01 * r.lower
 
 
 @pytest.mark.few(3)
@@ -180,12 +153,6 @@ def test_the_bounds_hold_between_two_denormals():
     r = covering_radius(torch.tensor([[5e-324, 0.0], [0.0, 5e-324]], dtype=torch.float64))
     assert r.lower == 0
     assert r.upper >= 5e-324
-
-
-def test_rows_at_both_ends_of_fp32_are_apart_by_more_than_fp32_holds():
-    S = torch.full((5, 2), 3e38)
-    S[3] = -3e38
-    assert_brackets(assert_certified(S), float(S[0, 0]) * math.sqrt(2))
 
 
 @pytest.mark.parametrize("V", [1, 2, 5000])

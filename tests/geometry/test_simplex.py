@@ -248,19 +248,12 @@ def test_gradients_of_the_cross_entropy_are_accepted_in_every_dtype(dtype, margi
     close_to(fixed_cotangent_bound(1.0, r), missing, rtol=info.eps, atol=given + 1000 * info.eps * info.smallest_normal)
 
 
-def test_a_target_that_is_all_but_certain_is_accepted_beside_others():
-    z = torch.zeros(2, 1000)
-    z[0, 0] = 22.0  # the gradient of this target is nothing but rounding
-    z.requires_grad_()
-    loss = torch.nn.functional.cross_entropy(z, torch.zeros(2, dtype=torch.long))
-    (r,) = torch.autograd.grad(loss, z)
-    close_to(fixed_cotangent_bound(1.0, r)[1], 0.4995, rtol=1e-5)
-
-
 @pytest.mark.parametrize(("V", "loss_scale"), [(50_000, 1.0), (1000, 2.0**16)])
 def test_gradients_of_confident_targets_are_accepted_over_a_full_vocabulary_and_under_a_loss_scale(V, loss_scale):
     z = normal(2, 16, V).float()
     z[:, 0] += 18
+    z[0, 0] += 4  # the gradient of this target is nothing but rounding
+    z[1] = 0  # beside one that is not likely
     z.requires_grad_()
     target = torch.zeros(16, dtype=torch.long)
     loss = loss_scale * torch.nn.functional.cross_entropy(z, target, reduction="sum")

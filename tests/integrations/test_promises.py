@@ -127,7 +127,7 @@ def test_an_increment_that_is_not_finite_is_an_alert_in_its_step_and_can_stop_th
     assert [alert.step for alert in log_of(tmp_path).alerts()] == [4]
     assert run.steps == 4
     (sentence,) = said(caught)
-    assert 'step 4: training is to end here, as on_blowup="stop" asks: ' in sentence
+    assert 'step 4: stopping training (on_blowup="stop"): ' in sentence
     assert re.search(r"\d rows? of the increment (is|are) not finite, that of token", sentence)
     assert "look at the batch" in sentence
 

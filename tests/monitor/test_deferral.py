@@ -171,7 +171,7 @@ def test_a_checkpoint_has_the_record_of_its_step_in_the_log(read_later):
         def on_train_batch_end(self, *_):
             if self.trainer.global_step == 8 and not states:
                 states.append(monitor.session.state_dict())
-                monitor.session.outputs.close(None, [])
+                monitor.session.outputs.close()
                 states.append([record.step for record in kept.records])
 
     fit(Save("torch"), monitor)

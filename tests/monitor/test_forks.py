@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import queue
 import signal
 import sys
 import threading
@@ -16,11 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import hilbert_monitor
 from hilbert_monitor import HilbertMonitor, Prometheus, TrustRegion
-from hilbert_monitor.monitor import exporter
+from hilbert_monitor.monitor.outputs import QueuedSink, TokenTexts
 from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.monitor.several_heads import SharedSink
-from hilbert_monitor.monitor.sinks import QueuedSink
-from hilbert_monitor.monitor.token_texts import TokenTexts
 from hilbert_monitor.runs import process_bound
 from hilbert_monitor.runs.exposition import CollectorRegistry
 from hilbert_monitor.runs.reader import RunReader
@@ -52,7 +49,6 @@ def update(run, model, optimizer, count=1):
 def locks(item):
     """The locks that an object has as attributes, by class and name."""
     for name, value in vars(item).items():
-        value = value.mutex if isinstance(value, queue.Queue) else value
         value = value._cond if isinstance(value, threading.Event) else value
         if hasattr(value, "acquire"):
             yield f"{type(item).__name__}.{name}", value
@@ -62,7 +58,6 @@ def locks(item):
 def every_lock_held():
     """Hold all locks of all runs in another thread, and yield their names."""
     held = {name: lock for item in process_bound._objects for name, lock in locks(item)}
-    held["exporter._joining"] = exporter._joining
     taken, done = threading.Event(), threading.Event()
 
     def hold():
@@ -70,7 +65,6 @@ def every_lock_held():
             for item in tuple(process_bound._objects):
                 for _, lock in locks(item):
                     stack.enter_context(lock)
-            stack.enter_context(exporter._joining)
             taken.set()
             done.wait()
 
@@ -120,26 +114,20 @@ def test_a_forked_child_waits_for_no_lock_of_its_parents_run(run, tmp_path):
         run.close(RuntimeError("a child's own"))
 
     def use_outputs():  # as a child does that is forked by a function of the user's that we call
-        outputs.write(record)
+        outputs.write([(record, [alert])], step=99, final=False)
+        outputs.put(record)
         outputs.alive()
         outputs.close()
-        responses.tell([alert])
-        texts.ask(record)
-        assert texts.complete(record) is record
-        texts.close()
 
-    outputs, delivery = run.session.outputs, run.session._delivery
-    responses, texts = delivery._responses, delivery._texts
+    outputs = run.session.outputs
     record = StepRecord(step=99, time=0.0, pair=(1, 2))
     alert = Alert(step=99, time=0.0, kind="spike", value=1.0, expected=0.1, message="large")
     with every_lock_held() as names:
         assert names >= {
-            "QueuedSink._waiting",
             "LineFile._guard",
             "RunSamples._lock",
-            "Exporter._seen",
+            "Exporter._last_scrape",
             "TokenTexts._changed",
-            "exporter._joining",
         }
         children = [forked(use), forked(use_outputs), forked(run._close_at_exit)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
@@ -283,7 +271,8 @@ def test_a_child_that_a_sink_forks_ends_without_the_parents_records(leave, code)
     queued = QueuedSink(sink)
     for number in range(5):
         queued.write(number)
-    queued.close()
+    queued.end()
+    queued.join()
     assert sink.own == 5
     assert os.waitstatus_to_exitcode(os.waitpid(sink.child, 0)[1]) == code
 
@@ -301,6 +290,7 @@ def test_a_child_that_decode_forks_ends():
 
     texts = TokenTexts(decode, Guard())
     record = StepRecord(step=1, time=time.time(), pair=(1, 2))
+    texts.ask(record)
     assert texts.complete(record, patience=60.0).pair_text == ("1", "2")
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [3, 3]
 

@@ -336,14 +336,15 @@ def test_two_monitors_log_under_the_names_of_their_heads(tmp_path):
         assert RunReader(f"runs/{head}").info.head_name == head
 
 
-def test_one_monitor_of_two_heads_names_its_records_and_runs_and_serves_both_at_one_port(tmp_path):
+def test_one_monitor_of_two_heads_names_its_records_and_runs_and_serves_each(tmp_path):
     written, scraped, logger = [], [], CSVLogger(tmp_path)
     heads, sink = ["model.lm_head", "second"], SimpleNamespace(write=written.append)
 
     class Scrape(lightning.Callback):
         def on_train_end(self, trainer, module):
-            port = monitor.session.outputs._exporter.port
-            scraped.append(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
+            for one in (monitor, *monitor.beside):
+                port = one.session.outputs.exporter.port
+                scraped.append(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
 
     monitor = HilbertMonitor(
         heads, diameter_every=1, perturbation_every=UPDATES, panel_size=20, run_name="run", sinks=[sink], strict=True,
@@ -351,7 +352,7 @@ def test_one_monitor_of_two_heads_names_its_records_and_runs_and_serves_both_at_
     )  # fmt: skip
     module = Two()
     fit(module, monitor, Scrape(), logger=logger, log_every_n_steps=1)
-    for head in heads:
+    for number, head in enumerate(heads):
         mine = {record.step: record for record in written if record.head == head}
         assert sorted(mine) == list(range(1, UPDATES + 1))
         assert mine[UPDATES].perturbation_rms > 0
@@ -359,7 +360,7 @@ def test_one_monitor_of_two_heads_names_its_records_and_runs_and_serves_both_at_
         reader = RunReader(f"runs/run-{head}")
         assert reader.info.head_name == head
         assert {record.diameter for record in reader.steps()} == {record.diameter for record in mine.values()}
-        assert f'hilbert_step_diameter{{head="AdamW",run="run-{head}"}}' in scraped[0]
+        assert f'hilbert_step_diameter{{head="AdamW",run="run-{head}"}}' in scraped[number]
     with open(f"{logger.log_dir}/metrics.csv") as file:
         assert {f"hilbert/{head}/step_diameter" for head in heads} <= set(csv.DictReader(file).fieldnames)
 

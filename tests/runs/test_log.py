@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hilbert_monitor.monitor.sinks import Sink
+from hilbert_monitor.monitor.outputs import Sink
 from hilbert_monitor.runs.files import Owner, encode_line, is_locked
 from hilbert_monitor.runs.log import RunWriter, file_name
 from hilbert_monitor.runs.reader import RunReader, find_runs
