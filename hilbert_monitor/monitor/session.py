@@ -16,7 +16,7 @@ from torch import Tensor
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.process_bound import ProcessBound
 from hilbert_monitor.runs.record import StepRecord
-from hilbert_monitor.runs.stops import note_handlers, requested_stop
+from hilbert_monitor.runs.stops import requested_stop
 
 from .head import NobodyMovesIt
 from .head_place import find_head_place
@@ -78,7 +78,6 @@ class MonitorSession(ProcessBound):
 
     def start(self, loop: TrainingLoop) -> None:
         """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
-        note_handlers()
         self.bind_to_process()
         self.guard.failures.clear()  # those of an earlier run
         self._waiting = None
