@@ -101,7 +101,7 @@ def test_records_are_the_cpus(make):
 def test_a_run_in_bf16_is_measured():
     with EmulatedDevice():
         records = fit(emulated=True, precision="bf16-mixed")
-    assert [r.step for r in records if r.diameter] == [3, 6]
+    assert [r.step for r in records if r.perturbation_rms] == [3, 6]
 
 
 @pytest.mark.sweep
