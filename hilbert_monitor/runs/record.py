@@ -178,8 +178,14 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     diameter_upper: Annotated[float | None, Metric("step_diameter_upper", panel="diameter", label="bracket",
         line="band", log=True,
         help="Certified upper bound of the row diameter D(S) of the LM head's increment.")] = None
+    change_diameter: Annotated[float | None, Metric("change_diameter", panel="diameter",
+        label="change of the weights, exact", line="other", log=True,
+        help="Row diameter of the change of the LM head's weights in a step, weight decay included, where that decay is"
+        " not known and D(S) therefore is not either. Exact.")] = None
+    decay: str = ""
+    """"unknown" where only the change of the weights with its decay is known, or empty."""
     pair: Pair | None = None
-    """Tokens that attain the diameter, or its lower bound."""
+    """Tokens that attain the diameter, its lower bound, or the change's."""
     pair_text: tuple[str, str] | None = None
     increment_from: str = ""
     """Source of S: "state" of the optimizer, weights before and after its "step", or a whole "update"."""
