@@ -321,7 +321,7 @@ def test_a_subclass_with_a_step_of_its_own_is_a_difference_and_one_step(made):
     optimizer = Slides([p], weight_decay=0.0)
     assert IncrementSource(optimizer, p).basis is Basis.STEP
     slid, U = [], start().double()
-    for lr, (W, _) in zip(LRS, adam_steps(start(), some_gradients(), LRS), strict=True):
+    for _lr, (W, _) in zip(LRS, adam_steps(start(), some_gradients(), LRS), strict=True):
         after = W - sum(LRS[: len(slid) + 1]) / 2
         slid.append((after, after - U))
         U = after
