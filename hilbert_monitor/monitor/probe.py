@@ -666,10 +666,9 @@ class Probe(ProcessBound):
         with self._measurer.timed("bracket"):
             increment = head.increment(check=False)
             assert increment is not None
-            S = increment.S
             if head.source.needs_gradient:
-                deferred.S = S = held(S)
-            deferred.bracket = deferred_bracket(S.rows)
+                deferred.increment = increment = increment._replace(S=held(increment.S))
+            deferred.bracket = deferred_bracket(increment.S.rows)
             deferred.numbers.add("bracket", deferred.bracket.numbers)
             deferred.numbers.add("rounding", increment.rounding)
             deferred.numbers.add("count", head.source.count)
@@ -720,17 +719,16 @@ class Probe(ProcessBound):
                     stored = bounds_of(_resolved(deferred.stored, numbers["stored"], head.stored_increment))
                     fields |= stored_fields(stored, numbers["moved"][0] / deferred.weights)
         with measurer.timed("diameter"):
-            if self._suspects(fields, fields) and (deferred.S is not None or head.source.formable):
-                fields |= measurer.search_alone(deferred.S, fields)
+            if self._suspects(fields, fields) and (deferred.increment is not None or head.source.formable):
+                fields |= measurer.search_alone(deferred.increment, fields)
         if self.schedule.perturbation_every and self.ranks.world == 1 and self._is_blow_up(fields):
             fields |= measurer.panel(self.panel, fields)
         measurer.forget()
 
     def _increment_again(self, deferred: DeferredStep) -> RowShards:
-        increment = self.head.increment(check=False) if deferred.S is None else None
-        S = deferred.S if increment is None else increment.S
-        assert S is not None
-        return S
+        increment = self.head.increment(check=False) if deferred.increment is None else deferred.increment
+        assert increment is not None
+        return increment.S
 
     def _take_seconds(self, deferred: DeferredStep) -> None:
         """Count what was measured since to a step."""
