@@ -327,6 +327,7 @@ class RunSession(ProcessBound):
                     probe.head.weight,
                     guard=self.guard,
                     remark=probe.note,
+                    decay=options.decay,
                     rules=options.rules,
                     history=self._resumed.get("layers"),
                 )
