@@ -41,6 +41,12 @@ KINDS: dict[str, tuple[Any, str]] = {
 """What an option that may be None is otherwise, as a type and in words."""
 
 
+def _check_kind(name: str, value: Any, kind: Any, what: str) -> None:
+    """Refuse what is of another kind."""
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise TypeError(f"{name} is {what}, or None, got {type(value).__name__} {value!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Advanced:
     """Settings that few runs need: ``HilbertMonitor(advanced=Advanced(immediate=True))``."""
@@ -198,12 +204,6 @@ def _checked_sinks(sinks: Any) -> tuple[Any, ...]:
         if isinstance(sink, type):
             raise TypeError(f"{what} the class {sink.__name__}: make one, sinks=[{sink.__name__}(...)]")
     return several
-
-
-def _check_kind(name: str, value: Any, kind: Any, what: str) -> None:
-    """Refuse what is of another kind."""
-    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        raise TypeError(f"{name} is {what}, or None, got {type(value).__name__} {value!r}")
 
 
 def _check_count(name: str, value: Any, what: str, *, least: int) -> None:

@@ -501,5 +501,5 @@ def test_a_scale_that_nobody_told_of_is_found_on_the_panel():
 
 def test_where_one_head_is_watched_a_list_is_refused_with_what_to_do():
     model = seeded(Plain, V=V, d=D)
-    with pytest.raises(ValueError, match=r"one head is watched at a time, got \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"a monitor watches one head, got \['a', 'b'\]"):
         watch(model, SGD(model.parameters(), lr=0.1), head=["a", "b"])

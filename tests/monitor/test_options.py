@@ -72,8 +72,8 @@ def test_an_option_that_cannot_be_is_refused_when_the_callback_is_made(option, v
 def test_options_of_the_callback_and_of_the_session_have_the_same_defaults():
     callback = inspect.signature(HilbertMonitor).parameters
     fields = {field.name: field.default for field in dataclasses.fields(MonitorOptions)}
-    assert fields.keys() - callback.keys() == {"named"}  # which the callback itself sets, for several heads
-    for name in fields.keys() & callback.keys():
+    assert fields.keys() == callback.keys()
+    for name in fields:
         assert callback[name].default == fields[name], name
 
 

@@ -492,7 +492,7 @@ def test_sharded_models_have_the_records_of_one_process(tmp_path):
         ({"rules": {"false_alarms_per_10k": 1}}, TypeError, "rules is Rules"),
         ({"decode": "gpt2"}, TypeError, "tokenizer.decode, or None, got str 'gpt2'"),
         ({"hidden": 3}, TypeError, "hidden is a function"),
-        ({"prometheus": 9464}, TypeError, "prometheus is Prometheus"),
+        ({"prometheus": "9464"}, TypeError, "prometheus is a port or Prometheus"),
         ({"logit_scale": "2"}, TypeError, "logit_scale is a number"),
         ({"logit_scale": 0.0}, ValueError, "other than zero"),
         ({"logit_scale": float("nan")}, ValueError, "other than zero"),
