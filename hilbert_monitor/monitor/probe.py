@@ -216,9 +216,7 @@ class Probe(ProcessBound):
         self._learning_rate = LearningRate(schedulers, self.head.weight)
         for text in self.head.remarks():
             self._remark_inexact(text)
-        for source in self.head.sources:
-            if source.decay.share(source.group) is None:
-                self.note(unknown_decay(source.optimizer))
+        self._note_unknown_decay()
         self._plan = StepPlan(0)
         self._ends: list[Callable[[], None]] = []  # of hooks
         self._enders: list[Callable[[], None]] = []  # see a step that was made, if they have not yet
@@ -439,6 +437,8 @@ class Probe(ProcessBound):
     def _measure_diameter(self, fields: Fields, *, exact: bool) -> None:
         if not fields["skipped"]:
             fields |= self._measurer.diameter(exact=exact, suspects=partial(self._suspects, fields))
+        if fields.get("decay"):
+            self._note_unknown_decay()
         self._drain_fallbacks()
 
     def increment(self) -> Tensor | None:
@@ -743,6 +743,11 @@ class Probe(ProcessBound):
         if text not in self.remarks:
             self.remarks.append(text)
             warn_user(text, stacklevel=3)
+
+    def _note_unknown_decay(self) -> None:
+        for source in self.head.sources:
+            if source.decay.share(source.group) is None:
+                self.note(unknown_decay(source.optimizer))
 
     def _remark_inexact(self, text: str) -> None:
         """Note why the bound H D(S) on the perturbation is not tight."""
