@@ -114,7 +114,8 @@ class LayerMonitor:
         self.layers = [*_layers(model, optimizers, head, remark, decay)]
         self._judge = LayerJudge(rules)
         if history is not None:
-            self._judge.restore(history)
+            with guard("history"):
+                self._judge.restore(history)
         self._seconds = 0.0  # what measuring has cost since the last record
         self._found: dict[str, Layer] = {}
         self._pending: dict[int, tuple[LayerRecord, float]] = {}  # by step: an accelerator's records come later
