@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from hilbert_monitor import HilbertMonitor, Muon, Probe, RowNorm
+from hilbert_monitor import Advanced, HilbertMonitor, Muon, Probe, RowNorm
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.runs.alerts import Judge
 from tests.support.decoders import Plain, seeded
@@ -144,7 +144,7 @@ def test_a_lightning_run_is_the_same_with_what_is_read_later(read_later):
         kept = Recorder()
         module = Module("torch")
         options = {"diameter_every": 4, "perturbation_every": 6, "panel_size": 50, "strict": True}
-        fit(module, HilbertMonitor(immediate=immediate, sinks=[kept], **options))
+        fit(module, HilbertMonitor(advanced=Advanced(immediate=immediate), sinks=[kept], **options))
         last = {record.step: record for record in kept.records}  # a validation amends one
         assert list(last) == list(range(1, UPDATES + 1))
         runs.append(([p.detach() for p in module.parameters()], [(r, []) for r in last.values()]))
