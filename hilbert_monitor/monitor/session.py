@@ -76,9 +76,8 @@ class RunSession(ProcessBound):
         if together := [action for action in self.options.actions if action in ON_ALL_RANKS]:
             self.outputs.alone = meet(loop.ranks, "actions", repr(together))
             if self.outputs.alone and loop.ranks.rank == 0:
-                warn_user(
-                    f"on_blowup={together!r} is left out: {self.outputs.alone}, and it takes all ranks", stacklevel=4
-                )
+                why = f"{self.outputs.alone}, and it takes all ranks"
+                warn_user(f"on_blowup={together!r} is left out: {why}", stacklevel=4)
         if loop.updates == 0:
             self._resumed = {}
         self._begin(loop)
