@@ -163,7 +163,7 @@ class TrialRun(SmallRun):
     @torch.no_grad()
     def _reference(self, before: Tensor) -> tuple[float, float]:
         """Return D(S) over all pairs, and the RMS over positions of the largest minus the smallest logit change."""
-        group: dict[str, Any] = self.probe.source.group
+        group: dict[str, Any] = self.probe.head.source.group
         S = self.model.lm_head.weight.double() - (1 - group["lr"] * group["weight_decay"]) * before
         places = zip(self.panel.batches, self.panel.positions, strict=True)
         rows = torch.cat([batch.flatten()[at] for batch, at in places]).view(-1, self.sizes.context)

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from hilbert_monitor.doctor.overhead import TimedTraining, step_cost
-from hilbert_monitor.monitor.layers import EVERY, LayerWatch
+from hilbert_monitor.monitor.layers import EVERY, LayerMonitor
 from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.pretrain.recipe import HEADS, Head
 
@@ -38,7 +38,7 @@ def layer_cost(device: torch.device, V: int, d: int, steps: int, head: Head) -> 
     """
     plain, watched = (TimedTraining(device, V, d, head) for _ in range(2))
     weight = watched.model.lm_head.weight
-    layers = LayerWatch(watched.model, [watched.optimizer], weight, guard=Guard(strict=True), every=1)
+    layers = LayerMonitor(watched.model, [watched.optimizer], weight, guard=Guard(strict=True), every=1)
     passes, without, extra = [], [], list[float]()
     for step in range(1, steps + 3):  # two to warm up
         passes.append(plain.gradient(step))

@@ -89,7 +89,7 @@ def step_cost(device: torch.device, V: int, d: int, steps: int, head: Head) -> S
         panel=panel,
         diameter_every=2,
         perturbation_every=0,
-        bracket=True,
+        bounds=True,
         hidden=lambda model, tokens: model.hidden(tokens),  # type: ignore[operator]
         judge=Judge(),
         strict=True,
@@ -99,7 +99,7 @@ def step_cost(device: torch.device, V: int, d: int, steps: int, head: Head) -> S
             without.append(plain.update())
             watched.take_gradient(plain)
             times["exact" if step % 2 else "bounds"].append(watched.update(probe.record) - without[-1])
-        probe.agenda.perturbation_every = 1
+        probe.schedule.perturbation_every = 1
         with_panel = watched.update(probe.record)
     update = median(without[2:])
     bounds, exact = (max(0.0, median(samples[1:])) for samples in times.values())

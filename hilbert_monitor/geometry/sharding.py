@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .numerics import DTYPES, check_matrix, check_real, on_host
+from .numerics import DTYPES, MAX_BYTES, check_matrix, check_real, on_host
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its newer name
 _CHUNK_BYTES = 2**22  # of a chunk and what is made of it, on a CPU
@@ -85,6 +85,15 @@ class RowSource:
         rows = [p.index_select(0, index) if isinstance(p, Tensor) else p.take(index) for p in self.parts]
         return rows[0] if self.form is None else self.form(*rows)
 
+    def matrix(self) -> Tensor:
+        """Return all rows (V, d)."""
+        tensor = self.tensor
+        if tensor is None:
+            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            for at, rows in self.chunks(MAX_BYTES):
+                tensor[at] = rows
+        return tensor
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that the rows are formed from, also those of inner sources."""
         for part in self.parts:
@@ -116,7 +125,7 @@ class RowSource:
             longest: most rows in a chunk, in place of what fits the cache.
         """
         dtype = dtype or self.dtype
-        row_bytes = (copies + 2 * (self.form is not None)) * self.shape[1] * dtype.itemsize + extra
+        row_bytes = max(1, (copies + 2 * (self.form is not None)) * self.shape[1] * dtype.itemsize + extra)
         if max_bytes < (need := share * row_bytes):
             raise ValueError(f"max_bytes={max_bytes} is less than the {need} bytes this input needs: raise max_bytes")
         cached = max(64, _CHUNK_BYTES // row_bytes) if on_host(self) else max(1, len(self))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hilbert_monitor.geometry import Interval, row_diameter, row_statistics, spectral_norm
-from hilbert_monitor.monitor.logits import config_transform
-from hilbert_monitor.monitor.step_quality import step_quality
+from hilbert_monitor.monitor.head import config_transform
+from hilbert_monitor.monitor.measure import efficiencies, increment_quality
 
 from .checkpoint import open_checkpoint
 from .head_names import HeadTensor, find_head_tensor
@@ -154,7 +154,9 @@ def _look_ahead(
     S = _token_rows(step.S, head, vocab_size)
     exact = row_diameter(S)
     moment = _token_rows(moments.moment, head, vocab_size) if budget else None
-    quality = step_quality(S, None, {"exp_avg": moment}, Interval(exact.lower, exact.upper), budget=budget)
+    quality = increment_quality(S)
+    diameter = Interval(exact.lower, exact.upper)
+    quality |= efficiencies(S, None, {"exp_avg": moment}, diameter, budget=budget)
     ceiling = None if step.ceiling is None or head.transposed else step.ceiling
     return StepLook(
         optimizer=step.optimizer,
@@ -165,10 +167,10 @@ def _look_ahead(
         pair_text=names(exact.pair),
         ceiling=None if ceiling is None else ceiling * scale,
         saturation=exact.value / ceiling if ceiling else None,
-        spectral_norm=quality.spectral_norm * scale,
-        gauge_waste=quality.gauge_waste,
-        efficiency_lower=quality.moment_efficiency_lower,
-        efficiency_upper=quality.moment_efficiency_upper,
+        spectral_norm=quality["spectral_norm"] * scale,
+        gauge_waste=quality["gauge_waste"],
+        efficiency_lower=quality.get("moment_efficiency_lower"),
+        efficiency_upper=quality.get("moment_efficiency_upper"),
         matched=moments.matched,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hilbert_monitor.geometry import row_statistics
-from hilbert_monitor.monitor.step_quality import MOMENTS
+from hilbert_monitor.monitor.measure import MOMENTS
 from hilbert_monitor.optim import Group
 
 from .checkpoint import Checkpoint

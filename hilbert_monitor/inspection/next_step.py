@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hilbert_monitor.monitor.ceiling import diameter_ceiling
-from hilbert_monitor.monitor.formulas import adam
-from hilbert_monitor.monitor.head_step import HeadStep
+from hilbert_monitor.monitor.optimizers import adam_increment, diameter_ceiling
 from hilbert_monitor.optim import Group, MatrixOptimizer, Muon, RowNorm
 
 from .moments import HeadMoments
@@ -70,7 +68,7 @@ def _adam(moments: HeadMoments) -> NextStep:
     for name in ("exp_avg_sq", "max_exp_avg_sq"):
         if name in state:
             later[name] = state[name] * (b2 if name == "exp_avg_sq" else 1.0)  # the largest so far stays
-    S = adam(m, later, options, None)
+    S = adam_increment(later, options).matrix()
     kind = AdamW if options.get("decoupled_weight_decay") else Adam
     return _step(kind.__name__, _empty(kind, options), S, options, count)
 
@@ -109,8 +107,8 @@ def _ours(kind: type[MatrixOptimizer], moments: HeadMoments, **more: Any) -> Nex
 
 
 def _step(name: str, optimizer: Optimizer, S: Tensor, options: Group, count: float | None) -> NextStep:
-    step = HeadStep("", options)
-    ceiling = diameter_ceiling(optimizer, step, count=count or 1.0, width=S.shape[1])
+    lr = float(options["lr"])
+    ceiling = diameter_ceiling(optimizer, options, lr=lr, count=count or 1.0, width=S.shape[1])
     return NextStep(name, S, options["lr"], count, ceiling)
 
 

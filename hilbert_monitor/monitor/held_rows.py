@@ -32,7 +32,7 @@ from torch import Tensor
 
 from hilbert_monitor.geometry import RowShards, RowSource, compute_dtype
 
-from .head_rows import Matrix
+from .measure import Matrix
 
 TOP = 8
 """How many of the rows that were held back most are named."""
@@ -71,8 +71,8 @@ class HeldRows:
         among: the matrix that they are rows of, if it is spread over several ranks.
     """
 
-    def __init__(self, parts: list[MovedRows], *, among: Matrix | None = None) -> None:
-        self.parts, self._shards = parts, among if isinstance(among, RowShards) else None
+    def __init__(self, parts: list[MovedRows], *, among: RowShards | None = None) -> None:
+        self.parts, self._shards = parts, among if among is not None and among.ranks.groups else None
         self.total = self._shards.number if self._shards is not None else len(parts[0].after)
         """Rows of all ranks."""
         self.number, self.width = len(parts[0].after), sum(part.after.shape[1] for part in parts)

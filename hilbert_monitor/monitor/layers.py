@@ -10,24 +10,28 @@ Muon's steps have a nearly constant spectral norm by construction: of its layers
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module
+from torch.nn.functional import scaled_dot_product_attention
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from hilbert_monitor.geometry import leading_direction, spectral_norm
 from hilbert_monitor.optim import MatrixOptimizer
-from hilbert_monitor.runs.record import Layer, LayerRecord, StepRecord
+from hilbert_monitor.runs.alerts import LayerJudge, Rules
+from hilbert_monitor.runs.record import Alert, Layer, LayerRecord, StepRecord
 
-from .formulas import state_of
-from .head_step import HeadStep
-from .increment import IncrementSource
-from .owners import owning_optimizer
+from .increment import Basis, IncrementSource, StepPlan
+from .optimizers import Decay, inner_optimizers, on_steps, owner_of, state_of
 from .runtime import Guard
 
 EVERY = 10
@@ -36,38 +40,26 @@ UPPER_EVERY = 500
 """Steps between two certified upper bounds of the spectral norms, which cost as much as many products."""
 
 
-class LayerSource(IncrementSource):
-    """Forms the increment of a layer; of our own matrix optimizers as a difference of weights.
-
-    To form Muon's increment again costs as much as its step.
-    """
-
-    @property
-    def from_state(self) -> bool:
-        """Whether the increment is formed without a copy of the weights."""
-        return not isinstance(self.optimizer, MatrixOptimizer) and super().from_state
-
-
 @dataclass
 class WatchedLayer:
     """A parameter, its ruler, and the directions in which it was longest at the last measured step."""
 
     name: str
     kind: str
-    source: LayerSource
+    source: IncrementSource
     of_step: Tensor | None = None
     of_weight: Tensor | None = None
 
-    def measure(self, step: HeadStep, *, exact: bool) -> Layer | None:
+    def measure(self, *, exact: bool) -> Layer | None:
         """Measure the last step, in the optimizer's hook; None if it was skipped or cannot be formed."""
-        increment = None if step.skipped else self.source.form()
-        if increment is None:
+        step = self.source.end()
+        increment = None if step.skipped else self.source.increment()
+        if increment is None or increment.has_decay:
             return None
-        S, W = increment.S, self.source.param.detach()
+        S, W = increment.rows.matrix(), self.source.rows.of(self.source.param)
         sizes: list[Tensor]
         upper = None
         if self.kind == "matrix":
-            S, W = S.flatten(1), W.flatten(1)
             along_step, along_weight = leading_direction(S, self.of_step), leading_direction(W, self.of_weight)
             self.of_step, self.of_weight = along_step.right, along_weight.right
             sizes = [along_step.norm, along_weight.norm]
@@ -77,18 +69,11 @@ class WatchedLayer:
         else:
             sizes = [x.float().square().mean().sqrt() for x in (S, W)]
         numbers = torch.stack([size.float() for size in (*sizes, *self._ratio())]).tolist()
-        lr = step.options.get("lr")
-        return Layer(
-            kind=self.kind,
-            step=numbers[0],
-            weight=numbers[1],
-            upper=upper,
-            ratio=numbers[2] if len(numbers) > 2 else None,
-            lr=None if lr is None else float(lr),
-        )
+        ratio = numbers[2] if len(numbers) > 2 else None
+        return Layer(kind=self.kind, step=numbers[0], weight=numbers[1], upper=upper, ratio=ratio, lr=step.lr)
 
     def _ratio(self) -> Iterator[Tensor]:
-        """RMS(g / sqrt(v)), where the optimizer has a second moment and the gradient is there."""
+        """Yield RMS(g / sqrt(v)), where the optimizer has a second moment and the gradient is there."""
         state, g = state_of(self.source.optimizer, self.source.param), self.source.param.grad
         v, count = state.get("exp_avg_sq"), state.get("step")
         if isinstance(v, Tensor) and g is not None and not g.is_sparse and v.shape == g.shape and count is not None:
@@ -97,8 +82,8 @@ class WatchedLayer:
             yield (mean * (1 - float(beta2) ** float(count))).sqrt()
 
 
-class LayerWatch:
-    """Measures the layers of a model, one step in ten.
+class LayerMonitor:
+    """Measures and judges the layers of a model, one step in ten, on rank zero.
 
     Args:
         model: a language model.
@@ -106,6 +91,9 @@ class LayerWatch:
         head: the LM head's weight, which has a ruler of its own.
         guard: counts what fails.
         remark: told what is left out.
+        decay: how the head's optimizer uses weight_decay, where the user says so.
+        rules: with the dial that they share.
+        history: what `state` of an earlier attempt returned; None if there is none.
         every: steps between two measurements.
     """
 
@@ -117,13 +105,20 @@ class LayerWatch:
         *,
         guard: Guard,
         remark: Callable[[str], None] = lambda text: None,
+        decay: Decay | None = None,
+        rules: Rules | None = None,
+        history: dict[str, Any] | None = None,
         every: int = EVERY,
     ) -> None:
         self.guard, self.every = guard, every
-        self.layers = [*_layers(model, optimizers, head, remark)]
-        self.seconds = 0.0
-        """What measuring has cost since it was last asked."""
+        self.layers = [*_layers(model, optimizers, head, remark, decay)]
+        self._judge = LayerJudge(rules)
+        if history is not None:
+            with guard("history"):
+                self._judge.restore(history)
+        self._seconds = 0.0  # what measuring has cost since the last record
         self._found: dict[str, Layer] = {}
+        self._pending: dict[int, tuple[LayerRecord, float]] = {}  # by step: an accelerator's records come later
         self._ends: list[Callable[[], None]] = []
 
     def begin(self, step: int) -> None:
@@ -132,64 +127,84 @@ class LayerWatch:
             return
         start = time.perf_counter()
         with self.guard("layers"):
-            exact = step % UPPER_EVERY == 0
+            plan = StepPlan(step, check=False)
             for layer in self.layers:
-                self._ends.append(self._watch(layer, exact))
-        self.seconds += time.perf_counter() - start
+                optimizer, param = layer.source.optimizer, layer.source.param
+                steps = (optimizer, *inner_optimizers(optimizer, param))
+                before = partial(self._timed, partial(layer.source.begin, plan))
+                after = partial(self._timed, partial(self._measure, layer, exact=step % UPPER_EVERY == 0))
+                self._ends.append(on_steps(steps, before, after))
+        self._seconds += time.perf_counter() - start
 
-    def _watch(self, layer: WatchedLayer, exact: bool) -> Callable[[], None]:
-        def on_step(step: HeadStep) -> None:
-            start = time.perf_counter()
+    def end(self, step: int) -> None:
+        """Note that a step was made, and let go of the optimizers."""
+        if self._found:
+            layers = {layer.name: self._found[layer.name] for layer in self.layers if layer.name in self._found}
+            self._pending[step] = LayerRecord(step=step, time=time.time(), layers=layers), self._seconds
+            self._seconds = 0.0
+        self.close()
+
+    def complete(self, record: StepRecord) -> tuple[StepRecord, LayerRecord | None, list[Alert]]:
+        """Return the record of a step with the largest of its layers, the layers, if measured, and their alerts."""
+        measured, seconds = self._pending.pop(record.step, (None, 0.0))
+        alerts: list[Alert] = []
+        if measured is not None:
             with self.guard("layers"):
-                measured = layer.measure(step, exact=exact)
-                if measured is not None:
-                    self._found[layer.name] = measured
-            self.seconds += time.perf_counter() - start
+                alerts = self._judge.judge(measured)
+                record = _with_layers(record, measured, seconds)
+        return record, measured, alerts
 
-        return layer.source.watch(on_step, check=lambda: False, guard=self.guard)
+    def state(self) -> dict[str, Any]:
+        """Return the history of the layers, for a checkpoint."""
+        return self._judge.state()
 
-    def end(self, step: int) -> LayerRecord | None:
-        """Return the layers of a step that was measured, and let go of the optimizers."""
+    def close(self) -> None:
+        """Let go of the optimizers."""
         for stop in self._ends:
             stop()
-        self._ends = []
+        self._ends, self._found = [], {}
         for layer in self.layers:
             layer.source.forget()
-        found = {layer.name: self._found[layer.name] for layer in self.layers if layer.name in self._found}
-        self._found = {}
-        return LayerRecord(step=step, time=time.time(), layers=found) if found else None
 
-    def spent(self) -> float:
-        """Return the seconds that measuring has cost since this was last asked."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
+    def _measure(self, layer: WatchedLayer, *, exact: bool) -> None:
+        measured = layer.measure(exact=exact)
+        if measured is not None:
+            self._found[layer.name] = measured
 
-    @property
-    def hooked(self) -> bool:
-        """Whether a step is about to be measured."""
-        return bool(self._ends)
+    def _timed(self, run: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        with self.guard("layers"):
+            run()
+        self._seconds += time.perf_counter() - start
 
 
 def _layers(
-    model: Module, optimizers: Sequence[Optimizer], head: Tensor, remark: Callable[[str], None]
+    model: Module, optimizers: Sequence[Optimizer], head: Tensor, remark: Callable[[str], None], decay: Decay | None
 ) -> Iterator[WatchedLayer]:
-    """Every trained parameter but the head's, with its ruler."""
+    """Yield every trained parameter but the head's, with its ruler."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)}
-    left_out = 0
+    left_out, unknown, of_head = 0, 0, owner_of(optimizers, head)
     for name, p in model.named_parameters():
-        owner = owning_optimizer(optimizers, p)
+        owner = owner_of(optimizers, p)
         if p is head or owner is None or not p.requires_grad or not p.numel() or not p.ndim:
             continue
         if hasattr(p, "device_mesh"):
             left_out += 1
             continue
         kind = "vector" if p.ndim < 2 else "embedding" if id(p) in tables else "matrix"
-        yield WatchedLayer(name, kind, LayerSource(owner, p))
+        stated = decay if owner is of_head else None
+        source = IncrementSource(owner, p, decay=stated)
+        if isinstance(source.optimizer, MatrixOptimizer):  # to form Muon's increment again costs as much as its step
+            source = IncrementSource(owner, p, decay=stated, basis=Basis.STEP)
+        unknown += source.decay.share(source.group) is None
+        yield WatchedLayer(name, kind, source)
+    if unknown:
+        remark(f"the weight decay of {unknown} layers is not known, and neither are their steps: they are left out")
     if left_out:
         remark(f"{left_out} layers are sharded, and have no norm on one rank alone: they are left out")
 
 
-def with_layers(record: StepRecord, measured: LayerRecord, seconds: float) -> StepRecord:
+def _with_layers(record: StepRecord, measured: LayerRecord, seconds: float) -> StepRecord:
     """Return the record of a step with the largest of its layers in it, and what measuring them cost."""
     steps = [layer.relative for layer in measured.layers.values() if layer.weight]
     ratios = [layer.ratio for layer in measured.layers.values() if layer.ratio is not None]
@@ -202,3 +217,58 @@ def with_layers(record: StepRecord, measured: LayerRecord, seconds: float) -> St
         seconds=record.seconds | {"layers": seconds},
         share=share,
     )
+
+
+class AttentionLogits(TorchFunctionMode):
+    """Within the block, `largest` is the largest |logit| that a softmax of attention was given; None if none was.
+
+    A mode of torch sees the calls of `scaled_dot_product_attention`, so that nothing of the model changes. A model that
+    computes its attention by other means has no number: none is guessed. Positions that a mask excludes do not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._maxima: list[Tensor] = []
+
+    @property
+    def largest(self) -> float | None:
+        """Over all calls so far."""
+        return float(torch.stack([x.float() for x in self._maxima]).amax()) if self._maxima else None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at a call of attention, and pass every call on."""
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            with torch.no_grad():
+                self._look(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _look(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **_: Any,
+    ) -> None:
+        q, k = query.detach().float(), key.detach().float()
+        if enable_gqa and q.ndim > 2 and q.shape[-3] != k.shape[-3]:
+            k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+        logits = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        excluded: Tensor | None = None
+        if is_causal:
+            excluded = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
+        elif attn_mask is not None and attn_mask.dtype == torch.bool:
+            excluded = ~attn_mask
+        elif attn_mask is not None:
+            excluded = attn_mask < -1e4
+        if excluded is not None:
+            logits = logits.masked_fill(excluded, 0.0)
+        if logits.numel():
+            self._maxima.append(logits.abs().amax())

@@ -26,14 +26,14 @@ from hilbert_monitor.runs.reader import STALLED_AFTER
 from hilbert_monitor.runs.record import Alert, LayerRecord, RunInfo, StepRecord
 
 from .options import ON_ALL_RANKS, Action, MonitorOptions
-from .prometheus import Exporter
+from .prometheus import Exporter, Prometheus
 from .runtime import Guard, describe, warn_user
 from .training_loop import TrainingLoop
 
 T = TypeVar("T", contravariant=True)
 Item = TypeVar("Item")
 LogItem = StepRecord | Alert | LayerRecord | RunInfo | None
-"""An item of the log. None is a heartbeat."""
+"""What the log takes. None is a heartbeat."""
 
 HEARTBEAT = 10.0  # seconds between two heartbeats while the run makes no step
 CLOSE = 5.0  # seconds that all sinks together have to finish at the end of a run
@@ -253,6 +253,9 @@ class RunOutputs:
         self._texts = TokenTexts(options.decode, guard)
         self._actions = BlowUpActions(options.actions, guard, self._texts, run=lambda: self.id)
         self._info, self._heartbeat = RunInfo(), 0.0
+        self._pages: list[Alert] = []  # on which all ranks have not acted yet
+        self.alone = ""
+        """Why ranks cannot act together, or empty."""
 
     @property
     def id(self) -> str:
@@ -268,7 +271,7 @@ class RunOutputs:
         options, strict, complete = self.options, self.guard.strict, self._texts.complete
         self._sinks = [QueuedSink(sink, prepare=complete) for sink in options.sinks]
         if options.run_dir is not None and self.loop.keeps_log:
-            self._log = RunLog(options.run_dir, first_step=first_step, strict=strict, private=options.private)
+            self._log = RunLog(options.run_dir, first_step=first_step, strict=strict, private=options.advanced.private)
             if strict:
                 self._log.write(info)  # here, to raise if that fails
             self._log_queue = QueuedSink(self._log, name="the run log", room=8192, prepare=complete)
@@ -277,36 +280,39 @@ class RunOutputs:
             id = info.id or info.name or f"{host}-{pid}"
             self._info = info = msgspec.structs.replace(info, id=id, host=host, pid=pid, started=time.time())
         with self.guard("exporter"):
-            if options.prometheus is not None:
+            if isinstance(options.prometheus, Prometheus):
                 stalled_after = STALLED_AFTER if info.stalled_after is None else info.stalled_after
                 samples = RunSamples(self._about, failures=self.failures, stalled_after=stalled_after)
                 self.exporter = Exporter(samples, options.prometheus)
         self.describe(info)
 
     def describe(self, info: RunInfo) -> None:
-        """Write an updated description of the run."""
+        """Write what is now known of the run."""
         if self.exporter is not None and self.exporter.port is not None:
             settings = self.exporter.settings
             scheme = "http" if settings.tls is None else "https"
             info = msgspec.structs.replace(info, port=self.exporter.port, address=settings.address, scheme=scheme)
         self.write_log(info)
 
-    def write(self, records: Sequence[tuple[StepRecord, list[Alert]]], *, step: int, final: bool) -> None:
-        """Write records with their alerts, and act on pages. Called on every rank; only rank zero has records.
-
-        Skip the actions of all ranks if `final`: training has ended.
-        """
-        if self.loop.ranks.rank == 0:
-            for record, alerts in records:
-                with self.guard("outputs"):
-                    self.put(record, alerts)
-                with self.guard("loggers"):
-                    self.loop.log(record, final=final)
-        pages = [alert for _, alerts in records for alert in alerts if alert.severity == "page"]
+    def write(self, record: StepRecord, alerts: list[Alert], *, final: bool) -> None:
+        """Write a record with its alerts on rank zero, and do what that does alone on pages."""
+        if self.loop.ranks.rank != 0:
+            return
+        with self.guard("outputs"):
+            self.put(record, alerts)
+        with self.guard("loggers"):
+            self.loop.log(record, final=final)
+        pages = [alert for alert in alerts if alert.severity == "page"]
         self._actions.on_rank_zero(pages)
-        if not final:
-            folder = self.loop.folder if self._writer is None else self._writer.folder
-            self._actions.on_all_ranks(self.loop, pages, os.path.join(folder, f"blow-up-step-{step}.ckpt"))
+        self._pages += pages
+
+    def act(self, step: int) -> None:
+        """Do what all ranks do on pages since the last call. Called on every rank after every update."""
+        pages, self._pages = self._pages, []
+        if self.alone:
+            return
+        folder = self.loop.folder if self._writer is None else self._writer.folder
+        self._actions.on_all_ranks(self.loop, pages, os.path.join(folder, f"blow-up-step-{step}.ckpt"))
 
     def put(self, record: StepRecord, alerts: Sequence[Alert] = ()) -> None:
         """Give a record and its alerts to the log, the exporter and the sinks."""

@@ -17,7 +17,6 @@ from hilbert_monitor.runs.record import RunInfo, StepRecord, measured
 
 from .hidden import AutocastFactory, unwrapped
 from .runtime import Ranks, compute_device
-from .schedule import has_scheduler, schedulers_of
 
 Log = Callable[..., Any]
 """Takes numbers by name, and the step if it has a place for it; or a tag, a number and the step, as TensorBoard's."""
@@ -37,6 +36,7 @@ class PlainLoop:
 
     validation_loaders: Any = None
     validates = False
+    label = ""
     keeps_log = True
 
     def __init__(
@@ -58,9 +58,6 @@ class PlainLoop:
         self.model, self.autocast, self.scaler = model, autocast, scaler
         self.optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self._schedulers = schedulers
-        inner = [one.optimizer for one in self.optimizers if hasattr(one, "optimizer")]  # of Accelerate's wrappers
-        self._without_schedulers = [*self.optimizers, *inner]  # as far as is known
-        self._found_schedulers: list[Any] = []
         self.updates = first_step
         self.last_update: float = math.inf if last_step is None else last_step
         self.folder, self.seed = folder, None if seed is None else int(seed)
@@ -72,20 +69,10 @@ class PlainLoop:
 
     @property
     def schedulers(self) -> Sequence[Any]:
-        """Those of the learning rate, without the wrappers that Accelerate puts around them.
-
-        Where none are given they are torch's own, looked for once for each optimizer that has one.
-        """
+        """Those of the learning rate, without the wrappers that Accelerate puts around them."""
         given = self._schedulers
         several = list(given) if isinstance(given, Iterable) else [] if given is None else [given]
-        return [getattr(one, "scheduler", one) for one in several] or self._find_schedulers()
-
-    def _find_schedulers(self) -> list[Any]:
-        if any(map(has_scheduler, self._without_schedulers)):
-            for optimizer in filter(has_scheduler, self._without_schedulers):
-                self._found_schedulers += schedulers_of(optimizer)
-            self._without_schedulers = [one for one in self._without_schedulers if not has_scheduler(one)]
-        return self._found_schedulers
+        return [getattr(one, "scheduler", one) for one in several]
 
     @property
     def in_between(self) -> bool:

@@ -15,19 +15,15 @@ from torch.optim import Optimizer
 
 from hilbert_monitor.optim import options_of
 
-from .decay import Decay
 from .finite_gradients import FiniteGradients
-from .formulas import state_of
-from .head import WatchedHead
-from .head_step import HeadStep, learning_rate
+from .head import Head
 from .held_rows import HeldRows, MovedRows
 from .held_step import How, RegionStep, hold
 from .hidden_norm import HiddenNorm
 from .increment import IncrementSource
-from .observers import Observer, observers_of
-from .owners import hooked_optimizer, inner_optimizers, owning_optimizer
-from .runtime import Ranks, compute_device
-from .step_hooks import hook_steps
+from .optimizers import Decay, hooked_optimizer, inner_optimizers, on_steps
+from .probe import Probe, probes_of
+from .runtime import Ranks, compute_device, warn_user
 
 Limit = float | Callable[[int], float]
 """A limit of D(S), or a function that makes it of the number of the step."""
@@ -74,7 +70,7 @@ class Region:
         """Steps that were left out whole."""
         self._hidden: HiddenNorm | None = None
         self._largest: float | None = None  # norm of a hidden state, before it was attached
-        self._head: WatchedHead | None = None
+        self._head: Head | None = None
         self._gradients: FiniteGradients | None = None
         self._remove: Callable[[], None] | None = None
         self._copies: list[Tensor] = []
@@ -110,12 +106,9 @@ class Region:
             process_group: the ranks that train together, if they are not all.
         """
         self.detach()
-        head = WatchedHead(model, optimizer, **self._options)
+        head = Head(model, optimizer, **self._options)
         _check_head(head)
-        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        owner = owning_optimizer(optimizers, head.weight)
-        assert owner is not None
-        outer = hooked_optimizer(owner, head.weight)
+        outer = hooked_optimizer(head.owner, head.weight)
         ranks = Ranks.of(compute_device(head.weight), group=process_group)
         self._head, self._gradients = head, FiniteGradients(outer, ranks, stop_after=self.stop_after)
         if self.nats is not None and self.hidden_norm is None:
@@ -123,10 +116,13 @@ class Region:
                 raise ValueError(f"nats=... needs hidden_norm=...: the head '{head.name}' is no module that is called")
             self._hidden = HiddenNorm(model, head.module, ranks)
             self._hidden.largest = self._largest
-        for source in _sources(head):
-            source.decay.warn_of_guess(source.group)
+        if any(source.decay.share(source.group) is None for source in head.sources):
+            warn_user(
+                f"it is not known how {type(outer).__name__} uses weight_decay, so TrustRegion holds the whole change"
+                ' of the weights; pass decay="decoupled" | "coupled" | a number | a function of the group'
+            )
         steps = (outer, *inner_optimizers(outer, head.weight))
-        self._remove = hook_steps(steps, self._begin, self._end, after_closure=lambda: True)
+        self._remove = on_steps(steps, self._begin, self._end, after_closure=lambda: True)
 
     def detach(self) -> None:
         """Hold nothing any more; the optimizer is left without a trace."""
@@ -141,7 +137,7 @@ class Region:
             self._hidden.remove()
             self._hidden = None
         if self._head is not None:
-            self._let_observers(self._head, lambda observer: observer.held(None))
+            self._tell_probes(self._head, lambda probe: probe.after_limit(None))
         self._head, self._gradients, self._copies = None, None, []
 
     def __enter__(self) -> Region:
@@ -182,7 +178,7 @@ class Region:
         _ = self.last  # now that the device has nothing left to do
         if self._is_left_out:
             return
-        weights = [_rows(head, source) for source in _sources(head)]
+        weights = [source.rows.of(source.param) for source in _sources(head)]
         if [x.shape for x in weights] != [x.shape for x in self._copies]:
             self._copies = [torch.empty_like(x) for x in weights]
         for copy, x in zip(self._copies, weights, strict=True):
@@ -199,15 +195,15 @@ class Region:
         if self._is_left_out:
             self._leave_out(head, gradients, RegionStep(self.step, limit, left_out=True))
             return
-        self._let_observers(head, lambda observer: observer.before_hold())
+        self._tell_probes(head, Probe.before_limit)
         step, scale = self.step, abs(head.logit_scale)
         held = hold(self._moved_rows(head), limit / scale, how=self.how)
         self._pending = outcome = cache(lambda: held.read(step, limit, scale))
-        self._let_observers(head, lambda observer: observer.held(outcome))
+        self._tell_probes(head, lambda probe: probe.after_limit(outcome))
         if head.rows.sharded:
             torch.autograd.graph.increment_version([source.param for source in _sources(head)])
 
-    def _limit_now(self, head: WatchedHead) -> float:
+    def _limit_now(self, head: Head) -> float:
         """The limit of D(S) in this step."""
         if self.nats is None:
             assert self.limit is not None
@@ -216,63 +212,58 @@ class Region:
             return math.inf if self._last is None else self._last.limit
         norm = self.hidden_norm if self._hidden is None else self._hidden.value()
         assert norm is not None
-        return self.nats / (norm if head.bias is None else math.hypot(norm, 1.0))  # rows are extended by the bias
+        return self.nats / (
+            norm if head.bias_source is None else math.hypot(norm, 1.0)
+        )  # rows are extended by the bias
 
-    def _leave_out(self, head: WatchedHead, gradients: FiniteGradients, step: RegionStep) -> None:
+    def _leave_out(self, head: Head, gradients: FiniteGradients, step: RegionStep) -> None:
         """Note a step that was not made, and say so."""
         self.left_out += 1
-        self._let_observers(head, lambda observer: observer.before_hold())
+        self._tell_probes(head, Probe.before_limit)
         gradients.restore()
         self._last = step
-        self._let_observers(head, lambda observer: observer.held(lambda: step))
+        self._tell_probes(head, lambda probe: probe.after_limit(lambda: step))
         gradients.tell(step.step)
 
-    def _let_observers(self, head: WatchedHead, do: Callable[[Observer], None]) -> None:
-        for source in reversed(_sources(head)):  # the bias first, as a monitor has it
-            for observer in observers_of(source.param):
-                do(observer)
+    def _tell_probes(self, head: Head, tell: Callable[[Probe], None]) -> None:
+        for probe in probes_of(head.weight):
+            tell(probe)
 
-    def _moved_rows(self, head: WatchedHead) -> HeldRows:
+    def _moved_rows(self, head: Head) -> HeldRows:
         """This rank's rows of the head around the step."""
         parts = [
             MovedRows(before, after, 1 - _decay_share(source, before, after))
             for source, before in zip(_sources(head), self._copies, strict=True)
-            for after in [_rows(head, source)]
+            for after in [source.rows.of(source.param)]
         ]
         return HeldRows(parts, among=head.rows.matrix(parts[0].after))
 
 
-def _sources(head: WatchedHead) -> list[IncrementSource]:
-    return [head.source] if head.bias is None else [head.source, head.bias]
-
-
-def _rows(head: WatchedHead, source: IncrementSource) -> Tensor:
-    """This rank's rows of a parameter, one for each token, as they are stored: writing to them writes the weights."""
-    mine = source.rows.of(source.param.detach())
-    if mine.ndim == 1:
-        return mine[:, None]
-    return mine.t() if head.transposed else mine
+def _sources(head: Head) -> list[IncrementSource]:
+    return list(reversed(head.sources))  # the weight first
 
 
 def _decay_share(source: IncrementSource, before: Tensor, after: Tensor) -> float | Tensor:
-    """The share of the weights that decoupled decay took away in the step just made; zero if it was no step."""
+    """Return the share of the weights that decoupled decay took away in the step just made; zero if it was no step.
+
+    Of a decay that is not known it is zero: then the whole change is held.
+    """
     if source.param.grad is None and not bool((before != after).any()):
         return 0.0
-    options = options_of(source.group)
-    options["lr"] = learning_rate(source.optimizer, options, state_of(source.optimizer, source.param))
-    share = source.decay.share(HeadStep("", options))
+    stated = source.decay.share(options_of(source.group))
+    share = 0.0 if stated is None else stated
     overflow = getattr(source.optimizer, "found_inf", None)  # a GradScaler leaves it to a fused optimizer
     if overflow is not None:
         share = share * (1 - overflow.double()) if isinstance(overflow, Tensor) else share * (1 - bool(overflow))
     return share.double() if isinstance(share, Tensor) and share.device.type != "mps" else share
 
 
-def _check_head(head: WatchedHead) -> None:
+def _check_head(head: Head) -> None:
     """Refuse heads whose log-odds a limit of D(S) does not hold."""
-    if head.effective is not None:
+    if head.computed is not None:
         raise ValueError(
             f"TrustRegion writes the head's weight, and that of '{head.name}' is computed from other parameters"
-            f" ({head.effective.kind}): hold nothing here, or train a head with a weight of its own"
+            f" ({head.computed.kind}): hold nothing here, or train a head with a weight of its own"
         )
     if head.logits.softcap is not None:
         raise ValueError(

@@ -6,54 +6,42 @@ It knows no training framework. A framework's adapter gives it a `TrainingLoop` 
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
+from hilbert_monitor import __version__
 from hilbert_monitor.runs.alerts import Judge
+from hilbert_monitor.runs.files import to_json
 from hilbert_monitor.runs.process_bound import ProcessBound
-from hilbert_monitor.runs.record import StepRecord
+from hilbert_monitor.runs.record import RunInfo, StepRecord
+from hilbert_monitor.runs.secrets import mask_secrets
 from hilbert_monitor.runs.stops import requested_stop
 
 from .head import NobodyMovesIt
-from .head_place import find_head_place
-from .layer_records import LayerRecords
-from .layers import LayerWatch
-from .options import MonitorOptions
+from .layers import LayerMonitor
+from .options import ON_ALL_RANKS, MonitorOptions
 from .outputs import RunOutputs
-from .owners import owning_optimizer
+from .panel import Panel
 from .panel_source import PanelSource
-from .probe import Probe
-from .run_description import describe_run
-from .runtime import Guard
+from .probe import Judged, Probe, is_sharded
+from .runtime import Guard, meet, warn_user
 from .samples import SampleIndices
-from .silence import Silence
 from .training_loop import TrainingLoop
-from .verdict import Judged
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A run whose head no optimizer has, so far."""
-
-    loop: TrainingLoop
-    why: str
-    silence: Silence
-
-    def reason(self, _updates: str) -> str:
-        """Why nothing is measured, in a sentence."""
-        return f"nothing is measured so far, and the head is watched as soon as an optimizer has it: {self.why}"
-
 
 _parents_runs: list[Any] = []
 """Runs that a forked child has dropped. Nothing of them is finalized, as a sink might then write its buffer again."""
 
 
-class MonitorSession(ProcessBound):
+class RunSession(ProcessBound):
     """Monitors the runs of one model, one after the other. A forked child starts without a run.
+
+    Under DDP rank zero measures alone: the other ranks have no probe, and take part only in actions on a blow-up that
+    all ranks take. Of a model with sharded parameters every rank has a probe.
 
     Args:
         options: of the user.
@@ -67,8 +55,8 @@ class MonitorSession(ProcessBound):
         self.outputs: RunOutputs | None = None
         """Where the run is written, while it trains."""
         self._described = (0, False)  # number of remarks, and whether there is a panel, that the log knows of
-        self._layers: LayerRecords | None = None
-        self._waiting: Waiting | None = None
+        self._layers: LayerMonitor | None = None
+        self._waits_for_groups: int | None = None  # where no optimizer has the head: how many groups there are
         self._resumed: dict[str, Any] = {}
         self._tokens = 0
         self._loss: Tensor | None = None
@@ -77,53 +65,69 @@ class MonitorSession(ProcessBound):
     # From the start of a run to its end
 
     def start(self, loop: TrainingLoop) -> None:
-        """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
+        """Find the head and its optimizer, and begin to watch: of a sharded model on all ranks, or on none."""
         self.bind_to_process()
         self.guard.failures.clear()  # those of an earlier run
-        self._waiting = None
-        self._begin(loop)
-
-    def look_again(self, *, weight: float = 1.0) -> None:
-        """Begin to watch after all, if by now an optimizer has the head. Called on every rank after an update.
-
-        Args:
-            weight: how much of an update it is, where the loop cannot tell.
-        """
-        waiting = self._waiting
-        if waiting is None:
-            return
-        waiting.silence.add(waiting.reason, weight)
-        owned = False
-        with self.guard("start"):
-            head = find_head_place(waiting.loop.model, self.options.head).weight
-            owned = owning_optimizer(waiting.loop.optimizers, head) is not None
-        if waiting.loop.ranks.all_agree(owned):
-            self._waiting = None
-            self._begin(waiting.loop)
-
-    def _begin(self, loop: TrainingLoop) -> None:
-        self.probe, why = None, ""
-        started = False
+        self.probe, self._waits_for_groups = None, None
         with self.guard("panel", user_code=True):
             if self.panels.panel is None and self.options.perturbation_every:
                 self.panels.take(loop.validation_loaders, validates=loop.validates, ranks=loop.ranks, model=loop.model)
+        self.outputs = RunOutputs(loop, self.options, self.guard)
+        if together := [action for action in self.options.actions if action in ON_ALL_RANKS]:
+            self.outputs.alone = meet(loop.ranks, "actions", repr(together))
+            if self.outputs.alone and loop.ranks.rank == 0:
+                why = f"{self.outputs.alone}, and it takes all ranks"
+                warn_user(f"on_blowup={together!r} is left out: {why}", stacklevel=4)
+        if loop.updates == 0:
+            self._resumed = {}
+        self._begin(loop)
+
+    def _begin(self, loop: TrainingLoop) -> None:
+        sharded = is_sharded(loop.model)
+        if loop.ranks.rank != 0 and not sharded:
+            return
+        if sharded and (apart := meet(loop.ranks, "sharded head", self.options.shared)):
+            if loop.ranks.rank == 0:
+                warn_user(f"nothing is measured: {apart}, and a sharded head takes all of them alike", stacklevel=4)
+            return
+        why, started = "", False
         with self.guard("start"):
             try:
-                self._start(loop)
+                self._start_probe(loop)
                 started = True
             except NobodyMovesIt as error:
                 why = str(error)
-        if not loop.ranks.all_agree(started):
-            waits = loop.ranks.all_agree(bool(why))
-            self.close()
+        if not sharded or loop.ranks.all_agree(started):
+            started = self.probe is not None
+        else:
+            why = why if loop.ranks.all_agree(bool(why)) else ""
+            started = False
+        if not started:
+            if why and loop.ranks.rank == 0 and self._waits_for_groups is None:
+                warn_user(
+                    f"nothing is measured so far, and the head is watched as soon as an optimizer has it: {why}",
+                    stacklevel=4,
+                )
+            self._stop_probe()
             self.probe = None
-            self._waiting = Waiting(loop, why, Silence(loop.ranks.rank)) if waits else None
+            self._waits_for_groups = self._groups() if why else None
             return
         assert self.probe is not None
-        if not loop.ranks.all_agree(math.isfinite(self.probe.agenda.last)):
-            self.probe.agenda.last = math.inf
-        if not loop.validates and not loop.ranks.all_agree(self.panels.panel is not None):
-            self.probe.agenda.perturbation_every = 0  # there is no panel, and none to come
+        self._waits_for_groups = None
+        schedule, has_panel = self.probe.schedule, self.panels.panel is not None
+        if sharded and not loop.ranks.all_agree(math.isfinite(schedule.last)):
+            schedule.last = math.inf
+        if not loop.validates and not (loop.ranks.all_agree(has_panel) if sharded else has_panel):
+            schedule.perturbation_every = 0  # there is no panel, and none to come
+
+    def look_again(self) -> None:
+        """Begin to watch after all, if the optimizers have got further groups, as when a head is unfrozen."""
+        if self._waits_for_groups is not None and self.outputs is not None and self._groups() != self._waits_for_groups:
+            self._begin(self.outputs.loop)
+
+    def _groups(self) -> int:
+        assert self.outputs is not None
+        return sum(len(optimizer.param_groups) for optimizer in self.outputs.loop.optimizers)
 
     def begin_batch(self, index: int | None, samples: SampleIndices | None) -> None:
         """Note a micro-batch, before a step is made of it.
@@ -142,34 +146,40 @@ class MonitorSession(ProcessBound):
             loss: its part of the update's loss.
             tokens: its training tokens, over all ranks.
         """
-        if loss is not None:
+        if loss is not None and self.probe is not None:
             self._loss = loss if self._loss is None else self._loss + loss
         self._tokens += tokens
 
-    def record(self, *, final: bool = False) -> None:
-        """Make the record of the update, if there was one, and hand it on. Called on every rank."""
+    def record(self, *, final: bool = False, updated: bool = True) -> None:
+        """Make the record of the update, if there was one, and hand it on. Called on every rank.
+
+        Args:
+            final: there is no next step.
+            updated: the training loop has counted an update: the same on all ranks.
+        """
         outputs, probe = self.outputs, self.probe
-        if outputs is None or probe is None or not (final or probe.stepped):
+        if outputs is None:
             return
-        record = probe.record(
-            final=final,
-            train_loss=self._loss,
-            validation_loss=self._validation_loss,
-            tokens=self._tokens,
-        )
-        self._loss = self._validation_loss = None
-        alerts = probe.alerts
-        if self._layers is not None:
-            record, more = self._layers.take(record, probe.step, outputs)
-            alerts = [*alerts, *more]
-            if not final:
-                self._layers.go_on(probe.step + 1)
-        self._write([(record, alerts)] if record is not None else [], final=final)
+        if probe is not None and (final or probe.stepped):
+            loss, self._loss = self._loss, None
+            validation_loss, self._validation_loss = self._validation_loss, None
+            with self.guard("record"):
+                record = probe.record(
+                    final=final, train_loss=loss, validation_loss=validation_loss, tokens=self._tokens
+                )
+                if self._layers is not None:
+                    self._layers.end(probe.step)
+                self._write([] if record is None else [(record, probe.alerts)], final=final)
+                if self._layers is not None and not final:
+                    self._layers.begin(probe.step + 1)
+        if updated and not final:
+            self._loss = None  # of an update that no hook saw
+            outputs.act(0 if probe is None else probe.step)
 
     def flush(self) -> None:
         """Hand on the records of steps that are still on the device. Called on any rank, at any time."""
         if self.probe is not None and self.outputs is not None:
-            self.probe.settle()
+            self.probe.flush()
             self._write([], final=True)
 
     def _write(self, latest: list[Judged], *, final: bool) -> None:
@@ -178,35 +188,42 @@ class MonitorSession(ProcessBound):
         assert probe is not None
         assert outputs is not None
         judged = [*probe.earlier(), *latest]
-        described = len(probe.remarks), self.panels.panel is not None
         with self.guard("run log"):
-            if judged and described != self._described:
-                self._described = described
-                outputs.describe(describe_run(outputs.loop, probe, self.options, self.panels.panel, self._resumed))
-        records = [(self._named(record), alerts) for record, alerts in judged]
-        outputs.write(records, step=probe.step, final=final)
+            if judged and self._known != self._described:
+                self._described = self._known
+                outputs.describe(self._describe(probe, outputs.loop))
+        for record, alerts in judged:
+            if self._layers is not None:
+                record, layers, more = self._layers.complete(record)
+                alerts = [*alerts, *more]
+                if layers is not None:
+                    outputs.write_log(layers)
+            outputs.write(self._labelled(record), alerts, final=final)
 
-    def _named(self, record: StepRecord) -> StepRecord:
-        """Return the record with the name of its head, if there are several."""
-        if self.probe is None or not self.options.named:
-            return record
-        return msgspec.structs.replace(record, head=self.probe.head.name)
+    @property
+    def _known(self) -> tuple[int, bool]:
+        return (0 if self.probe is None else len(self.probe.remarks)), self.panels.panel is not None
+
+    def _labelled(self, record: StepRecord) -> StepRecord:
+        """Return the record with the name of its head, if others have monitors too."""
+        label = "" if self.outputs is None else self.outputs.loop.label
+        return msgspec.structs.replace(record, head=label) if label else record
 
     def notice_update(self, *, weight: float = 1.0) -> None:
-        """Look for the step of an update that no hook saw. Called on every rank."""
+        """Look for the step of an update that no hook saw."""
         if self.probe is not None and self.outputs is not None:
             self.probe.notice_update(self.outputs.loop.optimizers, weight=weight)
 
-    def validated(self, loss: float) -> None:
+    def log_validation(self, loss: float) -> None:
         """Add the validation loss to the record of the step before it, or keep it for the first."""
         self.flush()
-        amended = None if self.probe is None or self.probe.stepped else self.probe.amend(validation_loss=loss)
-        if amended is None:
+        updated = None if self.probe is None or self.probe.stepped else self.probe.update_last(validation_loss=loss)
+        if updated is None:
             self._validation_loss = loss
         elif self.outputs is not None:
-            self.outputs.put(self._named(amended))
+            self.outputs.put(self._labelled(updated))
 
-    def alive(self) -> None:
+    def heartbeat(self) -> None:
         """Say that the run is doing something, though it makes no step."""
         if self.outputs is not None:
             self.outputs.alive()
@@ -224,9 +241,15 @@ class MonitorSession(ProcessBound):
             stopped: the signal that asked it to end, where the loop knows of one.
         """
         stopped = stopped or requested_stop(error)
-        if self._waiting is not None:
-            self._waiting.silence.tell()
-        self._waiting = None
+        self._waits_for_groups = None
+        self._stop_probe()
+        outputs, self.outputs = self.outputs, None
+        self._loss = self._validation_loss = None
+        self.panels.reset()
+        if outputs is not None:
+            outputs.close(error, stopped=stopped)
+
+    def _stop_probe(self) -> None:
         if self.probe is not None:
             with self.guard("record"):
                 self.flush()
@@ -235,16 +258,9 @@ class MonitorSession(ProcessBound):
         if self._layers is not None:
             self._layers.close()
         self._layers = None
-        try:
-            if self.outputs is not None:
-                self.outputs.close(error, stopped=stopped)
-        finally:
-            self.outputs = None
-            self._loss = self._validation_loss = None
-            self.panels.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps and tokens so far, the name of the log and the history of the rules, of plain types."""
+        """Return steps and tokens so far, the name of the log and the history of the rules, of plain types."""
         with self.guard("record"):
             self.flush()
         return self._state()
@@ -268,7 +284,7 @@ class MonitorSession(ProcessBound):
         try:
             self._resumed = self._state()
         finally:
-            self.probe = self.outputs = self._layers = self._waiting = None
+            self.probe = self.outputs = self._layers = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting where the run was saved."""
@@ -276,19 +292,17 @@ class MonitorSession(ProcessBound):
 
     # How
 
-    def _start(self, loop: TrainingLoop) -> None:
-        options = self.options
-        if loop.updates == 0:
-            self._resumed = {}
-        self.outputs = RunOutputs(loop, options, self.guard)
-        self.probe = Probe(
+    def _start_probe(self, loop: TrainingLoop) -> None:
+        options, outputs = self.options, self.outputs
+        assert outputs is not None
+        self.probe = probe = Probe(
             loop.model,
             loop.optimizers,
             head=options.head,
             panel=self.panels.panel,
             diameter_every=options.diameter_every,
             perturbation_every=options.perturbation_every,
-            bracket=options.bracket,
+            bounds=options.advanced.bounds,
             hidden=options.hidden,
             autocast=loop.autocast,
             decay=options.decay,
@@ -296,36 +310,64 @@ class MonitorSession(ProcessBound):
             logit_scale=options.logit_scale,
             schedulers=self._schedulers,
             judge=Judge(options.rules),
-            immediate=options.immediate or options.acts,
-            side_stream=options.side_stream,
+            immediate=options.advanced.immediate or options.acts,
             efficiency=options.efficiency,
             attention=options.layers,
-            world=loop.ranks.world,
             process_group=loop.ranks.group,
             guard=self.guard,
         )
-        self._resume(loop, self.probe)
-        if loop.ranks.rank == 0:
-            with self.guard("outputs"):
-                self._described = len(self.probe.remarks), self.panels.panel is not None
-                info = describe_run(loop, self.probe, options, self.panels.panel, self._resumed)
-                self.outputs.open(info, first_step=self.probe.step)
-        self.probe.attach()
-        if options.layers and loop.ranks.rank == 0:
-            with self.guard("layers"):
-                head, note = self.probe.head.weight, self.probe.note
-                layers = LayerWatch(loop.model, loop.optimizers, head, guard=self.guard, remark=note)
-                self._layers = LayerRecords(layers, options.rules, self.probe.step + 1, self._resumed.get("layers"))
-
-    def _schedulers(self) -> Sequence[Any]:
-        """Those of the run, as they are now."""
-        return () if self.outputs is None else self.outputs.loop.schedulers
-
-    def _resume(self, loop: TrainingLoop, probe: Probe) -> None:
-        """Go on counting and judging where the run was saved."""
         probe.step, self._tokens = self._resumed.get("step", loop.updates), self._resumed.get("tokens", 0)
         with self.guard("last step"):
-            probe.agenda.last = probe.step + loop.last_update - loop.updates
+            probe.schedule.last = probe.step + loop.last_update - loop.updates
         if probe.judge is not None and "history" in self._resumed:
             with self.guard("history"):
                 probe.judge.restore(self._resumed["history"])
+        if loop.ranks.rank == 0:
+            with self.guard("outputs"):
+                self._described = self._known
+                outputs.open(self._describe(probe, loop), first_step=probe.step)
+        probe.attach()
+        if options.layers and loop.ranks.rank == 0:
+            with self.guard("layers"):
+                self._layers = LayerMonitor(
+                    loop.model,
+                    loop.optimizers,
+                    probe.head.weight,
+                    guard=self.guard,
+                    remark=probe.note,
+                    decay=options.decay,
+                    rules=options.rules,
+                    history=self._resumed.get("layers"),
+                )
+                self._layers.begin(probe.step + 1)
+
+    def _schedulers(self) -> Sequence[Any]:
+        """Return those of the run, as they are now."""
+        return () if self.outputs is None else self.outputs.loop.schedulers
+
+    def _describe(self, probe: Probe, loop: TrainingLoop) -> RunInfo:
+        """Return what is known of the run: what the loop says, and what the monitor watches it with."""
+        info, options = loop.describe(), self.options
+        config = info.config if options.config is None else options.config
+        same = options.run_name in (None, self._resumed.get("name"))  # or it is a branch with a name of its own
+        panel: Panel | None = self.panels.panel
+        return msgspec.structs.replace(
+            info,
+            id=self._resumed.get("run", "") if same else "",
+            name=options.run_name or "",
+            head_optimizer=type(probe.head.source.optimizer).__name__,
+            head_name=probe.head.name,
+            config=mask_secrets(to_json(dict(config)), options.advanced.secrets),
+            panel_hash="" if panel is None else panel.hash,
+            panel_size=None if panel is None else panel.size,
+            remarks=tuple(probe.remarks),
+            stalled_after=options.advanced.stalled_after,
+            last_step=int(probe.schedule.last) if math.isfinite(probe.schedule.last) else None,
+            versions={
+                "hilbert_monitor": __version__,
+                "torch": str(torch.__version__),
+                **info.versions,
+                "python": platform.python_version(),
+            },
+            world_size=loop.ranks.world,
+        )

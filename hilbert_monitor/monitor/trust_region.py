@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .probe import QUIET
 from .region import Region
-from .silence import Silence
+from .runtime import warn_user
 
 try:
     from lightning.pytorch import Callback
@@ -47,8 +48,7 @@ class TrustRegion(Region, Callback):
         stop_after: steps in a row with gradients that are not finite, after which NonFiniteGradients is raised.
     """
 
-    _silence: Silence
-    _updates = _seen = 0
+    _updates = _seen = _unseen = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the head and its optimizer, and begin to hold."""
@@ -58,18 +58,15 @@ class TrustRegion(Region, Callback):
                 " ModelParallelStrategy, with fully_shard in configure_model"
             )
         self.attach(pl_module, trainer.optimizers)
-        self._silence, self._updates, self._seen = Silence(trainer.global_rank), trainer.global_step, self.step
+        self._updates, self._seen, self._unseen = trainer.global_step, self.step, 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Say so if updates pass that no hook has seen."""
-        if trainer.global_step > self._updates and pl_module.automatic_optimization:
-            if self.step > self._seen:
-                self._silence.end()
-            else:
-                self._silence.add(
-                    lambda updates: f"TrustRegion saw no step of the head's optimizer in {updates}: is it compiled?"
-                )
-        self._updates, self._seen = trainer.global_step, self.step
+        if trainer.global_step > self._updates and pl_module.automatic_optimization and self.step == self._seen:
+            self._unseen += 1
+            if self._unseen == QUIET and trainer.global_rank == 0:
+                warn_user(f"TrustRegion saw no step of the head's optimizer in {QUIET} updates: is it compiled?")
+        self._updates = trainer.global_step
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let go of the optimizer."""

@@ -27,7 +27,7 @@ from .options import MonitorOptions, chosen_options, with_options
 from .plain_loop import Log, PlainLoop
 from .runtime import warn_user
 from .samples import sample_indices
-from .session import MonitorSession
+from .session import RunSession
 
 
 class Watch:
@@ -50,7 +50,7 @@ class Watch:
         panel: GivenPanel | None = None,
         data_ranks: int | None = None,
     ) -> None:
-        self.session = MonitorSession(dataclasses.replace(options))
+        self.session = RunSession(dataclasses.replace(options))
         """What watches the run; its `probe` measures, its `guard` counts what failed."""
         self.loop = loop
         self._panel, self._data_ranks = panel, data_ranks or loop.ranks.world
@@ -105,28 +105,24 @@ class Watch:
         if not self._running or self.loop.in_between:
             return
         self.loop.updates += 1
-        if session.probe is None:
-            with session.guard("start"):
-                session.look_again()
-            self._losses.clear()
-            return
+        with session.guard("start"):
+            session.look_again()
         with session.guard("increment"):
-            if not session.probe.stepped:
+            if session.probe is not None and not session.probe.stepped:
                 self._notice_update()
         with session.guard("batch"):
-            if session.probe.stepped:
-                self._hand_over_batches()
+            self._hand_over_batches()
         with session.guard("record"):
             session.record()
 
-    def validated(self, loss: Tensor | float) -> None:
+    def log_validation(self, loss: Tensor | float) -> None:
         """Add a validation loss to the record of the step before it."""
         with self.session.guard("validation loss"):
-            self.session.validated(float(loss))
+            self.session.log_validation(float(loss))
 
-    def alive(self) -> None:
+    def heartbeat(self) -> None:
         """Say that the run is doing something, such as a long validation, though it makes no step."""
-        self.session.alive()
+        self.session.heartbeat()
 
     @property
     def should_stop(self) -> bool:
@@ -289,7 +285,7 @@ def watch(
     Example:
         ::
 
-            with hilbert_monitor.watch(model, optimizer, panel=validation_batches, prometheus_port=9464) as run:
+            with hilbert_monitor.watch(model, optimizer, panel=validation_batches, prometheus=9464) as run:
                 for batch in batches:
                     ...
                     optimizer.step()
@@ -318,7 +314,7 @@ def watch(
         seed: of the run. Runs that differ by it alone are averaged on the dashboard.
         data_ranks: ranks that read data of their own, if they are not all, for the number of tokens.
         process_group: the ranks that have the head, if they are not all: in a pipeline.
-        **options: those of `HilbertMonitor`, besides `progress_bar`.
+        **options: those of `HilbertMonitor`.
     """
     chosen = chosen_options("watch()", options)
     check_loop_arguments(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from hilbert_monitor.geometry import compute_dtype
+from hilbert_monitor.geometry import RowSource, compute_dtype
 from hilbert_monitor.geometry.sharding import is_dtensor, like
 
 from .distributed import gradient_mismatch, lay_out_like, local, version_of
@@ -116,7 +116,7 @@ class MatrixOptimizer(Optimizer, ABC):
         return loss
 
     @torch.no_grad()
-    def increment(self, param: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def increment(self, param: Tensor) -> Tensor:
         """Return the increment S of the last step on `param`, without the decoupled weight decay.
 
         U' = (1 - lr decay) U + S: signed, and scaled by the learning rate of that step. Zero if the parameter had no
@@ -126,23 +126,23 @@ class MatrixOptimizer(Optimizer, ABC):
         The result (m, n) has the dtype of the optimizer's state, and the layout of `param` if that is sharded. All
         ranks of the mesh must call this together where the formula needs the other shards: for Muon, for RowNorm with
         center="both", and where columns are sharded.
-
-        Args:
-            param: one of this optimizer's parameters.
-            out: memory for the result, or for this rank's part of it. A subclass may ignore it.
         """
+        return like(param, self.increment_rows(param).matrix())
+
+    @torch.no_grad()
+    def increment_rows(self, param: Tensor) -> RowSource:
+        """Return this rank's rows of `increment`: formed on demand by RowNorm, unless other shards are needed."""
         if not any(param is p for group in self.param_groups for p in group["params"]):
             raise ValueError(f"the parameter of shape {tuple(param.shape)} is not one of this {type(self).__name__}'s")
         if param not in self._last:
             raise RuntimeError(
                 "no step has moved this parameter since the optimizer was made, loaded or given it: call this after one"
             )
-        last = self._last[param]
+        last, dtype = self._last[param], compute_dtype(param)
         if last is None:
-            return torch.zeros_like(param, dtype=compute_dtype(param))
+            return RowSource(local(param.detach()), form=lambda u: torch.zeros_like(u, dtype=dtype), dtype=dtype)
         with outside_autocast([param]):
-            S = self._form_increment(param, last, None if out is None else local(out))
-        return like(param, S)
+            return self._increment_rows(param, last)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state in its own precision; torch's method would cast it to the dtype of the parameters."""
@@ -166,8 +166,8 @@ class MatrixOptimizer(Optimizer, ABC):
         """Step the parameters of one group that have a gradient."""
 
     @abstractmethod
-    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
-        """Form the increment of the last step, or this rank's part of it, in `out` if the subclass can use it."""
+    def _increment_rows(self, param: Tensor, last: LastStep) -> RowSource:
+        """Return this rank's rows of the increment of the last step."""
 
 
 def shrink_and_add(

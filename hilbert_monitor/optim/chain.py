@@ -127,12 +127,12 @@ class ChainedOptimizer(Optimizer):
                 return o
         raise ValueError(f"the parameter of shape {tuple(param.shape)} is in none of the chained optimizers")
 
-    def increment(self, param: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def increment(self, param: Tensor) -> Tensor:
         """Return the increment of the last step on `param` from its owner: see `MatrixOptimizer.increment`."""
         owner = self.owner(param)
         if not isinstance(owner, MatrixOptimizer):
             raise TypeError(f"{type(owner).__name__} cannot say what its last step was: RowNorm and Muon can")
-        return owner.increment(param, out=out)
+        return owner.increment(param)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a chain of the same optimizers over the same parameters; refuse any other state."""

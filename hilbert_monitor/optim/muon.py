@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.optim.optimizer import ParamsT
 
-from hilbert_monitor.geometry import compute_dtype, full_precision
+from hilbert_monitor.geometry import RowSource, compute_dtype, full_precision
 from hilbert_monitor.geometry.sharding import is_dtensor
 
 from .base import Group, LastStep, MatrixOptimizer, check_choice, check_number, shrink_and_add
@@ -197,7 +197,7 @@ class Muon(MatrixOptimizer):
     def _buffers(self, params: list[Tensor]) -> list[Tensor]:
         return [local(self.state[p]["momentum_buffer"]) for p in params]
 
-    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
+    def _increment_rows(self, param: Tensor, last: LastStep) -> RowSource:
         if last.options["nesterov"] and not last.had(param.grad):
             raise RuntimeError(
                 "the gradient of the last step is gone or changed, and Muon's increment needs it: ask before zero_grad,"
@@ -206,8 +206,8 @@ class Muon(MatrixOptimizer):
         dtype = NS_DTYPES[last.options["ns_dtype"]]
         whole: list[Exchange] = [] if is_dtensor(param) else [ReplicatedExchange([param], dtype)]
         for exchange in whole or self._sharded_exchanges([param], dtype):
-            return _scaled(self._orthogonal(exchange, [param], last.options)[0].X, param, last.options)
-        return torch.zeros_like(local(param), dtype=compute_dtype(param))  # this rank is not in the mesh
+            return RowSource(_scaled(self._orthogonal(exchange, [param], last.options)[0].X, param, last.options))
+        return RowSource(torch.zeros_like(local(param), dtype=compute_dtype(param)))  # this rank is not in the mesh
 
 
 class _SharedGroup:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.optim.optimizer import ParamsT
 
-from hilbert_monitor.geometry import compute_dtype
+from hilbert_monitor.geometry import RowSource, compute_dtype
 
 from .base import Group, LastStep, MatrixOptimizer, check_choice, check_number, shrink_and_add
 from .distributed import ShardLayout, local, local_gradient, shard_layout
@@ -103,13 +103,15 @@ class RowNorm(MatrixOptimizer):
             for u, e, (rows, scale) in zip(weights, errors, steps, strict=True):
                 shrink_and_add(u, rows, scale=scale, shrink=shrink, lost=e)
 
-    def _form_increment(self, param: Tensor, last: LastStep, out: Tensor | None) -> Tensor:
-        B, step = local(self.state[param]["momentum_buffer"]), self.state[param]["step"]
-        S = torch.empty_like(B) if out is None else out
-        steps = _steps(cache_chunks(B), len(param), shard_layout(param), step, last.options)
-        for s, (rows, scale) in zip(cache_chunks(S), steps, strict=True):
-            torch.mul(rows, scale, out=s)
-        return S
+    def _increment_rows(self, param: Tensor, last: LastStep) -> RowSource:
+        B, step, layout = local(self.state[param]["momentum_buffer"]), self.state[param]["step"], shard_layout(param)
+
+        def formed(averages: Iterable[Tensor]) -> list[Tensor]:
+            return [rows * scale for rows, scale in _steps(averages, len(param), layout, step, last.options)]
+
+        if last.options["center"] == "none" and not layout.columns:
+            return RowSource(B, form=lambda b: formed([b])[0])
+        return RowSource(torch.cat(formed(cache_chunks(B))))
 
 
 def cache_chunks(A: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:

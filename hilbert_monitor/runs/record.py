@@ -178,8 +178,14 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     diameter_upper: Annotated[float | None, Metric("step_diameter_upper", panel="diameter", label="bracket",
         line="band", log=True,
         help="Certified upper bound of the row diameter D(S) of the LM head's increment.")] = None
+    change_diameter: Annotated[float | None, Metric("change_diameter", panel="diameter",
+        label="change of the weights, exact", line="other", log=True,
+        help="Row diameter of the change of the LM head's weights in a step, weight decay included, where that decay is"
+        " not known and D(S) therefore is not either. Exact.")] = None
+    decay: str = ""
+    """"unknown" where only the change of the weights with its decay is known, or empty."""
     pair: Pair | None = None
-    """Tokens that attain the diameter, or its lower bound."""
+    """Tokens that attain the diameter, its lower bound, or the change's."""
     pair_text: tuple[str, str] | None = None
     increment_from: str = ""
     """Source of S: "state" of the optimizer, weights before and after its "step", or a whole "update"."""
@@ -194,11 +200,6 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
         help="Certified upper bound of the row diameter of the step that the LM head's weights made, for weights stored"
         " with less than fp32.")] = None
     stored_pair: Pair | None = None
-    seen_diameter: Annotated[float | None, Metric("seen_diameter", panel="diameter",
-        label="step as the forward pass sees it", line="other", log=True,
-        help="Row diameter of the step that the forward pass sees, where it casts the LM head's weights to less than"
-        " they have: under autocast, or by a mixed-precision policy of FSDP. Exact.")] = None
-    seen_pair: Pair | None = None
     moved_share: Annotated[float | None, Metric("moved_share", panel="shares", label="weights that moved",
         line="other", unit="ratio",
         help="Share of the LM head's stored weights that a step changed at all, for weights stored with less than fp32:"

@@ -242,7 +242,6 @@ STEPS, FAULT = 60, 40
 JOBS = ("hilbert-runs", "hilbert-service")
 """Both scrape the same runs, as a service does that another Prometheus's targets are known to."""
 PLAIN = {
-    "hilbert_seen_diameter": "its forward pass casts no weight",
     "hilbert_attention_logit_max": "its model has no attention",
 }
 FP32 = PLAIN | dict.fromkeys(
@@ -332,7 +331,7 @@ def train(folder, ports, address):
             sinks=[Broken()],
             efficiency=True,
             layers=True,
-            prometheus_port=ports[0],
+            prometheus=ports[0],
         )
         regions = [TrustRegion(limit=0.05)] if heads[0] == "AdamW" else []
         trainer = lightning.Trainer(

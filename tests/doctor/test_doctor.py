@@ -228,7 +228,7 @@ def test_a_probe_that_raises_is_found(only, monkeypatch):
     def broken(S):
         raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
 
-    monkeypatch.setattr("hilbert_monitor.monitor.measurement.row_diameter", broken)
+    monkeypatch.setattr("hilbert_monitor.monitor.measure.row_diameter", broken)
     assert_failed(only(increment), "increment", "TypeError: Cannot convert a MPS Tensor")
 
 

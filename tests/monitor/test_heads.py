@@ -1,8 +1,6 @@
 """Heads of all kinds are measured, or it is said why not: bare parameters, (d, V), biases, frozen, in bf16, two."""
 
 import csv
-import pickle
-import urllib.request
 import warnings
 from types import SimpleNamespace
 
@@ -16,11 +14,13 @@ from torch.nn.functional import cross_entropy, linear
 from torch.optim import SGD, AdamW, RMSprop
 from torch.utils.data import DataLoader
 
-from hilbert_monitor import HilbertMonitor, Probe, Prometheus, RowNorm, watch
+from hilbert_monitor import HilbertMonitor, Probe, RowNorm, watch
+from hilbert_monitor.monitor.head import LogitTransform, check_logit_scale, logit_transform
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import StepRecord
+from tests.support.causal_models import causal_model
 from tests.support.decoders import Plain, loss_of, seeded
 from tests.support.references import all_pairs_diameter, deltas
 from tests.support.sinks import Recorder
@@ -58,8 +58,7 @@ def train(model, probe, optimizer, updates=3):
     return record, weight.detach().double() - before
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("transposed", "autocast"), [(False, False), (True, True)])
 def test_a_head_that_is_a_bare_parameter_is_measured_on_the_panel_too(transposed, autocast):
     model = seeded(Bare, transposed=transposed)
     optimizer, tokens = SGD(model.parameters(), lr=0.1), torch.randint(0, V, (6, 9))
@@ -71,6 +70,7 @@ def test_a_head_that_is_a_bare_parameter_is_measured_on_the_panel_too(transposed
         record, S = train(model, probe, optimizer)
     S = S.T if transposed else S
     assert record.diameter == pytest.approx(all_pairs_diameter(S), rel=1e-5)
+    assert (record.stored_diameter, record.moved_share) == (None, None)  # in fp32 the step stored is the one intended
     H = model.hidden(tokens[:5]).detach().reshape(-1, D)[:40].double()
     expected = float(deltas(S, H).square().mean().sqrt())
     assert record.perturbation_rms == pytest.approx(expected, rel=0.02 if autocast else 1e-4)
@@ -166,15 +166,6 @@ def test_a_head_in_bf16_has_the_step_that_was_stored_beside_the_one_intended(mak
     if make is not RMSprop:
         assert 0 < record.diameter < 1e-3
         assert record.increment_from == "state"
-
-
-def test_a_head_in_fp32_has_no_copy_and_no_stored_step():
-    model = seeded(Plain, V=V, d=D)
-    optimizer = AdamW(model.parameters())
-    with Probe(model, optimizer, diameter_every=1, perturbation_every=0, strict=True) as probe:
-        record, _ = train(model, probe, optimizer)
-    assert record.stored_diameter is None
-    assert record.moved_share is None
 
 
 def test_blow_ups_are_looked_for_in_the_stored_step():
@@ -336,78 +327,150 @@ def test_two_monitors_log_under_the_names_of_their_heads(tmp_path):
         assert RunReader(f"runs/{head}").info.head_name == head
 
 
-def test_one_monitor_of_two_heads_names_its_records_and_runs_and_serves_each(tmp_path):
-    written, scraped, logger = [], [], CSVLogger(tmp_path)
-    heads, sink = ["model.lm_head", "second"], SimpleNamespace(write=written.append)
-
-    class Scrape(lightning.Callback):
-        def on_train_end(self, trainer, module):
-            for one in (monitor, *monitor.beside):
-                port = one.session.outputs.exporter.port
-                scraped.append(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
-
-    monitor = HilbertMonitor(
-        heads, diameter_every=1, perturbation_every=UPDATES, panel_size=20, run_name="run", sinks=[sink], strict=True,
-        prometheus=Prometheus(port=0, linger=0.0),
-    )  # fmt: skip
-    module = Two()
-    fit(module, monitor, Scrape(), logger=logger, log_every_n_steps=1)
-    for number, head in enumerate(heads):
-        mine = {record.step: record for record in written if record.head == head}
-        assert sorted(mine) == list(range(1, UPDATES + 1))
-        assert mine[UPDATES].perturbation_rms > 0
-        assert mine[UPDATES].validation_loss > 0
-        reader = RunReader(f"runs/run-{head}")
-        assert reader.info.head_name == head
-        assert {record.diameter for record in reader.steps()} == {record.diameter for record in mine.values()}
-        assert f'hilbert_step_diameter{{head="AdamW",run="run-{head}"}}' in scraped[number]
-    with open(f"{logger.log_dir}/metrics.csv") as file:
-        assert {f"hilbert/{head}/step_diameter" for head in heads} <= set(csv.DictReader(file).fieldnames)
-
-
-def test_two_heads_of_one_monitor_train_to_the_bit_as_without_it_and_go_on_from_a_checkpoint(tmp_path):
-    modules = [Two(), Two()]
+def test_two_monitors_name_their_records_and_go_on_from_a_checkpoint_each_with_its_state(tmp_path):
+    sinks = [Recorder(), Recorder()]
     options = {"diameter_every": 2, "perturbation_every": 4, "panel_size": 20, "run_dir": None, "strict": True}
-    monitor = HilbertMonitor(["model.lm_head", "second"], **options)
-    for module, callbacks in zip(modules, ([], [monitor]), strict=True):
+    heads = ["model.lm_head", "second"]
+    monitors = [HilbertMonitor(head, sinks=[sink], **options) for head, sink in zip(heads, sinks, strict=True)]
+    modules = [Two(), Two()]
+    for module, callbacks in zip(modules, ([], monitors), strict=True):
         fit(module, *callbacks)
     assert all(map(torch.equal, modules[0].parameters(), modules[1].parameters()))
+    for head, sink in zip(heads, sinks, strict=True):
+        assert {record.head for record in sink.records} == {head}
+        assert sink.records[-1].perturbation_rms > 0
     modules[1].trainer.save_checkpoint(tmp_path / "last.ckpt")
-    saved = torch.load(tmp_path / "last.ckpt")["hilbert_monitor"]
-    assert {head: state["step"] for head, state in saved.items()} == {"model.lm_head": UPDATES, "second": UPDATES}
-    fit(Two(), monitor)  # a second run with the same monitor
-    assert pickle.loads(pickle.dumps(monitor)).heads == monitor.heads
+    states = torch.load(tmp_path / "last.ckpt")["callbacks"]
+    assert {monitor.state_key for monitor in monitors} <= states.keys()
+    assert [states[monitor.state_key]["step"] for monitor in monitors] == [UPDATES, UPDATES]
+    again = HilbertMonitor("second", **options)
+    again.load_state_dict(states[again.state_key])
+    fit(Two(), again)  # a second run
 
 
-@pytest.mark.parametrize("heads", [[], ["a", "a"], ["a", None]])
-def test_several_heads_are_different_names(heads):
-    with pytest.raises(ValueError, match="several heads are given as a list of different names"):
-        HilbertMonitor(heads)
-
-
-def test_one_head_has_one_monitor():
-    monitor = HilbertMonitor(run_dir=None, panel_size=40)
-    with pytest.raises(ValueError, match="the same HilbertMonitor stands twice among the Trainer's callbacks"):
-        fit(Module("torch"), monitor, monitor)
-    with pytest.raises(ValueError, match="two HilbertMonitors watch the same head: pass each a head="):
-        fit(Module("torch"), HilbertMonitor(run_dir=None, panel_size=40), HilbertMonitor(run_dir=None, panel_size=40))
-    named = HilbertMonitor("model.lm_head", run_dir=None, panel_size=40, strict=True)
+def test_a_monitor_watches_one_head_and_a_head_has_one_monitor():
+    with pytest.raises(ValueError, match=r"a monitor watches one head, got .*: use one monitor for each"):
+        HilbertMonitor(["model.lm_head", "second"])
+    options = {"run_dir": None, "panel_size": 40}
+    with pytest.raises(RuntimeError, match="more than one stateful callback"):
+        fit(Module("torch"), HilbertMonitor(**options), HilbertMonitor(**options))
+    named = HilbertMonitor("model.lm_head", strict=True, **options)
     with pytest.raises(ValueError, match=r"another HilbertMonitor watches the head 'model\.lm_head'"):
-        fit(Module("torch"), HilbertMonitor(run_dir=None, panel_size=40), named)
+        fit(Module("torch"), HilbertMonitor(**options), named)
 
 
 # What a model does to its head's output
 
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS = {
+    "Cohere": ({"logit_scale": 0.0625}, 0.0625, None),
+    "Granite": ({"logits_scaling": 8.0}, 0.125, None),
+    "Gemma2": ({"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}, 1.0, 3.0),
+    "Llama": ({}, 1.0, None),
+    "HyperCLOVAX": ({"logits_scaling": 0.25}, 0.25, None),
+    "MiniCPM3": ({}, 1.0, None),
+}
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_scale_of_the_logits_is_read_from_the_config(told):
-    class Config:
-        model_type, logit_scale = "cohere", 0.0625
 
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_the_config_of_a_model_gives_what_the_model_does_to_its_heads_output(name):
+    options, scale, cap = MODELS[name]
+    model, outputs = causal_model(name, **SIZES, **options).eval(), []
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)  # large enough for the cap
+    model.get_output_embeddings().register_forward_hook(lambda *args: outputs.append(args[-1].clone()))
+    logits = model(input_ids=torch.randint(97, (4, 12), generator=torch.Generator().manual_seed(0))).logits
+    transform, (x,) = logit_transform(model), outputs
+    assert (transform.scale, transform.softcap) == (pytest.approx(scale), cap)
+    assert (transform.source != "") == (scale != 1 or cap is not None)
+    made = scale * x if cap is None else cap * torch.tanh(scale * x / cap)
+    torch.testing.assert_close(made, logits, rtol=1e-5, atol=1e-5)
+    assert check_logit_scale(x, logits, scale, cap) == ""
+    assert "pass logit_scale=" in check_logit_scale(x, logits, 3 * scale, cap)
+
+
+class With(nn.Module):
+    """A model in another module, with a config."""
+
+    def __init__(self, model, config):
+        super().__init__()
+        self.model, self.config = model, config
+
+
+def test_the_config_is_that_of_the_module_that_has_the_head():
+    model, other = With(nn.Linear(3, 5), {"model_type": "granite", "logits_scaling": 8.0}), nn.Linear(4, 4)
+    assert logit_transform(With(model, {"learning_rate": 3}), model.model).scale == 0.125
+    assert logit_transform(nn.ModuleList([model, other]), other) == LogitTransform()
+    assert logit_transform(nn.Linear(3, 5)) == LogitTransform()
+
+
+CONFIGS = [
+    (SimpleNamespace(model_type="x", text_config=SimpleNamespace(final_logit_softcapping=30.0)), 1.0, 30.0),
+    ({"model_type": "granite4_vision", "text_config": {"logits_scaling": 4}}, 0.25, None),
+    (SimpleNamespace(model_type="cohere", logit_scale=torch.tensor(0.5)), 0.5, None),
+    ({"model_type": "muse_spark", "output_multiplier": 0.2, "final_logit_softcapping": 20.0}, 0.2, 20.0),
+    ({"model_type": "mpt", "logit_scale": "inv_sqrt_d_model"}, 1.0, None),
+    ({"model_type": "minicpm3", "logits_scaling": 10.0}, 1.0, None),
+]
+
+
+@pytest.mark.parametrize(("config", "scale", "cap"), CONFIGS)
+def test_configs_of_every_form_are_read(config, scale, cap):
+    transform = logit_transform(With(nn.Linear(3, 5), config))
+    assert (transform.scale, transform.softcap) == (scale, cap)
+
+
+UNUSED = [
+    ({"model_type": "new", "logits_scaling": 8.0}, "unknown for the model type 'new'"),
+    ({"model_type": "cohere", "logit_scale": "auto"}, "logit_scale of the model's config is 'auto'"),
+    ({"model_type": "granite", "logits_scaling": 0}, "is 0, not a number other than zero"),
+    ({"model_type": "cohere", "logit_scale": True}, "is True, not"),
+    ({"model_type": "gemma2", "final_logit_softcapping": -3.0}, "is -3.0, not a positive number"),
+]
+
+
+@pytest.mark.parametrize(("config", "sentence"), UNUSED)
+def test_a_field_that_cannot_be_used_leaves_the_logits_alone_and_is_named(config, sentence):
+    transform = logit_transform(With(nn.Linear(3, 5), config))
+    assert (transform.scale, transform.softcap) == (1.0, None)
+    assert sentence in transform.source
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("scale", "cap"), [(-2.0, None), (0.01, None), (40.0, None), (1.0, 30.0)])
+def test_a_scale_that_is_another_is_named_and_one_that_fits_is_not(scale, cap, dtype):
+    x = torch.randn(6, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits = scale * x if cap is None else cap * torch.tanh(scale * x / cap)
+    logits[:, -3:] = -torch.inf  # padding of the vocabulary
+    assert check_logit_scale(x, logits, scale, cap) == ""
+    assert f"pass logit_scale={scale:.3g}" in check_logit_scale(x, logits, 2 * scale, cap)
+
+
+def test_nothing_is_said_of_logits_that_are_no_multiple_of_the_output():
+    x = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    others = (x.log_softmax(-1), torch.randn(4, 50), x.square(), x[:, :-1], torch.zeros_like(x), x * torch.nan)
+    assert [check_logit_scale(x, logits, 3.0) for logits in others] == [""] * len(others)
+
+
+def test_a_scale_that_the_user_gives_is_in_the_increment():
     model = seeded(Plain, V=V, d=D)
-    model.config = Config()
-    probe = Probe(model, SGD(model.parameters(), lr=0.1), logit_scale=2.0 if told else None)
-    assert probe.head.logit_scale == (2.0 if told else 0.0625)
+    model.config = {"model_type": "cohere", "logit_scale": 0.0625}
+    optimizer = SGD(model.parameters(), lr=0.1)
+    assert Probe(model, optimizer).head.logit_scale == 0.0625
+    with Probe(model, optimizer, logit_scale=-2.0, diameter_every=1, perturbation_every=0, strict=True) as probe:
+        record, S = train(model, probe, optimizer)
+    assert record.diameter == pytest.approx(2 * all_pairs_diameter(S), rel=1e-5)
 
 
 def test_a_scale_that_nobody_told_of_is_found_on_the_panel():
@@ -429,5 +492,5 @@ def test_a_scale_that_nobody_told_of_is_found_on_the_panel():
 
 def test_where_one_head_is_watched_a_list_is_refused_with_what_to_do():
     model = seeded(Plain, V=V, d=D)
-    with pytest.raises(ValueError, match=r"one head is watched at a time, got \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"a monitor watches one head, got \['a', 'b'\]"):
         watch(model, SGD(model.parameters(), lr=0.1), head=["a", "b"])

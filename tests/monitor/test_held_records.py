@@ -50,7 +50,7 @@ def test_records_have_what_was_asked_for_and_what_was_made(name, first):
     model = Model()
     optimizer = OPTIMIZERS[name](model)
     probe = Probe(model, optimizer, diameter_every=1, perturbation_every=0, strict=True)
-    basis = probe.source.basis
+    basis = probe.head.source.basis.name.lower()
     region = TrustRegion(0.01)
     if first == "region":
         region.attach(model, optimizer)
@@ -70,7 +70,7 @@ def test_records_have_what_was_asked_for_and_what_was_made(name, first):
         assert record.held_share == record.held_rows / V
         assert (record.held_tokens or ()) == region.last.tokens
     assert region.clipped
-    assert probe.source.basis == basis
+    assert probe.head.source.basis.name.lower() == basis
     assert not [text for text in probe.remarks if "from now on" in text]
 
 

@@ -152,7 +152,7 @@ def test_a_schedule_of_tensors_is_read_in_one_go(monkeypatch):
     counts = {}
     for scheduler in (None, torch_schedulers.ExponentialLR(optimizer, 0.9)):
         with Probe(
-            model, optimizer, diameter_every=0, perturbation_every=0, bracket=False, schedulers=scheduler
+            model, optimizer, diameter_every=0, perturbation_every=0, bounds=False, schedulers=scheduler
         ) as probe:
             for step in range(2):
                 loss_of(model, step).backward()
@@ -256,7 +256,7 @@ def test_a_resumed_run_goes_on_with_batch_schedule_and_the_whole_history_of_the_
     assert all(record.scheduled for record in [*first.records.values(), *second.records.values()])
     assert [record.batch for record in second.records.values()] == [5, 6, 7]
     assert [call for call, _ in calls] == ["restore"]
-    saved = torch.load(tmp_path / "run.ckpt", weights_only=False)["hilbert_monitor"][""]
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=False)["callbacks"][HilbertMonitor().state_key]
     assert calls[0][1] == saved["history"]
 
 

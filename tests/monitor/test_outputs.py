@@ -423,7 +423,7 @@ def test_a_webhook_that_is_not_there_is_warned_of_once_and_every_failure_is_coun
     out = opened(on_blowup="http://127.0.0.1:9/x")
 
     def blow_up():
-        out.write([(StepRecord(step=1, time=0.0), [page(message="one"), page(message="two")])], step=1, final=False)
+        out.write(StepRecord(step=1, time=0.0), [page(message="one"), page(message="two")], final=False)
         out.close()
 
     (warning,) = said_in(blow_up)

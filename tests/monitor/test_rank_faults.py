@@ -10,9 +10,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, NAdam
 
-from hilbert_monitor.monitor.head import WatchedHead
-from hilbert_monitor.monitor.increment import IncrementSource
-from hilbert_monitor.monitor.kept_rows import KeptRows
+from hilbert_monitor.monitor.head import Head
+from hilbert_monitor.monitor.increment import IncrementSource, SampledRows
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from tests.support.decoders import Plain
@@ -68,23 +67,23 @@ def whole(x):
 BF16 = {"dtype": torch.bfloat16}
 DDP = {"layout": "DDP"}
 PLACES = {
-    "end of a step": (IncrementSource, "_end", {}),
-    "rows kept before a step": (KeptRows, "compare", {}),
-    "weights kept before a step": (KeptRows, "compare", {"kind": NAdam}),
-    "rows kept after a step": (KeptRows, "see", {}),
-    "rows compared at the record": (WatchedHead, "stands", {}),
-    "head after the step": (WatchedHead, "logit_matrix", {}),
-    "stored step": (WatchedHead, "stored_increment", BF16),
+    "end of a step": (IncrementSource, "end", {}),
+    "rows kept before a step": (SampledRows, "compare", {}),
+    "weights kept before a step": (SampledRows, "compare", {"kind": NAdam}),
+    "rows kept after a step": (SampledRows, "see", {}),
+    "rows compared at the record": (Head, "unchanged", {}),
+    "head after the step": (Head, "logit_matrix", {}),
+    "stored step": (Head, "stored_increment", BF16),
     "entries that moved": (IncrementSource, "moved", BF16),
-    "ceiling of a stored step": (WatchedHead, "ceiling", BF16),
-    "end of a step that rank zero measures": (IncrementSource, "_end", DDP),
-    "rows kept where rank zero measures": (KeptRows, "see", DDP),
+    "ceiling of a stored step": (Head, "ceiling", BF16),
+    "end of a step that rank zero measures": (IncrementSource, "end", DDP),
+    "rows kept where rank zero measures": (SampledRows, "see", DDP),
 }
 ON_RANK_ZERO = {
-    "increment": (WatchedHead, "increment", DDP),
-    "end of its step": (IncrementSource, "_end", DDP),
-    "rows compared at its record": (WatchedHead, "stands", DDP),
-    "efficiency": (WatchedHead, "ceiling", DDP | {"efficiency": True}),
+    "increment": (Head, "increment", DDP),
+    "end of its step": (IncrementSource, "end", DDP),
+    "rows compared at its record": (Head, "unchanged", DDP),
+    "efficiency": (Head, "ceiling", DDP | {"efficiency": True}),
 }
 """What rank zero alone does, where every rank has the whole head."""
 

@@ -20,14 +20,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
+import hilbert_monitor
 from hilbert_monitor import ChainedOptimizer, Muon, RowNorm
 from hilbert_monitor.geometry.points import CentredRows
-from hilbert_monitor.monitor.head import WatchedHead
+from hilbert_monitor.monitor import runtime
+from hilbert_monitor.monitor.head import Head
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from tests.support import warm
 from tests.support.decoders import Plain, Tied
 from tests.support.ranks import in_ranks
+from tests.support.sinks import Recorder
 from tests.support.tried import OURS, tried
 from tests.support.ways import assert_same_way
 
@@ -37,7 +40,6 @@ TEXT = torch.randint(0, V, (64, 9), generator=torch.Generator().manual_seed(5))
 FIELDS = (
     "diameter", "diameter_lower", "pair", "row_norm", "row_token", "radius", "gradient_row_norm", "gradient_row_token",
     "perturbation_rms", "perturbation_max", "hidden_norm", "gauge_waste", "spectral_norm", "backward_bound",
-    "seen_diameter",
 )  # fmt: skip
 OPTIMIZERS = {
     "AdamW": partial(AdamW, lr=1e-2, weight_decay=0.1),
@@ -152,7 +154,8 @@ def all_of_a_rank(rank, world):
                 }
         if world == 2:
             found |= {case: team(rank, world, case) for case in TEAMS}
-            found |= {act.__name__: act(rank, world) for act in (columns_sharded, heads_that_part, work)}
+            found |= {act.__name__: act(rank, world) for act in (columns_sharded, work)}
+            found["apart"] = {case: apart(rank, world, case) for case in ("absent", "settings")}
             found |= {where: failing_rank(rank, world, where) for where in PLACES}
         if world == 4:
             found["pipeline"] = pipeline(rank, world)
@@ -171,11 +174,8 @@ def test_ranks_measure_what_one_process_measures_and_change_nothing(layout, worl
     names, ranks = LAYOUTS[layout, world], [rank[layout] for rank in ranks_of(world)]
     for name in names:
         expected = whole(name)
-        for rank, ((numbers, weights, remarks, origin), unwatched) in enumerate(found[name] for found in ranks):
+        for (numbers, weights, remarks, origin), unwatched in (found[name] for found in ranks):
             assert all(torch.equal(a, b) for a, b in zip(weights, unwatched, strict=True))
-            if layout == "DDP" and rank:  # the first measures alone
-                assert {number for record in numbers for number in record.values()} == {None}
-                continue
             assert numbers == ranks[0][name][0][0]  # the same on every rank
             local = layout == "DDP" or name not in ("centred RowNorm", "Muon")
             every = slice(None) if local else slice(1, None, 2)  # differences of weights are not formed for bounds
@@ -288,8 +288,6 @@ def test_a_sharded_head_is_measured_as_teams_shard_it(case, ranks_of):
             for record, other in zip(numbers[1::2], expected[1::2], strict=True):
                 assert 0.5 < record["diameter"] / other["diameter"] < 2
                 assert record["perturbation_rms"] > 0
-                assert record["seen_diameter"] == pytest.approx(record["diameter"], rel=0.5)
-                assert record["seen_diameter"] != record["diameter"]
         else:
             check(numbers, expected)
 
@@ -308,32 +306,6 @@ def test_a_head_sharded_by_columns_is_refused_with_what_to_do(ranks_of):
     assert first == second
 
 
-def heads_that_part(rank, world):
-    """Ranks that take steps of their own, as in local SGD: rank zero measures its own head."""
-    torch.manual_seed(0)
-    model, other = Plain(**SIZE), Plain(**SIZE)
-    other.load_state_dict(model.state_dict())
-    optimizers, records = [AdamW(m.parameters(), lr=1e-2) for m in (model, other)], ([], [])
-    probes = [
-        Probe(m, o, diameter_every=1, perturbation_every=0, world=w, strict=True).attach()
-        for m, o, w in zip((model, other), optimizers, (None, 1), strict=True)
-    ]
-    for update in range(3):
-        ids = TEXT[8 * update + 4 * rank :][:4]
-        for m, o, probe, kept in zip((model, other), optimizers, probes, records, strict=True):
-            o.zero_grad()
-            cross_entropy(m(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
-            o.step()
-            kept.append(probe.record().diameter)
-    return records
-
-
-def test_ranks_with_heads_of_their_own_leave_measuring_to_rank_zero(ranks_of):
-    (together, alone), (others, _) = (rank["heads_that_part"] for rank in ranks_of(2))
-    assert together == alone
-    assert others == [None] * 3
-
-
 def work(rank, world):
     """Train under DDP where weights are copied; return how many increments were formed, the copies, the last record."""
     torch.manual_seed(0)
@@ -342,24 +314,57 @@ def work(rank, world):
     optimizer, copies = OPTIMIZERS["RMSprop"](model.parameters()), []
     panel = Panel.of_tokens(TEXT[:8], 50)
     probe = Probe(model, optimizer, panel=panel, diameter_every=1, perturbation_every=1, strict=True)
-    with mock.patch.object(WatchedHead, "increment", autospec=True, side_effect=WatchedHead.increment) as formed, probe:
+    with mock.patch.object(Head, "increment", autospec=True, side_effect=Head.increment) as formed, probe:
         for update in range(UPDATES):
             ids = TEXT[8 * update : 8 * update + 8]
             optimizer.zero_grad()
             cross_entropy(wrapped(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
             optimizer.step()
-            copies.append(probe.source.has_stored)
+            copies.append(probe.head.source.has_before)
             probe.record()
         return formed.call_count, copies, probe.record(final=True)
 
 
-def test_under_ddp_the_other_ranks_form_and_copy_nothing_and_the_end_measures_nothing_again(ranks_of):
+def test_under_ddp_a_probe_measures_alone_and_the_end_measures_nothing_again(ranks_of):
     first, second = (rank["work"] for rank in ranks_of(2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert first == work(0, 1)
     assert first[1:] == ([True] * UPDATES, None)
-    assert second == (0, [False] * UPDATES, None)
+    assert second == first
+
+
+def apart(rank, world, case):
+    """Watch a sharded model with a monitor that only rank zero has, or that has other settings there."""
+    runtime.MEETING_SECONDS = 2.0
+    model, kept = Plain(**SIZE), Recorder()
+    fsdp(model, init_device_mesh("cpu", (world,)))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    every = 1 + (rank if case == "settings" else 0)
+    run = hilbert_monitor.watch(model, optimizer, diameter_every=every, sinks=[kept], run_dir=None, strict=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if case != "absent" or rank == 0:
+            run.start()
+        for update in range(2):
+            ids = TEXT[8 * update : 8 * update + 8]
+            optimizer.zero_grad()
+            cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+            optimizer.step()
+            if case != "absent" or rank == 0:
+                run.step()
+        run.close()
+    return len(kept.records), [str(w.message) for w in caught if "nothing is measured" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("case", "why"), [("absent", "only 1 of 2 ranks have"), ("settings", "monitors with different settings")]
+)
+def test_ranks_whose_monitors_differ_measure_nothing_and_say_so_once(case, why, ranks_of):
+    (records, told), (others, _) = (rank["apart"][case] for rank in ranks_of(2))
+    assert records == others == 0
+    assert len(told) == 1
+    assert why in told[0]
 
 
 def pipeline(rank, world):
@@ -449,7 +454,7 @@ def dying_rank(rank, folder):
     )
     torch.manual_seed(0)
     model = Plain(**SIZE)
-    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped = fsdp(model, init_device_mesh("cpu", (2,)))
     optimizer = AdamW(model.parameters(), lr=1e-2)
     warnings.simplefilter("ignore")
     probe = Probe(model, optimizer, diameter_every=1, perturbation_every=0).attach()

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hilbert_monitor import HilbertMonitor
-from hilbert_monitor.monitor import loader_items, measurement
+from hilbert_monitor.monitor import loader_items, measure
 from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.runs.reader import RunReader
 from tests.support.decoders import Plain
@@ -96,7 +96,7 @@ def test_a_handler_that_is_installed_while_the_run_trains_and_removes_itself_end
         os.kill(os.getpid(), signal.SIGUSR2)
         time.sleep(5)
 
-    monkeypatch.setattr(measurement, "row_diameter", interrupted)
+    monkeypatch.setattr(measure, "row_diameter", interrupted)
     with pytest.raises(TimeoutError, match="preempted"):
         fit(Module("torch"), quick())
 
@@ -212,7 +212,7 @@ def test_the_exit_of_a_signal_handler_that_arrives_while_a_step_is_measured_ends
         time.sleep(1)
 
     usr2(lambda *_: sys.exit(7))
-    monkeypatch.setattr(measurement, "row_diameter", interrupted)
+    monkeypatch.setattr(measure, "row_diameter", interrupted)
     with pytest.raises(SystemExit) as end:
         fit(Module("torch"), quick())
     assert end.value.code == 7

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hilbert_monitor.monitor import device_reads
+from hilbert_monitor.monitor import deferred
 
 
 class Arrival:
@@ -29,5 +29,5 @@ def pretend(monkeypatch):
         copies.append(len(numbers))
         return numbers.clone(), Arrival()
 
-    monkeypatch.setitem(device_reads.HOST_COPIES, "cpu", copy)
+    monkeypatch.setitem(deferred.HOST_COPIES, "cpu", copy)
     return copies

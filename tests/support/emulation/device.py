@@ -60,7 +60,7 @@ def emulated_device() -> torch.device:
 def _register() -> None:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    from hilbert_monitor.monitor.device_reads import HOST_COPIES
+    from hilbert_monitor.monitor.deferred import HOST_COPIES
 
     from . import autocast
     from .module import DeviceModule, host_copy
