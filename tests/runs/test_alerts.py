@@ -47,18 +47,17 @@ def warmup_cosine(t, total, peak=1e-3):
 @pytest.mark.parametrize(
     ("at", "factor", "severities"),
     [
-        *[(2000, 1.2, []), (2000, 2.2, ["notice"]), (2000, 5, ["page"]), (2000, 1e6, ["page"])],
-        *[(40, 10, ["notice"]), (40, 1e6, ["page"]), (150, 2.6, ["notice"]), (150, 10, ["notice"])],
-        *[(900, 2.6, ["notice"]), (900, 1e6, ["page"])],
+        *((2000, 1.2, []), (2000, 2.2, ["notice"]), (2000, 5, ["page"]), (2000, 1e6, ["page"]), (40, 10, ["notice"])),
+        *((40, 1e6, ["page"]), (150, 2.6, ["notice"]), (150, 10, ["notice"]), (900, 2.6, ["notice"])),
+        (900, 1e6, ["page"]),
     ],
 )
 def test_one_diameter_far_above_three_times_the_usual_is_a_page_and_a_smaller_one_a_notice(at, factor, severities):
     ratios = noisy(at + 1)
     ratios[at] = 10 * factor
     alerts = list(alerts_of(record(t + 1, warmup_cosine(t, 2100), ratio) for t, ratio in enumerate(ratios)))
-    assert [(alert.step, alert.kind, alert.severity) for alert in alerts] == [
-        (at + 1, "diameter", s) for s in severities
-    ]
+    assert [alert.severity for alert in alerts] == severities
+    assert all((alert.step, alert.kind) == (at + 1, "diameter") for alert in alerts)
     assert all("more than this run has shown before" in alert.message for alert in alerts if alert.severity == "page")
 
 
@@ -108,9 +107,8 @@ def test_schedules_are_followed_without_a_setting_and_an_accident_is_told_in_its
     assert kinds(record(t + 1, rates[t], ratios[t]) for t in range(2000)) == []
     for at, factor, end in ((1140, 3, 1141), (1140, 10, 1190)):
         changed = [lr * (factor if at <= t < end else 1) for t, lr in enumerate(rates[: at + 50])]
-        assert kinds(record(t + 1, lr, ratios[t], scheduled=t < at) for t, lr in enumerate(changed)) == [
-            (at + 1, "rate")
-        ]
+        records = [record(t + 1, lr, ratios[t], scheduled=t < at) for t, lr in enumerate(changed)]
+        assert kinds(records) == [(at + 1, "rate")]
 
 
 def test_a_jump_to_a_rate_already_had_is_a_restart_only_if_the_scheduler_made_it():
@@ -137,9 +135,8 @@ def test_growth_is_told_and_does_not_become_usual(begins, doubling, spread, most
     first 100: a value is then eight times the first, and by the growth of 150 steps larger. 3 % are for the noise.
     """
     steps = begins + (2 if most else 5) * doubling
-    alerts = list(
-        alerts_of(run(r * 2 ** (max(0, t - begins) / doubling) for t, r in enumerate(noisy(steps, 0, spread))))
-    )
+    ratios = [r * 2 ** (max(0, t - begins) / doubling) for t, r in enumerate(noisy(steps, spread=spread))]
+    alerts = list(alerts_of(run(ratios)))
     assert most or {alert.pattern for alert in alerts} <= {"level", "trend"}
     assert begins < alerts[0].step
     assert 2 ** ((alerts[0].step - 1 - begins) / doubling) < (most or 8 * 1.03 * 2 ** (150 / doubling))
@@ -217,11 +214,8 @@ def test_the_dial_is_the_rate_of_false_alarms():
 
 @pytest.mark.parametrize("values", [20, 25, 40, 60])
 def test_ten_times_the_usual_is_told_however_few_values_there_are(values):
-    told = 0
-    for seed in range(10):
-        ratios = [*noisy(values, seed=seed, spread=0.2), 100.0]
-        told += kinds(run(ratios)) == [(values + 1, "diameter")]
-    assert told >= 9
+    runs = [run([*noisy(values, seed, spread=0.2), 100.0]) for seed in range(10)]
+    assert sum(kinds(records) == [(values + 1, "diameter")] for records in runs) >= 9
 
 
 @pytest.mark.parametrize("dial", [0, -1, 101, math.nan, "1", None])
@@ -290,17 +284,13 @@ def test_what_is_read_later_makes_the_alerts_that_it_would_have_made_at_once():
 
 
 def test_a_stray_value_at_the_start_of_a_correlated_run_excuses_no_accident_later():
-    """Seen from the first, slow level it was a burst; from the level that predicts best it was none."""
-    draw = random.Random(3)
-    values, value = [], 0.0
-    for _ in range(3000):
-        value = 0.95 * value + draw.gauss(0, 0.06)
-        values.append(value)
-    values[50] = values[49] + 0.45
+    draw, values = random.Random(3), [0.0]
+    for step in range(3000):
+        values.append(0.95 * values[-1] + draw.gauss(0, 0.06) + (0.45 if step == 50 else 0.0))
     values[2500] += math.log(3)
-    told = kinds(record(t + 1, ratio=10 * math.exp(v)) for t, v in enumerate(values))
-    assert (2501, "diameter") in told
-    assert len(told) <= 2
+    steps = steps_of(10 * math.exp(value) for value in values)
+    assert 2501 in steps
+    assert len(steps) <= 2
 
 
 @pytest.mark.parametrize(
@@ -322,7 +312,7 @@ def test_the_pattern_says_what_was_broken(factors, patterns):
 
 @pytest.mark.parametrize(
     ("before", "factor", "after"),
-    [(100, 4, 300), (300, 0.1, 80), (5, 0.02, 95)],
+    [(100, 4, 300), (300, 0.1, 30), (5, 0.02, 95)],
     ids=["a higher level", "a level that has fallen", "an early burst"],
 )
 def test_a_new_level_becomes_the_usual_one(before, factor, after):
@@ -357,17 +347,14 @@ def test_a_change_with_unknown_decay_is_judged_like_the_diameter_and_named_as_wh
     [
         ({"nonfinite_rows": 7}, "7 rows of the increment are not finite, that of token 14 'x' first: "),
         ({"nonfinite_rows": 1, "pair_text": None}, "1 row of the increment is not finite, that of token 14: "),
-        (
-            {"nonfinite_rows": 1, "pair": (0, 1)},
-            "1 row of the increment is not finite, that of token 0 ' the' or 1 'x': ",
-        ),
+        ({"nonfinite_rows": 1, "pair": (0, 1)}, "1 row of the increment is not finite, that of token 0 or 1 'x': "),
         ({"nonfinite_rows": 2, "pair": None}, "2 rows of the increment are not finite: "),
         ({"train_loss": math.nan}, "the training loss is nan: "),
         ({"train_loss": -math.inf, "skipped": "overflow"}, "the training loss is -inf: "),
     ],
 )
 def test_what_is_not_finite_is_a_page_in_its_step_and_told_once(values, says):
-    bad = {"diameter_lower": math.nan, "diameter_upper": math.nan, "pair_text": (" the", "x")} | values
+    bad = {"diameter_lower": math.nan, "diameter_upper": math.nan, "pair_text": ("", "x")} | values
     (alert,) = alerts_of([record(1, train_loss=2.0), *(record(t, **bad) for t in (2, 3, 4))])
     assert (alert.step, alert.kind, alert.severity) == (2, "nonfinite", "page")
     assert alert.value == values.get("nonfinite_rows", 0)
@@ -411,9 +398,8 @@ def test_the_tokens_of_an_alert_are_those_of_what_it_is_about():
 
 def layers(step, **relative):
     """Layers whose steps are so many times their weight."""
-    return LayerRecord(
-        step=step, time=float(step), layers={n: Layer(kind="matrix", step=r, weight=1.0) for n, r in relative.items()}
-    )
+    found = {name: Layer(kind="matrix", step=ratio, weight=1.0) for name, ratio in relative.items()}
+    return LayerRecord(step=step, time=float(step), layers=found)
 
 
 def test_the_layer_furthest_above_its_history_is_named_once_and_the_judge_can_be_restored():
