@@ -287,7 +287,7 @@ def test_a_stray_value_at_the_start_of_a_correlated_run_excuses_no_accident_late
     draw, values = random.Random(3), [0.0]
     for step in range(3000):
         values.append(0.95 * values[-1] + draw.gauss(0, 0.06) + (0.45 if step == 50 else 0.0))
-    values[2500] += math.log(3)
+    values[2500] += math.log(1.7)
     steps = steps_of(10 * math.exp(value) for value in values)
     assert 2501 in steps
     assert len(steps) <= 2
