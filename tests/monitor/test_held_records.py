@@ -53,10 +53,10 @@ def test_records_have_what_was_asked_for_and_what_was_made(name, first):
     basis = probe.head.source.basis.name.lower()
     region = TrustRegion(0.01)
     if first == "region":
-        region.attach(model, optimizer)
+        region.watch(model, optimizer)
     probe.attach()
     if first == "monitor":
-        region.attach(model, optimizer)
+        region.watch(model, optimizer)
     for seed in range(8):
         optimizer.zero_grad()
         backward(model, seed)
