@@ -90,12 +90,9 @@ class LimitedStep:
 class MovedRows(NamedTuple):
     """This rank's rows (n, d) of one parameter around a step, U' = c U + S."""
 
-    before: Tensor
-    """A copy of U."""
-    after: Tensor
-    """U' as it is stored. The projection writes to it."""
-    keep: Rate
-    """c."""
+    before: Tensor  # a copy of U
+    after: Tensor  # U', the stored rows that the projection writes to
+    keep: Rate  # c
 
 
 class RowBall:
@@ -117,8 +114,7 @@ class RowBall:
         self.rows = self.number if self._shards is None else self._shards.number
         """Rows of all ranks."""
         chunk = max(1, CHUNK_BYTES.get(self.device.type, 2**26) // (8 * self.width))
-        ends = [*range(0, self.number, chunk), self.number]
-        self._chunks = [slice(*pair) for pair in pairwise(ends)]
+        self._chunks = [slice(*ends) for ends in pairwise([*range(0, self.number, chunk), self.number])]
         self._scratch = self._zeros(2, min(chunk, self.number), self.width)
 
     def project(self) -> Tensor:
@@ -215,10 +211,9 @@ class TrustRegion(Callback):
         ``Trainer(callbacks=[HilbertMonitor(), TrustRegion(limit=0.02)])`` in Lightning. In another loop::
 
             with TrustRegion(limit=0.02).watch(model, optimizer) as region:
-                for batch in batches:
-                    ...
-                    optimizer.step()
-                    print(region.last.held, region.last.asked_upper, region.last.tokens)
+                ...
+                optimizer.step()
+                print(region.last.held, region.last.asked_upper, region.last.tokens)
 
     It holds the padding of a head with it. A trained bias extends the rows, as in the records of `HilbertMonitor`.
 

@@ -149,34 +149,22 @@ def test_steps_within_the_limit_keep_their_bits(name):
     assert region.last.asked_lower > 0
 
 
-def test_rows_in_the_ball_keep_their_bits_beside_one_that_is_held():
+def test_rows_in_the_ball_keep_their_bits_next_to_one_that_is_held():
     model = Model()
     optimizer = SGD(model.parameters(), lr=1.0)
     model.lm_head.weight.grad = torch.full((V, D), 1e-3)
     model.lm_head.weight.grad[7] = 0.1
-    twin = model.lm_head.weight.detach() - model.lm_head.weight.grad
+    before = model.lm_head.weight.detach().clone()
+    asked = before - model.lm_head.weight.grad
     with TrustRegion(0.08).watch(model, optimizer) as region:
         optimizer.step()
     others = torch.arange(V) != 7
-    assert torch.equal(model.lm_head.weight[others], twin[others])
-    assert not torch.equal(model.lm_head.weight[7], twin[7])
+    assert torch.equal(model.lm_head.weight[others], asked[others])
+    assert not torch.equal(model.lm_head.weight[7], asked[7])
     assert (region.last.held, region.last.rows, region.last.tokens) == (1, V, (7,))
-
-
-def test_bounds_of_the_step_that_was_asked_for_hold():
-    model = Model()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with TrustRegion(1e-3).watch(model, optimizer) as region:
-        twin = Model()
-        other = AdamW(twin.parameters(), lr=1e-2)
-        for one in (model, twin):
-            backward(one, 3)
-        optimizer.step()
-        before = twin.lm_head.weight.detach().clone()
-        other.step()
-    asked = diameter(twin.lm_head.weight.detach() - (1 - 1e-4) * before.double())
-    assert region.last.asked_lower <= asked * (1 + 1e-6)
-    assert asked <= region.last.asked_upper * (1 + 1e-6)
+    rounding = 1 + 4 * torch.finfo(torch.float64).eps * D
+    assert region.last.asked_lower <= diameter(asked.double() - before.double()) * rounding
+    assert diameter(asked.double() - before.double()) <= region.last.asked_upper * rounding
 
 
 @pytest.mark.parametrize("kind", ["bias", "tied", "scaled"])
@@ -286,15 +274,12 @@ def test_held_steps_keep_the_decay_that_the_user_states():
     assert (weight - decayed).norm(dim=1).max() <= 100 * (1e-6 + D**0.5 * 2 * 2**-24 / D**0.5)
 
 
-@pytest.mark.parametrize("limit", [-1.0, math.nan, "0.1", True])
-def test_limit_that_is_none_is_refused(limit):
-    with pytest.raises(ValueError, match="zero or a positive number"):
-        TrustRegion(limit)
-
-
-def test_exactly_one_limit_is_given():
+def test_exactly_one_limit_is_given_zero_or_more():
     for options in ({}, {"limit": 0.1, "usual": 3.0}):
         with pytest.raises(TypeError, match="one of limit=, lr_multiple= and usual="):
+            TrustRegion(**options)
+    for options in ({"limit": -1.0}, {"limit": "0.1"}, {"usual": math.nan}, {"lr_multiple": True}):
+        with pytest.raises(ValueError, match="zero or a positive number"):
             TrustRegion(**options)
 
 
@@ -407,21 +392,13 @@ def test_run_that_goes_on_makes_the_same_bits(options):
                 backward(model, step)
                 optimizer.step()
         assert region.clipped
+        assert not optimizer._optimizer_step_pre_hooks
         return model.state_dict(), optimizer.state_dict(), region.state_dict()
 
     whole, half = run(range(60)), run(range(55))
     resumed = run(range(55, 60), half)
     assert all(torch.equal(whole[0][name], resumed[0][name]) for name in whole[0])
     assert whole[2] == resumed[2]
-
-
-def test_detached_region_leaves_no_trace():
-    model = Model()
-    optimizer = SGD(model.parameters(), lr=1.0)
-    with TrustRegion(1e-6).watch(model, optimizer):
-        pass
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
 
 
 # Several ranks
