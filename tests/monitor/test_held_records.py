@@ -7,7 +7,6 @@ import warnings
 import lightning
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch.optim import SGD, AdamW, RMSprop
 from torch.utils.data import DataLoader
 
@@ -19,7 +18,6 @@ from hilbert_monitor.runs.reader import find_runs
 from hilbert_monitor.runs.record import RunInfo
 from tests.monitor.test_trust_region import Model, V, backward, diameter
 from tests.support.training import Module, Text, fit
-from tests.support.warm import warm_ranks_fixture  # noqa: F401
 
 OPTIMIZERS = {
     "AdamW": lambda model: AdamW(model.parameters(), lr=0.01, weight_decay=0.1),
@@ -139,23 +137,3 @@ def test_lightning_resumes_bit_for_bit(tmp_path):
     resumed, other = run(12, tmp_path / "6.ckpt")
     assert region.state_dict() == other.state_dict()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-
-
-@pytest.mark.sweep
-@pytest.mark.usefixtures("warm_ranks")
-def test_two_ranks_of_lightning_hold_the_same_step(tmp_path):
-    """Under DDP they have one gradient and one head, which stays one: a later step would show otherwise."""
-    monitor = HilbertMonitor(run_dir=str(tmp_path), diameter_every=1, panel_size=32, strict=True)
-    fit(Module("torch"), TrustRegion(limit=0.01), monitor, SameHead(), strategy="ddp_spawn", devices=2)
-    (run,) = find_runs(tmp_path)
-    records = list(run.steps())
-    assert any(record.held_rows for record in records)
-    assert all(record.made_diameter <= 0.01 * (1 + 1e-6) for record in records)
-
-
-class SameHead(Callback):
-    """Raises if the ranks' heads part."""
-
-    def on_train_end(self, trainer, pl_module):
-        heads = pl_module.all_gather(pl_module.model.lm_head.weight.detach())
-        assert torch.equal(heads[0], heads[1])

@@ -26,18 +26,20 @@ from tests.support.ways import assert_same_way
 V, D = 41, 8
 
 
-class Stubborn(torch.optim.Optimizer):
-    """An optimizer that nobody knows: it subtracts the gradient's sign."""
+class Lion(torch.optim.Optimizer):
+    """The step of lion-pytorch, in a class that is unknown."""
 
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params, lr, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * p.grad.sign())
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                moment = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.add_(moment.clone().mul_(0.9).add(p.grad, alpha=0.1).sgn_(), alpha=-group["lr"])
+                moment.mul_(0.99).add_(p.grad, alpha=0.01)
 
 
 OPTIMIZERS = {
@@ -48,7 +50,7 @@ OPTIMIZERS = {
     "RMSprop": RMSprop,
     "RowNorm": partial(RowNorm, weight_decay=0.1),
     "Muon": Muon,
-    "unknown": Stubborn,
+    "unknown": Lion,
 }
 DECOUPLED = {"AdamW", "fused AdamW", "RowNorm", "Muon"}
 
@@ -71,6 +73,13 @@ class Model(nn.Module):
 def backward(model, seed, scale=1.0):
     tokens = torch.randint(V, (2, 16), generator=torch.Generator().manual_seed(seed))
     (scale * cross_entropy(model(tokens[0]).float(), tokens[1])).backward()
+
+
+def train(model, optimizer, seeds):
+    for seed in seeds:
+        optimizer.zero_grad()
+        backward(model, seed)
+        optimizer.step()
 
 
 def diameter(S):
@@ -139,10 +148,7 @@ def test_steps_within_the_limit_keep_their_bits(name):
         optimizer = head_optimizer(name, model, 1e-2)
         if region is not None:
             region.watch(model, optimizer)
-        for seed in range(4):
-            optimizer.zero_grad()
-            backward(model, seed)
-            optimizer.step()
+        train(model, optimizer, range(4))
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
     assert region.clipped == 0
@@ -181,21 +187,13 @@ def test_bias_tied_weight_and_logit_scale_count(kind):
 
 
 def test_limit_may_be_a_function_of_the_step_and_a_zero_learning_rate_is_no_step():
-    seen = []
-
-    def limit(step):
-        seen.append(step)
-        return 0.0 if step == 1 else 0.01 / step
-
     model = Model()
     optimizer = AdamW(model.parameters(), lr=0.0)
-    with TrustRegion(limit).watch(model, optimizer) as region:
-        for step in (1, 2, 3):
-            backward(model, step)
-            optimizer.step()
-            assert region.last.held == (0 if step == 1 else region.last.held)
-            optimizer.param_groups[0]["lr"] = 1.0
-    assert seen == [1, 2, 3]
+    with TrustRegion(lambda step: 0.0 if step == 1 else 0.01 / step).watch(model, optimizer) as region:
+        train(model, optimizer, [0])
+        assert not region.last.held
+        optimizer.param_groups[0]["lr"] = 1.0
+        train(model, optimizer, range(2))
     assert region.last.limit == 0.01 / 3
     assert region.clipped == 2
 
@@ -228,31 +226,12 @@ def test_limit_may_be_a_multiple_of_the_usual_diameter():
     assert steps[-1].made_upper == steps[-1].limit == pytest.approx(3 * steps[59].made_upper, rel=1e-3)
 
 
-class Lion(torch.optim.Optimizer):
-    """The step of lion-pytorch, in a class that is unknown."""
-
-    def __init__(self, params, lr, weight_decay):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                moment = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.add_(moment.clone().mul_(0.9).add(p.grad, alpha=0.1).sgn_(), alpha=-group["lr"])
-                moment.mul_(0.99).add_(p.grad, alpha=0.01)
-
-
 def lion_run(region, weight_decay, lr=1e-5):
     model = Model()
     optimizer = Lion(model.parameters(), lr=lr, weight_decay=weight_decay)
     if region is not None:
         region.watch(model, optimizer)
-    for seed in range(100):
-        optimizer.zero_grad()
-        backward(model, seed)
-        optimizer.step()
+    train(model, optimizer, range(100))
     return model.lm_head.weight.detach()
 
 
@@ -304,8 +283,7 @@ def test_step_with_a_gradient_that_is_not_finite_is_left_out_whole(name, closure
     model = Model(bias=True)
     optimizer = head_optimizer(name, model, 1e-2)
     with TrustRegion(0.1).watch(model, optimizer) as region:
-        backward(model, 0)
-        optimizer.step()
+        train(model, optimizer, [0])
         before = [p.detach().clone() for p in model.parameters()]
         state = [x.clone() for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
 
@@ -324,9 +302,7 @@ def test_step_with_a_gradient_that_is_not_finite_is_left_out_whole(name, closure
         after = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
-        optimizer.zero_grad()
-        backward(model, 2)
-        optimizer.step()
+        train(model, optimizer, [2])
         assert not region.last.left_out
         assert region.left_out == 1
 
@@ -387,10 +363,7 @@ def test_run_that_goes_on_makes_the_same_bits(options):
             for one, state in zip((model, optimizer, region), saved, strict=True):
                 one.load_state_dict(state)
         with region.watch(model, optimizer):
-            for step in steps:
-                optimizer.zero_grad()
-                backward(model, step)
-                optimizer.step()
+            train(model, optimizer, steps)
         assert region.clipped
         assert not optimizer._optimizer_step_pre_hooks
         return model.state_dict(), optimizer.state_dict(), region.state_dict()
