@@ -48,7 +48,7 @@ class HilbertCallback(TrainerCallback):
 
     Args:
         panel: "loader" for the first positions of the evaluation set; token ids, batches or a DataLoader of your own.
-        **options: those of `HilbertMonitor`, besides `progress_bar`.
+        **options: those of `HilbertMonitor`.
     """
 
     def __init__(self, *, panel: str | GivenPanel = "loader", **options: Any) -> None:
@@ -118,7 +118,7 @@ class HilbertCallback(TrainerCallback):
         """Take the panel from the evaluation set, as soon as its loader is known."""
         if self.run is None:
             return
-        self.run.alive()
+        self.run.heartbeat()
         session = self.run.session
         loader = parts.get("eval_dataloader")
         if (
@@ -151,7 +151,7 @@ class HilbertCallback(TrainerCallback):
         losses = [name for name in metrics or {} if name.startswith("eval_") and name.endswith("loss")]
         self._validation = self._validation or next(iter(losses), "")
         if metrics and self._validation in metrics:
-            self.run.validated(metrics[self._validation])
+            self.run.log_validation(metrics[self._validation])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Save the state beside the checkpoint's own files."""

@@ -36,6 +36,7 @@ class PlainLoop:
 
     validation_loaders: Any = None
     validates = False
+    label = ""
     keeps_log = True
 
     def __init__(
