@@ -24,12 +24,12 @@ from hilbert_monitor.runs.stops import requested_stop
 
 from .head import NobodyMovesIt
 from .layers import LayerMonitor
-from .options import MonitorOptions
+from .options import ON_ALL_RANKS, MonitorOptions
 from .outputs import RunOutputs
 from .panel import Panel
 from .panel_source import PanelSource
 from .probe import Judged, Probe, is_sharded
-from .runtime import Guard, warn_user
+from .runtime import Guard, meet, warn_user
 from .samples import SampleIndices
 from .training_loop import TrainingLoop
 
@@ -73,6 +73,11 @@ class RunSession(ProcessBound):
             if self.panels.panel is None and self.options.perturbation_every:
                 self.panels.take(loop.validation_loaders, validates=loop.validates, ranks=loop.ranks, model=loop.model)
         self.outputs = RunOutputs(loop, self.options, self.guard)
+        if together := [action for action in self.options.actions if action in ON_ALL_RANKS]:
+            self.outputs.alone = meet(loop.ranks, "actions", repr(together))
+            if self.outputs.alone and loop.ranks.rank == 0:
+                why = f"{self.outputs.alone}, and it takes all ranks"
+                warn_user(f"on_blowup={together!r} is left out: {why}", stacklevel=4)
         if loop.updates == 0:
             self._resumed = {}
         self._begin(loop)
@@ -80,6 +85,10 @@ class RunSession(ProcessBound):
     def _begin(self, loop: TrainingLoop) -> None:
         sharded = is_sharded(loop.model)
         if loop.ranks.rank != 0 and not sharded:
+            return
+        if sharded and (apart := meet(loop.ranks, "sharded head", self.options.shared)):
+            if loop.ranks.rank == 0:
+                warn_user(f"nothing is measured: {apart}, and a sharded head takes all of them alike", stacklevel=4)
             return
         why, started = "", False
         with self.guard("start"):
