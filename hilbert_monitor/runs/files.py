@@ -46,7 +46,7 @@ class Marker(Struct, frozen=True):
     first_step: Step
 
 
-# Values
+_markers = msgspec.json.Decoder(Marker)
 
 
 def replace_surrogates(text: str) -> str:
@@ -81,16 +81,10 @@ def to_json(value: Any, depth: int = 16) -> Any:
     return to_json(msgspec.to_builtins(value), depth) if isinstance(value, Struct) else safe_repr(value)
 
 
-# Lines
-
-_markers = msgspec.json.Decoder(Marker)
-_encoder = msgspec.json.Encoder()
-
-
 def encode_line(record: Struct) -> bytes:
     """Encode a record as one line of JSON, without a newline."""
     values = {name: to_json(value) for name, value in msgspec.structs.asdict(record).items()}
-    return _encoder.encode(msgspec.structs.replace(record, **values))
+    return msgspec.json.encode(msgspec.structs.replace(record, **values))
 
 
 def decode_lines(block: bytes, decoder: msgspec.json.Decoder[Line]) -> list[Line | Marker | None]:
@@ -247,9 +241,6 @@ class LineFile(ProcessBound):
             os.close(fd)
 
 
-# Who writes a run, and is it alive?
-
-
 def is_locked(path: Path) -> bool | None:
     """Return True if a process has the file locked; None if that cannot be determined."""
     try:
@@ -331,10 +322,6 @@ class Heartbeat:
         self._seen = -math.inf
         self._is_sign = False
 
-    def take(self, owner: Owner) -> None:
-        """Write that a process owns the run."""
-        self.path.write_bytes(_encoder.encode(owner))
-
     def beat(self, owner: Owner) -> bool:
         """Show that the owner is alive; return False, and do nothing, if another process has taken the run."""
         with contextlib.suppress(OSError):
@@ -347,7 +334,7 @@ class Heartbeat:
     def owner(self) -> Owner:
         """The process that it names; raises OSError without the file. Older versions wrote no owner."""
         with _open_regular(self.path) as file:
-            return _decode(file.read(1000) or b"", _owners) or Owner()
+            return _decode(file.read(1000), msgspec.json.Decoder(Owner)) or Owner()
 
     def silence(self, now: float) -> float:
         """Return the seconds for which it has not been seen to change; 0 at the first look."""
@@ -366,6 +353,3 @@ class Heartbeat:
         """Return True if it was a sign of life in the last `lost_after` seconds."""
         silence = self.silence(now)
         return self._is_sign and silence <= lost_after
-
-
-_owners = msgspec.json.Decoder(Owner)

@@ -23,14 +23,8 @@ from msgspec import Struct
 from .files import LONGEST, Heartbeat, Line, Marker, decode_lines, is_locked, read_blocks, replace_surrogates
 from .record import Alert, LayerRecord, RunInfo, StepRecord
 
-INFO, STEPS, ALERTS, LAYERS, END, HEARTBEAT = (
-    "info.jsonl",
-    "steps.jsonl",
-    "alerts.jsonl",
-    "layers.jsonl",
-    "end.jsonl",
-    "heartbeat",
-)
+INFO, STEPS, ALERTS = "info.jsonl", "steps.jsonl", "alerts.jsonl"
+LAYERS, END, HEARTBEAT = "layers.jsonl", "end.jsonl", "heartbeat"
 Status = Literal["running", "stalled", "failed", "killed", "stopped", "finished"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 """The states of a run, in the order in which they are listed."""

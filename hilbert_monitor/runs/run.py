@@ -175,8 +175,8 @@ class Run:
         """The model's name. Only runs of one model are compared.
 
         A model with as many parameters as one of the paper's has the paper's name. Otherwise the name is the `size` of
-        the run's configuration, or else the model's class and its number of parameters. A `size` that is a name of the
-        paper's, on a model with another number of parameters, gets that number added.
+        the run's configuration, or else the model's class; without a `size`, or with one of the paper's, the number of
+        parameters is added.
         """
         size, parameters = self.info.config.get("size"), self.info.config.get("parameters")
         label = str(size).strip() if type(size) in (str, int) else ""
@@ -222,7 +222,7 @@ class Run:
     def curve(self, name: str) -> Curve:
         """Return the curve of a column, such as "diameter"; empty if no record has it."""
         if name not in self.curves:
-            return self.curves.setdefault(name, Curve.of(self.table, self.table.column(name), self.start_time))
+            self.curves.setdefault(name, Curve.of(self.table, self.table.column(name), self.start_time))
         return self.curves[name]
 
     @property
@@ -310,15 +310,11 @@ def _flatten(values: dict[str, Any], prefix: str = "", depth: int = DEPTH) -> It
     for key, value in values.items():
         if isinstance(value, dict) and value and depth:
             yield from _flatten(value, f"{prefix}{key}.", depth - 1)
-        else:
-            yield f"{prefix}{key}", _text(value)
-
-
-def _text(value: Any) -> str:
-    try:
-        return value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    except RecursionError:
-        return "nested too deeply to be shown"
+            continue
+        try:
+            yield f"{prefix}{key}", value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        except RecursionError:
+            yield f"{prefix}{key}", "nested too deeply to be shown"
 
 
 def _median_rate(amounts: NDArray[Any], seconds: Floats) -> float | None:

@@ -13,15 +13,8 @@ from typing import Any
 
 MASK = "***"
 ANY_VALUE = (
-    "password",
-    "passwords",
-    "passwd",
-    "passphrase",
-    "passcode",
-    "secret",
-    "secrets",
-    "credential",
-    "credentials",
+    *("password", "passwords", "passwd", "passphrase", "passcode"),
+    *("secret", "secrets", "credential", "credentials"),
 )
 """Words of a name, or ends of them, whose value is a secret, whatever it is."""
 TEXT = ("apikey", "secretkey", "privatekey", "accesskey", "token", "authorization")
