@@ -114,11 +114,8 @@ class Samples:
 class RunSamples(ProcessBound):
     """Collects the samples of a run while it is trained: a sink of its records and alerts, safe between threads.
 
-    Args:
-        info: returns the present RunInfo.
-        failures: returns how often each part or sink has failed.
-        stalled_after: seconds without a heartbeat after which the run counts as stalled; slow steps get more.
-        clock: returns seconds since the epoch.
+    `failures` returns how often each part or sink has failed. `stalled_after` is the number of seconds without a
+    heartbeat after which the run counts as stalled; slow steps get more.
     """
 
     def __init__(

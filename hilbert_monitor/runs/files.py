@@ -143,17 +143,12 @@ class LineFile(ProcessBound):
     """A file that this process appends lines to.
 
     A forked child would share the file's lock, and a data loader's worker may outlive its killed parent, so a child
-    closes the file as soon as it is forked.
-
-    Args:
-        path: of the file.
-        head: a line that is written together with the first one.
+    closes the file as soon as it is forked. `head` is a line that is written together with the first one.
     """
 
     def __init__(self, path: Path, head: bytes = b"") -> None:
-        self.path, self._head = path, head
-        self._guard = threading.Lock()
-        self._fd = -1
+        self.path, self._head = path, head + b"\n" if head else b""
+        self._guard, self._fd = threading.Lock(), -1
         self._reason = "is closed or was opened before this process was forked: write from the process that opened it"
         self.bind_to_process()
         while self._fd < 0:
@@ -178,7 +173,7 @@ class LineFile(ProcessBound):
         """Lock the file for as long as it is open. Return False if another process has it, None without locks.
 
         The lock is flock's: it holds between threads too, and is not lost when the file is copied or read. Readers
-        test the lock, so it takes several tries.
+        test it, so several tries are made.
         """
         for _ in range(10):
             try:
@@ -191,24 +186,20 @@ class LineFile(ProcessBound):
         return False
 
     def append(self, line: bytes) -> None:
-        """Write one line at once, or raise OSError; the file stays usable."""
+        """Write one line at once, or nothing and raise OSError; the file stays usable."""
         with self._guard:
             self._refuse_closed()
-            data = self._head + b"\n" * bool(self._head) + line + b"\n"
-            self._write(b"\n" + data if self._torn else data)
+            data = b"\n" * self._torn + self._head + line + b"\n"
+            size, torn, self._torn = os.fstat(self._fd).st_size, self._torn, True
+            try:
+                if os.write(self._fd, data) < len(data):
+                    raise OSError(errno.ENOSPC, "no room for a whole line", str(self.path))
+            except OSError:
+                with contextlib.suppress(OSError):  # what a full disk let through is taken back
+                    os.ftruncate(self._fd, size)
+                    self._torn = torn
+                raise
             self._torn, self._head = False, b""
-
-    def _write(self, data: bytes) -> None:
-        """Write all of it or nothing; what a full disk lets through in part is taken back."""
-        size, torn, self._torn = os.fstat(self._fd).st_size, self._torn, True
-        try:
-            if os.write(self._fd, data) < len(data):
-                raise OSError(errno.ENOSPC, "no room for a whole line", str(self.path))
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, size)
-                self._torn = torn
-            raise
 
     def touch(self) -> None:
         """Set the time of the last change."""
@@ -217,11 +208,7 @@ class LineFile(ProcessBound):
             os.utime(self._fd)
 
     def close(self, reason: str = "") -> None:
-        """Force the lines to the disk and close the file.
-
-        Args:
-            reason: for the error that a later write raises.
-        """
+        """Force the lines to the disk and close the file. A later write raises an error with the reason."""
         with self._guard:
             fd, self._fd, self._reason = self._fd, -1, reason or self._reason
         if fd >= 0:
@@ -309,9 +296,6 @@ class Heartbeat:
 
     A reader judges it by the reader's clock. The clock of the other machine may be wrong, so only a change between two
     looks is a sign of life; at the first look, a time close to the reader's is.
-
-    Args:
-        path: of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -319,8 +303,7 @@ class Heartbeat:
         self.time = -math.inf
         """Time of the file's last change by its own clock, in seconds since the epoch; minus infinity without one."""
         self._mark: tuple[int, int] | None = None
-        self._seen = -math.inf
-        self._is_sign = False
+        self._seen, self._is_sign = -math.inf, False
 
     def beat(self, owner: Owner) -> bool:
         """Show that the owner is alive; return False, and do nothing, if another process has taken the run."""

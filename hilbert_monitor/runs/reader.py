@@ -27,7 +27,6 @@ INFO, STEPS, ALERTS = "info.jsonl", "steps.jsonl", "alerts.jsonl"
 LAYERS, END, HEARTBEAT = "layers.jsonl", "end.jsonl", "heartbeat"
 Status = Literal["running", "stalled", "failed", "killed", "stopped", "finished"]
 STATUSES: tuple[Status, ...] = get_args(Status)
-"""The states of a run, in the order in which they are listed."""
 LIVE: tuple[Status, ...] = ("running", "stalled")
 """States of a run whose process is alive."""
 ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
@@ -53,9 +52,7 @@ Record = TypeVar("Record", StepRecord, Alert, LayerRecord)
 def stall_limit(times: Sequence[float], least: float = STALLED_AFTER) -> float:
     """Return the seconds without a step after which a run is stalled.
 
-    Args:
-        times: of the last RECENT_STEPS steps of its present attempt, in seconds.
-        least: what it has asked for.
+    `times` are those of the steps of its present attempt, in seconds, of which the last RECENT_STEPS count.
     """
     gaps = [after - before for before, after in pairwise(times[-RECENT_STEPS:]) if 0 < after - before < math.inf]
     return max(least, STALLED_STEPS * median(gaps), STALLED_PAUSES * max(gaps)) if gaps else least

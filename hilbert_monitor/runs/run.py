@@ -31,7 +31,6 @@ Axis = Literal["updates", "tokens", "time"]
 """The x axis of a curve: optimizer steps, training tokens, or hours since the run started."""
 ShownStatus = Literal[Status, "unreadable"]
 SHOWN_STATUSES: tuple[ShownStatus, ...] = get_args(ShownStatus)
-"""The states of a Run; "unreadable" for a log that cannot be read."""
 UNKNOWN = RunState(status="killed", step=None, time=0.0)
 """The state of a run that cannot be read; its `problem` says why."""
 SIZES = {"190M": 185_680_896, "380M": 379_184_640, "640M": 639_797_248}
@@ -39,8 +38,7 @@ SIZES = {"190M": 185_680_896, "380M": 379_184_640, "640M": 639_797_248}
 
 DEPTH, TEXT, COUNT = 8, 500, 2000
 """Levels of a configuration that become keys; characters of a key or a value; settings of a run. At most."""
-WHOLE = re.compile(r"-?\d+\.0")
-"""A whole number that is written as a fraction."""
+WHOLE = re.compile(r"-?\d+\.0")  # a whole number that is written as a fraction
 RECENT, PARTS = 5000, 5
 """Records that the speed follows from, and the parts of them whose median it is, so that pauses in two of them do not
 count. A part is long enough to contain its share of validation."""
@@ -138,7 +136,7 @@ class Run:
     table: Table = field(default_factory=Table, repr=False)
     """The records that count, as numpy columns."""
     alerts: tuple[Alert, ...] = ()
-    """The alerts that count, the oldest first."""
+    """Those that count, the oldest first."""
     torn: int = 0
     """Lines that were skipped because they were not whole."""
     heartbeat: float = 0.0
