@@ -315,13 +315,11 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _id(info: RunInfo) -> str:
-    """Return a file name from the run's id or name; without one, from the time, optimizer, seed and random digits."""
-    if text := info.id or info.name:
-        return file_name(text)
+    """Return a file name from the run's id or name; without one, from the time, optimizer, seed and random digits.
+
+    It is safe on any file system and has at most 80 characters.
+    """
     moment, seed = time.strftime("%Y%m%d-%H%M%S"), "" if info.seed is None else f"seed{info.seed}"
-    return file_name("-".join(filter(None, (moment, info.head_optimizer[:30], seed, os.urandom(3).hex()))))
-
-
-def file_name(text: str) -> str:
-    """Return a name that is safe on any file system, of at most 80 characters."""
+    unnamed = "-".join(filter(None, (moment, info.head_optimizer[:30], seed, os.urandom(3).hex())))
+    text = info.id or info.name or unnamed
     return re.sub(r"[^A-Za-z0-9._=+-]+", "-", text)[:80].strip("-.") or "run"
