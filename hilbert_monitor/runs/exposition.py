@@ -200,17 +200,12 @@ class Exposition(Collector):
 
 
 def _families(runs: Iterable[Samples]) -> dict[str, Any]:
-    kinds = {
-        "gauge": core.GaugeMetricFamily,
-        "counter": core.CounterMetricFamily,
-        "histogram": core.HistogramMetricFamily,
-        "info": core.InfoMetricFamily,
-    }
     gauges = [Family(metric.exposed or metric.name, "gauge", metric.help) for metric in METRICS if not metric.counted]
     families = {}
     for family in (*FAMILIES, *gauges):
         labels = ["run", "head", *family.labels]
-        families[family.name] = kinds[family.kind](f"hilbert_{family.name}", family.help, labels=labels)
+        make = getattr(core, f"{family.kind.title()}MetricFamily")
+        families[family.name] = make(f"hilbert_{family.name}", family.help, labels=labels)
     for run in runs:
         who = (run.info.id, run.info.head_optimizer or "unknown")
         for name, labels, *sample in _samples(run):

@@ -109,16 +109,9 @@ class RunWriter:
             if private:
                 folder.chmod(0o700)
             attempts = RunReader(folder).attempts
-            known = msgspec.structs.replace(
-                info,
-                id=folder.name,
-                attempt=attempts[-1].attempt + 1 if attempts else 1,
-                first_step=first_step,
-                started=time.time(),
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                heartbeat=heartbeat,
-            )
+            attempt = attempts[-1].attempt + 1 if attempts else 1
+            process = {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "heartbeat": heartbeat}
+            known = msgspec.structs.replace(info, id=folder.name, attempt=attempt, first_step=first_step, **process)
             writer = cls(folder, known, steps, owner)
             undo.pop_all()
             return writer

@@ -20,7 +20,7 @@ ANY_VALUE = (
 TEXT = ("apikey", "secretkey", "privatekey", "accesskey", "token", "authorization")
 """Words of a name, or ends of them, whose value is a secret unless it is a small number."""
 SHORT_TEXT = {"auth", "bearer", "jwt", "cookie", "sig", "signature", "pwd"}
-"""Words of a name whose value is a secret unless it is a small number."""
+"""Whole words of the same effect."""
 SECRET_KEYS = {"api", "access", "secret", "private", "auth", "ssh", "encryption", "signing"}
 """Words before `key` or `keys` that say that it is a secret. Without one, `text_key="caption"` names a column."""
 SPECIAL_TOKENS = {

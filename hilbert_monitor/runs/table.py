@@ -6,7 +6,6 @@ and a loss that was not measured stay different.
 
 from __future__ import annotations
 
-import operator
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,8 +46,6 @@ SECONDS, PARTS = "seconds.", 16
 """Seconds that a part of measuring took are the column "seconds.PART". A run has at most 16 of them."""
 TEXT, BLOCK = 80, 4096
 """Characters of a token's text that are stored, at most, and rows that are searched at once for a last value."""
-
-_step = operator.attrgetter("step")
 
 
 def present(values: Floats) -> NDArray[np.bool_]:
@@ -133,7 +130,7 @@ class TableBuilder:
         self._expected = expected
         if batch.keep is not None:
             self._truncate(int(np.searchsorted(self._steps[: self.rows], batch.keep, "right")))
-        return self._add_fitting(sorted(batch.records, key=_step)) if batch.records else 0
+        return self._add_fitting(sorted(batch.records, key=lambda record: record.step)) if batch.records else 0
 
     def _add_fitting(self, records: list[StepRecord]) -> int:
         try:
