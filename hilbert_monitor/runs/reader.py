@@ -1,8 +1,4 @@
-"""Reads a run's folder: the records that count, and the state of the run.
-
-A run that is resumed from a checkpoint begins a further attempt. Records of earlier attempts beyond the step it goes on
-from no longer count.
-"""
+"""Reads a run's folder: the records that count, and the state of the run."""
 
 from __future__ import annotations
 
@@ -167,9 +163,7 @@ class RunReader:
     def state(self, now: float | None = None, info: RunInfo | None = None) -> RunState:
         """Return the state of the run at `now`, in seconds since the epoch. No other code decides it.
 
-        Args:
-            now: by default, the present.
-            info: of the newest attempt, if the caller has read it already.
+        `info` is that of the newest attempt, if the caller has read it already.
         """
         now, info = time.time() if now is None else now, self.info if info is None else info
         step, moment, usual_silence = self._read_progress(info)

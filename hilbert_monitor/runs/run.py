@@ -240,12 +240,7 @@ class Run:
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
-    """Return the run of a folder.
-
-    Raises:
-        ValueError: the folder is not a run.
-        OSError: it cannot be read.
-    """
+    """Return the run of a folder; raises ValueError if it is not a run, and OSError if it cannot be read."""
     reader = RunReader(folder)
     attempts = tuple(reader.attempts)
     if not attempts:

@@ -58,12 +58,7 @@ BARE = re.compile(r"[^\s&;,'\")\]}]*")
 
 
 def mask_secrets(value: Any, names: Collection[str] = ()) -> Any:
-    """Return a value of plain types in which secrets are replaced by `***`.
-
-    Args:
-        value: dicts, lists, texts and numbers.
-        names: further names of secrets.
-    """
+    """Return dicts, lists, texts and numbers in which secrets are replaced by `***`; `names` are further names."""
     if isinstance(value, dict):
         masked = {mask_urls(name): _masked(name, item, names) for name, item in value.items()}
         said = next((value[name] for name in ("name", "key") if isinstance(value.get(name), str)), "")

@@ -299,9 +299,11 @@ def test_a_second_process_with_the_name_of_a_living_one_is_numbered_or_refused(b
 @pytest.mark.parametrize("first_step", [0, 1])
 def test_a_requeued_job_resumes_the_log_of_its_killed_process_though_a_worker_outlives_it(begin, tmp_path, first_step):
     with living_writer(tmp_path, orphan=True) as (pid, worker):
+        reader = RunReader(tmp_path / "a")
+        assert reader.state().status == "running"
         kill(pid)
         os.kill(worker, 0)
-        assert RunReader(tmp_path / "a").state().status == "killed"
+        assert (reader.state().status, reader.state().step) == ("killed", 1)
         writer = begin(first_step=first_step, strict=True)
     assert (writer.id, writer.info.attempt) == ("a", 2)
     assert numbers(writer.folder) == [1][:first_step]

@@ -20,7 +20,7 @@ from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.reader import RunReader, find_runs
 from hilbert_monitor.runs.record import LayerRecord, RunInfo, StepRecord
 from tests.support.draws import draws
-from tests.support.run_logs import aged, alert, by_hand, kill, living_writer, no_locks, numbers, step
+from tests.support.run_logs import aged, alert, by_hand, no_locks, numbers, step
 
 FILES = ["info.jsonl", "steps.jsonl", "alerts.jsonl", "end.jsonl", "heartbeat"]
 
@@ -168,15 +168,6 @@ def test_a_run_is_running_then_finished_or_failed_and_running_again(begin):
         assert (reader.state().status, reader.state().step) == ("running", 1)
         again.close(error)
         assert (reader.state().status, reader.state().error) == (status, "Mute" if error else "")
-
-
-def test_a_killed_process_is_known_at_once_on_its_own_host(tmp_path):
-    with living_writer(tmp_path) as (pid, _):
-        reader = RunReader(tmp_path / "a")
-        assert reader.state().status == "running"
-        kill(pid)
-        assert reader.state().status == "killed"
-        assert reader.state().step == 1
 
 
 def test_on_another_machine_the_heartbeat_tells_by_its_changes(tmp_path):
