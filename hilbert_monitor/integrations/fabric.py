@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from hilbert_monitor.monitor.given_panel import GivenPanel
 from hilbert_monitor.monitor.loop_arguments import check_loop_arguments
 from hilbert_monitor.monitor.options import chosen_options, with_options
+from hilbert_monitor.monitor.panel import GivenPanel
 from hilbert_monitor.monitor.plain_loop import PlainLoop, logged_numbers
 from hilbert_monitor.monitor.watch import Watch
 from hilbert_monitor.runs.record import RunInfo, StepRecord

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from hilbert_monitor.geometry import RowSource, compute_dtype, full_precision
 from hilbert_monitor.optim.recipe import parameter_of
 
-from .hidden import undisturbed
+from .hidden_states import without_side_effects
 from .increment import Basis, IncrementSource, LocalRows, SampledRows, largest
 from .optimizers import Rate, owner_of
 
@@ -74,7 +74,7 @@ class ComputedWeight:
     def factors(self) -> tuple[Tensor, Tensor | None]:
         """Return the factors of the part that steps change, in memory of their own or a parameter's."""
         device = next(self.module.parameters()).device.type
-        with undisturbed(self.module), torch.autocast(device, enabled=False):
+        with without_side_effects(self.module), torch.autocast(device, enabled=False):
             left, right = self._factors()
             return left.detach(), None if right is None else right.detach()
 

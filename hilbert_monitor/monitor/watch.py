@@ -19,14 +19,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from .batches import Batch, token_count
-from .given_panel import GivenPanel, given_panel
-from .hidden import AutocastFactory
+from .hidden_states import AutocastFactory
 from .loop_arguments import check_loop_arguments, check_state
 from .options import MonitorOptions, chosen_options, with_options
+from .panel import Batch, GivenPanel, panel_from, sample_indices, token_count
 from .plain_loop import Log, PlainLoop
-from .runtime import warn_user
-from .samples import sample_indices
+from .probe import is_sharded
+from .runtime import Ranks, warn_user
 from .session import RunSession
 
 
@@ -164,8 +163,8 @@ class Watch:
             return self
         if self._panel is not None and session.options.perturbation_every:
             with session.guard("panel", user_code=True):
-                session.panels.panel = given_panel(
-                    self._panel, session.options.panel_size, model=self.loop.model, ranks=self.loop.ranks
+                session.panels.panel = panel_from(
+                    self._panel, session.options.panel_size, ranks=self._panel_ranks, saved=self._state.get("panel")
                 )
             if session.panels.panel is None:
                 session.options.perturbation_every = 0
@@ -209,6 +208,12 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(error)
+
+    @property
+    def _panel_ranks(self) -> Ranks:
+        """Those that measure the panel: rank zero alone, unless they have parts of the model."""
+        ranks = self.loop.ranks
+        return ranks if is_sharded(self.loop.model) else Ranks.of(ranks.device, 1)
 
     def _hand_over_batches(self) -> None:
         """Give the session the loss and the tokens of the update."""

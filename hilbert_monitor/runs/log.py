@@ -38,6 +38,7 @@ from .reader import (
     HEARTBEAT,
     INFO,
     LAYERS,
+    PANEL,
     STEPS,
     End,
     RunReader,
@@ -51,7 +52,7 @@ from .secrets import mask_message
 from .stops import requested_stop
 
 RESERVE = "reserve"
-FILES = {INFO, STEPS, ALERTS, LAYERS, END, HEARTBEAT, RESERVE}
+FILES = {INFO, STEPS, ALERTS, LAYERS, PANEL, END, HEARTBEAT, RESERVE}
 ROOM, SHORT = 8192, 1000
 """Bytes of the reserve, and characters of an error's message that fit into them."""
 NEWEST = 32
@@ -155,6 +156,12 @@ class RunWriter:
         if self._layers is None and not self._steps.closed:
             self._layers = self._files.enter_context(closing(LineFile(self.folder / LAYERS, head=self._marker)))
         (self._layers or self._steps).append(_readable(record, as_layers))
+
+    def panel(self, saved: bytes) -> None:
+        """Write the panel, as JSON."""
+        unfinished = self.folder / f".{PANEL}"
+        unfinished.write_bytes(saved)
+        unfinished.replace(self.folder / PANEL)
 
     def describe(self, **changes: Any) -> None:
         """Write new values of fields of the run's RunInfo."""

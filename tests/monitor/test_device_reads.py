@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from hilbert_monitor.monitor.device_reads import HOST_COPIES, PendingRead
 
 

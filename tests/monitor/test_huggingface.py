@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hilbert_monitor import HilbertMonitor, Probe
 from hilbert_monitor.monitor import hidden
-from hilbert_monitor.monitor.hidden import HeadNotReached, hidden_states
+from hilbert_monitor.monitor.hidden_states import HeadNotReached, hidden_states
 from hilbert_monitor.monitor.panel import Panel
 from tests.support.references import all_pairs_diameter
 from tests.support.sinks import Recorder

@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
+from hilbert_monitor.monitor.attention import AttentionLogits
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim import SGD, AdamW
 
 from hilbert_monitor import Muon, watch
-from hilbert_monitor.monitor.attention import AttentionLogits
 from hilbert_monitor.monitor.layers import LayerWatch
 from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.optim import ChainedOptimizer

@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
+from hilbert_monitor.monitor.logit_shape import POSITIONS, LogitShape, panel_targets
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
-from hilbert_monitor.monitor.batches import next_tokens
-from hilbert_monitor.monitor.logit_shape import POSITIONS, LogitShape, panel_targets
-from hilbert_monitor.monitor.panel import Panel
+from hilbert_monitor.monitor.panel import Panel, next_tokens
 from hilbert_monitor.monitor.probe import Probe
 from tests.support.references import logit_numbers, normal
 

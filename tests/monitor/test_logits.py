@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hilbert_monitor.monitor.logits import LogitTransform, explain_logits, logit_transform
 from torch import nn
 
-from hilbert_monitor.monitor.logits import LogitTransform, explain_logits, logit_transform
 from tests.support.causal_models import causal_model
 
 pytest.importorskip("transformers")

@@ -8,10 +8,10 @@ import typing
 import msgspec
 import pytest
 import torch
+from hilbert_monitor.monitor.measurement import DiameterBounds, ExactDiameter, GradientRows, Measurement
 
 from hilbert_monitor import HilbertMonitor, Probe, Prometheus
 from hilbert_monitor.monitor import measurement
-from hilbert_monitor.monitor.measurement import DiameterBounds, ExactDiameter, GradientRows, Measurement
 from hilbert_monitor.monitor.options import MonitorOptions
 from hilbert_monitor.runs.record import StepRecord
 from tests.support.decoders import Plain, loss_of, seeded

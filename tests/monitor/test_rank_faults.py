@@ -12,7 +12,6 @@ from torch.optim import AdamW, NAdam
 
 from hilbert_monitor.monitor.head import Head
 from hilbert_monitor.monitor.increment import IncrementSource, SampledRows
-
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from tests.support.decoders import Plain

@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from hilbert_monitor.monitor.step_quality import step_quality
 
 from hilbert_monitor import HilbertMonitor
 from hilbert_monitor.geometry import (
@@ -14,7 +15,6 @@ from hilbert_monitor.geometry import (
     projected_row_norm,
     row_diameter,
 )
-from hilbert_monitor.monitor.step_quality import step_quality
 from tests.support.sinks import Recorder
 from tests.support.training import Module, fit
 
