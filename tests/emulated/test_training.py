@@ -5,7 +5,6 @@ import math
 import msgspec
 import pytest
 import torch
-from hilbert_monitor.monitor.probe import CHECKED
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, NAdam
 
@@ -13,6 +12,7 @@ from hilbert_monitor import Probe, pretraining_optimizer
 from hilbert_monitor.geometry import tension_bracket
 from hilbert_monitor.monitor import measure
 from hilbert_monitor.monitor.panel import Panel
+from hilbert_monitor.monitor.probe import CHECKED
 from hilbert_monitor.optim import Muon, RowNorm
 from tests.support.decoders import Plain, seeded
 from tests.support.emulation.device import NAME, EmulatedDevice
