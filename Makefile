@@ -14,8 +14,8 @@ PROGRAMS := chromium chromium-headless-shell prometheus promtool prometheus-aler
 SETUP = PYTHON="$(PYTHON)" TORCH="$(TORCH)" .ci/setup
 # Three processes on two cores: much of the time one of them waits for a program.
 PYTEST := -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
-# Python's packages and the programs of the tests are installed at the same time.
-PREPARE = @$(MAKE) --no-print-directory --jobs=2 setup programs
+# Python's packages and the programs of the tests are installed at the same time, unless -j is given.
+PREPARE = +@$(MAKE) --no-print-directory $(if $(filter -j%,$(MAKEFLAGS)),,--jobs=2) setup programs
 
 # The lower bound of every direct dependency, as a constraint.
 LOWEST := sed -n '/^dependencies/,/^\[project.scripts\]/ s/^ *"\([a-z-]*\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml

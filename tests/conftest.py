@@ -56,7 +56,7 @@ LONGEST = (
     *("test_oncall.py", "test_demo.py", "test_page.py", "test_docker.py", "test_page_live.py", "test_rules.py"),
     *("test_log.py", "test_extras.py", "test_grafana.py", "test_examples.py", "test_page_runs.py", "test_server.py"),
     *("test_benchmarks.py", "test_page_compare.py", "test_page_shell.py", "test_page_access.py", "test_golden.py"),
-    *("test_doctor.py", "test_belief.py", "test_noninterference.py", "test_perturbation.py", "test_alerts.py"),
+    *("test_doctor.py", "test_noninterference.py", "test_perturbation.py", "test_alerts.py"),
     *("test_tension.py"),
 )
 """Files that take long come first: at the end one process would wait for the others. Some compute, others wait."""

@@ -81,8 +81,9 @@ class DeviceNumbers:
         if self._sent is not None:
             copy, arrival = self._sent
             arrival.synchronize()
-            parts = torch.split(copy, [len(part) for part in self._parts.values()])
-            self._values |= {name: part.tolist() for name, part in zip(self._parts, parts, strict=True)}
+            numbers = iter(copy.tolist())
+            for name, part in self._parts.items():
+                self._values[name] = [next(numbers) for _ in range(len(part))]
             self._sent = None
             self._parts.clear()
         return self._values

@@ -483,7 +483,7 @@ def check_logit_scale(output: Tensor, logits: Tensor, scale: float, softcap: flo
         return ""
     measured = float((x * y).sum() / (x * x).sum())
     fits = float((measured * x - y).abs().max()) <= tolerance
-    if not fits or abs(measured - scale) <= max(0.01 * abs(scale), 4 * eps):
+    if not fits or abs(measured - scale) <= max(0.01, 4 * eps) * abs(scale):
         return ""
     return (
         f"the model's logits are {measured:.3g} times its head's output, and D(S) was measured for {scale:g} times:"

@@ -82,7 +82,7 @@ class LightningLoop:
         seed = os.environ.get("PL_GLOBAL_SEED", "")
         return RunInfo(
             model=type(self._module).__name__,
-            seed=int(seed) if seed.lstrip("-").isdigit() else None,
+            seed=int(seed) if seed.removeprefix("-").isdecimal() else None,
             config=dict(self._module.hparams),
             versions={"lightning": lightning.__version__},
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, NAdam, Optimizer, RAdam
 
 from hilbert_monitor.geometry import RowSource, compute_dtype
 from hilbert_monitor.optim import ChainedOptimizer, Group, MatrixOptimizer, RowNorm
@@ -191,7 +191,7 @@ def is_plain_sgd(optimizer: Optimizer, options: Group) -> bool:
 
 def knows_increment(optimizer: Optimizer, options: Group, *, sharded: bool) -> bool:
     """Return True if the optimizer's state, or the gradient of plain SGD, says what a step was."""
-    if isinstance(optimizer, MatrixOptimizer):  # of a shard, other steps need what the ranks tell each other
+    if steps_as(optimizer, MatrixOptimizer):  # of a shard, other steps need what the ranks tell each other
         return not sharded or (isinstance(optimizer, RowNorm) and options["center"] == "none")
     if steps_as(optimizer, SGD):  # nesterov leaves a changed gradient behind
         return bool(options["momentum"] and not options["nesterov"]) or is_plain_sgd(optimizer, options)
@@ -314,6 +314,8 @@ TORCH_COUPLED = {"SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "RMSprop", "Rpr
 TORCH_DECOUPLED = {"Adafactor", "Muon"}
 TORCH_FLAGGED = {"Adam", "NAdam", "RAdam"}
 """Classes of torch.optim that define a step, by how they use weight_decay."""
+HAVE_FLAG = (Adam, NAdam, RAdam, MatrixOptimizer)
+"""Classes whose subclasses inherit a flag, `decoupled_weight_decay`, that says nothing of a step of their own."""
 BITSANDBYTES = {"adam": True, "adamw": True, "ademamix": True, "lamb": True, "lion": True} | dict.fromkeys(
     ("adagrad", "lars", "rmsprop", "sgd"), False
 )
@@ -362,7 +364,7 @@ class WeightDecay:
         lr: Any = options.get("lr", 0.0)
         decay: Any = options.get("weight_decay") or 0.0
         decoupled: bool | None = None
-        if isinstance(optimizer, MatrixOptimizer):
+        if steps_as(optimizer, MatrixOptimizer):
             decoupled = True
         elif step.__module__.startswith("torch.optim."):
             flag = bool(options.get("decoupled_weight_decay"))
@@ -370,15 +372,15 @@ class WeightDecay:
             decoupled = flag if kind in TORCH_FLAGGED else known.get(kind)
         elif package == "bitsandbytes" and type(optimizer).__module__.startswith("bitsandbytes."):
             decoupled = BITSANDBYTES.get(type(optimizer).__module__.rpartition(".")[2])
-        elif package == "lion_pytorch":
+        elif package == "lion_pytorch" and not options.get("cautious_wd"):  # that decays some entries alone
             lion: Any = optimizer
             stated: Rate = lr * (decay / lion._init_lr if lion.decoupled_wd else decay)
             return stated
         elif package == "pytorch_optimizer" and kind == "Lion":
             stated = decay if options["fixed_decay"] else lr * decay
             return stated if options["weight_decouple"] else 0.0
-        elif "decoupled_weight_decay" in optimizer.defaults and not isinstance(optimizer, Adam):
-            decoupled = bool(options.get("decoupled_weight_decay"))  # a flag of the class's own
+        elif "decoupled_weight_decay" in optimizer.defaults and not isinstance(optimizer, HAVE_FLAG):
+            decoupled = bool(options.get("decoupled_weight_decay"))  # a flag of the class's own, not inherited
         return None if decoupled is None else lr * decay if decoupled else 0.0
 
 

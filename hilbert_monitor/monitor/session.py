@@ -20,7 +20,7 @@ from hilbert_monitor.runs.files import to_json
 from hilbert_monitor.runs.process_bound import ProcessBound
 from hilbert_monitor.runs.record import RunInfo, StepRecord
 from hilbert_monitor.runs.secrets import mask_secrets
-from hilbert_monitor.runs.stops import note_handlers, requested_stop
+from hilbert_monitor.runs.stops import requested_stop
 
 from .head import NobodyMovesIt
 from .layers import LayerMonitor
@@ -64,7 +64,6 @@ class RunSession(ProcessBound):
 
     def start(self, loop: TrainingLoop) -> None:
         """Find the head and its optimizer, and begin to watch: of a sharded model on all ranks, or on none."""
-        note_handlers()
         self.bind_to_process()
         self.guard.failures.clear()  # those of an earlier run
         self.probe, self._waits_for_groups = None, None
@@ -113,6 +112,7 @@ class RunSession(ProcessBound):
             self._waits_for_groups = self._groups() if why else None
             return
         assert self.probe is not None
+        self._waits_for_groups = None
         schedule, has_panel = self.probe.schedule, self.panels.panel is not None
         if sharded and not loop.ranks.all_agree(math.isfinite(schedule.last)):
             schedule.last = math.inf

@@ -12,18 +12,13 @@ import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry as CollectorRegistry
+from prometheus_client import core
+from prometheus_client.exposition import choose_encoder as choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -32,25 +27,15 @@ from .process_bound import ProcessBound
 from .reader import RECENT_STEPS, STALLED_AFTER, STATUSES, stall_limit
 from .record import METRICS, Alert, RunInfo, StepRecord, measured
 
-__all__ = [
-    "BUCKETS",
-    "CollectorRegistry",
-    "Exposition",
-    "RunSamples",
-    "Samples",
-    "choose_encoder",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of samples in Prometheus: a name with all its labels."""
+    """A family of samples in Prometheus. Its labels come besides `run` and `head`."""
 
     name: str
     kind: Literal["gauge", "counter", "histogram", "info"]
     help: str
     labels: tuple[str, ...] = ()
-    """Besides `run` and `head`."""
 
     @property
     def exported(self) -> str:
@@ -58,6 +43,7 @@ class Family:
         return f"hilbert_{self.name}" + {"counter": "_total", "info": "_info"}.get(self.kind, "")
 
 
+RULE = ("kind", "severity")
 FAMILIES = (
     Family("run", "info", "What the run is, in labels: its name, model, seed, validation panel, host and versions."),
     Family("run_status", "gauge", "1 for the state that the run is in, 0 for the others.", ("status",)),
@@ -76,19 +62,17 @@ FAMILIES = (
         "blowups",
         "counter",
         "Blow-ups: steps that broke one of the monitor's rules, by the rule's kind and its severity, page or notice.",
-        ("kind", "severity"),
+        RULE,
     ),
-    Family(
-        "blowup_value", "gauge", "Value measured at the last blow-up of each kind and severity.", ("kind", "severity")
-    ),
+    Family("blowup_value", "gauge", "Value measured at the last blow-up of each kind and severity.", RULE),
     Family(
         "blowup_expected",
         "gauge",
         "Usual value before the last blow-up of each kind and severity, at its learning rate; the ceiling for kind"
         " ceiling, the expected learning rate for kind rate, 0 for kind nonfinite.",
-        ("kind", "severity"),
+        RULE,
     ),
-    Family("blowup_step", "gauge", "Step of the last blow-up of each kind and severity.", ("kind", "severity")),
+    Family("blowup_step", "gauge", "Step of the last blow-up of each kind and severity.", RULE),
     Family("nonfinite_increments", "counter", "Steps whose increment of the LM head held a nan or an infinity."),
     Family("skipped_steps", "counter", "Steps at which the optimizer moved nothing."),
     Family("clipped_steps", "counter", "Steps of which a TrustRegion held something back."),
@@ -159,8 +143,7 @@ class RunSamples(ProcessBound):
     ) -> None:
         self._info, self._failures, self._clock, self._lock = info, failures, clock, threading.Lock()
         self._samples = Samples(info=info(), heartbeat=clock(), stalled_after=stalled_after)
-        self._stalled_after, self._times = stalled_after, deque[float](maxlen=RECENT_STEPS)
-        self._buckets = [0] * len(BUCKETS)
+        self._times, self._buckets = deque[float](maxlen=RECENT_STEPS), [0] * len(BUCKETS)
         self._measured_at: dict[str, int] = {}
         self.bind_to_process()
 
@@ -171,9 +154,9 @@ class RunSamples(ProcessBound):
         with self._lock:
             if isinstance(record, Alert):
                 key = record.kind, record.severity
-                if key not in self._samples.alerts or record.step >= self._samples.alerts[key].step:
-                    self._samples.alerts[key] = record
                 self._samples.blowups[key] += 1
+                if record.step >= self._samples.alerts.get(key, record).step:  # an alert may be late
+                    self._samples.alerts[key] = record
             else:
                 self._take(record)
 
@@ -187,13 +170,12 @@ class RunSamples(ProcessBound):
         self.alive()
 
     def samples(self) -> Samples:
-        """A copy of the present state."""
+        """Return a copy of the present state."""
         with self._lock:
-            samples = Samples(**vars(self._samples))
+            samples = replace(self._samples, buckets=tuple(self._buckets))
             samples.latest, samples.alerts = dict(samples.latest), dict(samples.alerts)
             samples.seconds, samples.blowups = Counter(samples.seconds), Counter(samples.blowups)
-            samples.buckets = tuple(self._buckets)
-            samples.stalled_after = stall_limit(tuple(self._times), self._stalled_after)
+            samples.stalled_after = stall_limit(tuple(self._times), self._samples.stalled_after)
         samples.info, samples.failures = self._info(), Counter(self._failures())
         return samples
 
@@ -228,58 +210,66 @@ class Exposition(Collector):
     def __init__(self, runs: Callable[[], Iterable[Samples]]) -> None:
         self.runs = runs
 
-    def describe(self) -> Iterator[Metric]:
-        """The names of what will be collected, without looking at any run."""
-        yield from _families([]).values()
+    def describe(self) -> Iterator[core.Metric]:
+        """Yield the families without samples."""
+        yield from _families(()).values()
 
-    def collect(self) -> Iterator[Metric]:
-        """All samples, each family once."""
-        yield from _families(list(self.runs())).values()
+    def collect(self) -> Iterator[core.Metric]:
+        """Yield the families with the samples of all runs."""
+        yield from _families(self.runs()).values()
 
 
-def _families(runs: Sequence[Samples]) -> dict[str, Metric]:
-    families = {family.exported: _FAMILY[family.kind](family) for family in FAMILIES}
-    for metric in METRICS:
-        if not metric.counted:
-            families[metric.exported] = GaugeMetricFamily(metric.exported, metric.help, labels=("run", "head"))
+def _families(runs: Iterable[Samples]) -> dict[str, Any]:
+    kinds = {
+        "gauge": core.GaugeMetricFamily,
+        "counter": core.CounterMetricFamily,
+        "histogram": core.HistogramMetricFamily,
+        "info": core.InfoMetricFamily,
+    }
+    gauges = [Family(metric.exposed or metric.name, "gauge", metric.help) for metric in METRICS if not metric.counted]
+    families = {}
+    for family in (*FAMILIES, *gauges):
+        labels = ["run", "head", *family.labels]
+        families[family.name] = kinds[family.kind](f"hilbert_{family.name}", family.help, labels=labels)
     for run in runs:
         who = (run.info.id, run.info.head_optimizer or "unknown")
         for name, labels, *sample in _samples(run):
-            families[f"hilbert_{name}"].add_metric([*who, *labels], *sample)  # type: ignore[attr-defined]
+            families[name].add_metric([*who, *labels], *sample)
     return families
 
 
 def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
-    """The samples of a run: name, labels besides `run` and `head`, value."""
-    yield "run_info", (), _about(run.info)
+    """Yield the samples of a run: the name of a family, labels besides `run` and `head`, value."""
+    yield "run", (), _about(run.info)
     yield "step_diameter_distribution", (), _cumulative(run.buckets), run.total
     for metric in METRICS:
         if metric.name in run.latest:
-            name = metric.exported.removeprefix("hilbert_")
-            yield f"{name}_total" if metric.counted else name, (), run.latest[metric.name]
+            yield metric.exposed or metric.name, (), run.latest[metric.name]
     for status in STATUSES:
         yield "run_status", (status,), float(run.status == status)
-    yield "run_start_timestamp_seconds", (), run.info.started
-    yield "heartbeat_timestamp_seconds", (), run.heartbeat
-    yield "stalled_after_seconds", (), run.stalled_after
-    if run.step is not None:
-        yield "step", (), run.step
-    yield "steps_total", (), run.steps
-    yield "nonfinite_increments_total", (), run.nonfinite
-    yield "skipped_steps_total", (), run.skipped
-    yield "clipped_steps_total", (), run.clipped
+    numbers = {
+        "run_start_timestamp_seconds": run.info.started,
+        "heartbeat_timestamp_seconds": run.heartbeat,
+        "stalled_after_seconds": run.stalled_after,
+        "step": run.step,
+        "steps": run.steps,
+        "nonfinite_increments": run.nonfinite,
+        "skipped_steps": run.skipped,
+        "clipped_steps": run.clipped,
+    }
+    yield from ((name, (), number) for name, number in numbers.items() if number is not None)
     known = {(kind, severity) for kind, severities in SEVERITIES.items() for severity in severities}
     for key in {*known, *run.blowups}:  # from zero: a counter that appears with its first count has no increase
-        yield "blowups_total", key, run.blowups[key]
+        yield "blowups", key, run.blowups[key]
     for key, alert in run.alerts.items():
         yield "blowup_value", key, alert.value
         yield "blowup_step", key, alert.step
         if alert.expected is not None:
             yield "blowup_expected", key, alert.expected
     for part, seconds in run.seconds.items():
-        yield "monitor_seconds_total", (part,), seconds
+        yield "monitor_seconds", (part,), seconds
     for sink, count in run.failures.items():
-        yield "monitor_failures_total", (sink,), count
+        yield "monitor_failures", (sink,), count
 
 
 def _about(info: RunInfo) -> dict[str, str]:
@@ -298,20 +288,5 @@ def _about(info: RunInfo) -> dict[str, str]:
 
 
 def _cumulative(buckets: Sequence[int]) -> list[tuple[str, float]]:
-    pairs, count = [], 0
-    for end, own in zip(BUCKETS, buckets, strict=True):
-        count += own
-        pairs.append((str(floatToGoString(end)), float(count)))  # type: ignore[no-untyped-call]
-    return pairs
-
-
-def _labels(family: Family) -> list[str]:
-    return ["run", "head", *family.labels]
-
-
-_FAMILY: dict[str, Callable[[Family], Metric]] = {
-    "gauge": lambda f: GaugeMetricFamily(f.exported, f.help, labels=_labels(f)),
-    "counter": lambda f: CounterMetricFamily(f"hilbert_{f.name}", f.help, labels=_labels(f)),
-    "histogram": lambda f: HistogramMetricFamily(f.exported, f.help, labels=_labels(f)),
-    "info": lambda f: InfoMetricFamily(f"hilbert_{f.name}", f.help, labels=_labels(f)),
-}
+    ends = [str(floatToGoString(end)) for end in BUCKETS]  # type: ignore[no-untyped-call]
+    return list(zip(ends, map(float, accumulate(buckets)), strict=True))

@@ -27,8 +27,6 @@ from msgspec import Meta, Struct
 
 from .process_bound import ProcessBound, forks
 
-TRIES = 100
-"""Attempts to open a file, if the process is forked during each."""
 LONGEST = 1 << 24
 """Bytes of the longest line that is read."""
 CLOCKS_DIFFER = 900.0
@@ -115,7 +113,7 @@ def _decode(line: bytes, decoder: msgspec.json.Decoder[Line]) -> Line | None:
 
 
 def read_blocks(path: Path, start: int = 0, size: int = 1 << 17) -> Iterator[tuple[int, bytes]]:
-    """Read whole lines from a byte offset on, about `size` bytes at a time, each block with the offset of its end.
+    """Yield blocks of whole lines from a byte offset, about `size` bytes each, with the offset of their ends.
 
     A last line without a newline is left for later. A file shorter than the offset was replaced and is read from its
     start. Of a line longer than LONGEST only the end is given, so that it counts as torn and takes no memory.
@@ -136,15 +134,6 @@ def read_blocks(path: Path, start: int = 0, size: int = 1 << 17) -> Iterator[tup
             parts.append(block[end:])
             if len(parts) * size > LONGEST:
                 parts = [b"?"]
-
-
-def read_tail(path: Path, size: int = 1 << 16) -> bytes:
-    """Return the last whole lines of a file."""
-    with _open_regular(path) as file:
-        start = max(os.fstat(file.fileno()).st_size - size, 0)
-        file.seek(start)
-        block = file.read(size) or b""
-    return block[block.find(b"\n") + 1 if start else 0 : block.rfind(b"\n") + 1]
 
 
 def _open_regular(path: Path) -> FileIO:
@@ -171,44 +160,40 @@ class LineFile(ProcessBound):
         self.path, self._head = path, head
         self._guard = threading.Lock()
         self._fd = -1
-        self.locked = False
-        """True if lock() has locked it."""
         self._reason = "is closed or was opened before this process was forked: write from the process that opened it"
         self.bind_to_process()
-        for _ in range(TRIES):
+        while self._fd < 0:
             before = forks()
-            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-            self._fd = fd
-            if forks() == before:
-                break
-            self._fd = -1  # a child that was forked meanwhile may have it too, and would hold its lock
-            os.close(fd)
-        else:
-            raise OSError(f"'{path}' could not be opened for the many forks of this process")
-        size = os.fstat(self._fd).st_size
-        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+            self._fd = fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            if forks() != before:  # a child that was forked meanwhile may have it too, and would hold its lock
+                self._fd = -1
+                os.close(fd)
+        try:
+            size = os.fstat(self._fd).st_size
+            self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+        except OSError:
+            self.close()
+            raise
 
     @property
     def closed(self) -> bool:
         """True after close(), and in a process that was forked from the one that opened it."""
         return self._fd < 0
 
-    def lock(self, tries: int = 10, pause: float = 0.03) -> bool | None:
+    def lock(self) -> bool | None:
         """Lock the file for as long as it is open. Return False if another process has it, None without locks.
 
-        The lock is flock's: it holds between threads too, and is not lost when the file is copied or read. There are
-        several tries, as readers test the lock.
+        The lock is flock's: it holds between threads too, and is not lost when the file is copied or read. Readers
+        test the lock, so it takes several tries.
         """
-        for attempt in range(tries):
+        for _ in range(10):
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
             except BlockingIOError:
-                time.sleep(pause if attempt + 1 < tries else 0.0)
+                time.sleep(0.03)
             except OSError:
                 return None
-            else:
-                self.locked = True
-                return True
         return False
 
     def append(self, line: bytes) -> None:
@@ -256,7 +241,7 @@ class LineFile(ProcessBound):
             raise OSError(f"'{self.path.name}' of run '{self.path.parent.name}' refuses lines: it {self._reason}")
 
     def on_fork(self) -> None:
-        """Close the file in the child, which would hold the lock of the run otherwise."""
+        """Close the file in the child, which would hold the run's lock."""
         fd, self._fd, self._guard = self._fd, -1, threading.Lock()
         if fd >= 0:
             os.close(fd)
@@ -273,12 +258,11 @@ def is_locked(path: Path) -> bool | None:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
     except BlockingIOError:
         return True
     except OSError:
         return None
-    else:
-        return False
     finally:
         os.close(fd)
 

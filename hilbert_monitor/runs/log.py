@@ -6,11 +6,11 @@ ROOT/RUN/info.jsonl     one RunInfo an attempt; a later line for the same attemp
          layers.jsonl   the LayerRecords, in the same form, if layers are measured
          end.jsonl      how each attempt ended; no line for one that was killed
          heartbeat      the process; it sets the time of change every few seconds
-         reserve        8 KiB that are freed for the last line if the disk is full
+         reserve        32 KiB that are freed for the last line if the disk is full
 
 Every record is one unbuffered write, so a killed process loses none. Only closing forces them to the disk: a machine
 that loses its power may lose the last seconds. The process that holds the lock on steps.jsonl is the one that writes;
-where there are no locks, the one that `heartbeat` names.
+without locks, the one that `heartbeat` names.
 """
 
 from __future__ import annotations
@@ -32,29 +32,15 @@ import msgspec
 from msgspec import Struct
 
 from .files import BROKEN, Heartbeat, LineFile, Marker, Owner, encode_line, replace_surrogates, safe_repr
-from .reader import (
-    ALERTS,
-    END,
-    HEARTBEAT,
-    INFO,
-    LAYERS,
-    PANEL,
-    STEPS,
-    End,
-    RunReader,
-    as_alert,
-    as_info,
-    as_layers,
-    as_record,
-)
+from .reader import ALERTS, END, HEARTBEAT, INFO, LAYERS, PANEL, STEPS, End, RunReader
 from .record import Alert, LayerRecord, RunInfo, StepRecord
 from .secrets import mask_message
 from .stops import requested_stop
 
 RESERVE = "reserve"
 FILES = {INFO, STEPS, ALERTS, LAYERS, PANEL, END, HEARTBEAT, RESERVE}
-ROOM, SHORT = 8192, 1000
-"""Bytes of the reserve, and characters of an error's message that fit into them."""
+ROOM, MESSAGE = 1 << 15, 4000
+"""Bytes of the reserve, and characters of an error's message, which fit into them in any encoding."""
 NEWEST = 32
 """Runs of one name that are checked, the newest first, for one that is not finished and can be resumed."""
 BEATS, SETTLE = 2.5, 0.5
@@ -74,13 +60,11 @@ class RunWriter:
         self._closing = threading.Event()
         self._marker = encode_line(Marker(info.attempt, info.first_step))
         self._layers: LineFile | None = None
-        with ExitStack() as files:
-            files.callback(steps.close)
-            self._alerts, self._info, self._end = (
-                files.enter_context(closing(LineFile(folder / name))) for name in (ALERTS, INFO, END)
-            )
+        with ExitStack() as self._files:
+            self._files.callback(steps.close)
+            self._alerts, self._info, self._end = map(self._open, (ALERTS, INFO, END))
             self._begin()
-            self._files = files.pop_all()
+            self._files = self._files.pop_all()
 
     @classmethod
     def open(
@@ -100,7 +84,7 @@ class RunWriter:
 
         Args:
             root: folder of the runs.
-            info: what is known of the run. Its id, attempt, time and process are filled in here.
+            info: the run's description. Its id, attempt, time and process are filled in here.
             first_step: the step that a checkpoint goes on from. With 0, a finished run of this name is not resumed.
             strict: raise if another process is writing a run of this name, instead of giving this one a number.
             private: let no other user read the folder. By default its mode follows the umask, so that a service of
@@ -112,7 +96,7 @@ class RunWriter:
                 f"a run goes on from step 0 or later and has a heartbeat of some seconds, not first_step={first_step}"
                 f" and heartbeat={heartbeat}: leave them out for a new run"
             )
-        _readable(info, as_info)  # before there is a folder
+        _readable(info)  # before there is a folder
         with ExitStack() as undo:
             folder, steps, owner = _choose_folder(Path(root).absolute(), info, first_step, strict, undo)
             if private:
@@ -139,7 +123,7 @@ class RunWriter:
 
     def write(self, record: StepRecord) -> None:
         """Add a step's record. One for a step that was written before replaces it."""
-        line = _readable(record, as_record)
+        line = _readable(record)
         try:
             self._steps.append(line)
         except OSError:
@@ -149,13 +133,13 @@ class RunWriter:
 
     def alert(self, alert: Alert) -> None:
         """Add an alert."""
-        self._alerts.append(_readable(alert, as_alert))
+        self._alerts.append(_readable(alert))
 
     def layers(self, record: LayerRecord) -> None:
         """Add the layers of a step."""
         if self._layers is None and not self._steps.closed:
-            self._layers = self._files.enter_context(closing(LineFile(self.folder / LAYERS, head=self._marker)))
-        (self._layers or self._steps).append(_readable(record, as_layers))
+            self._layers = self._open(LAYERS, head=self._marker)
+        (self._layers or self._steps).append(_readable(record))
 
     def panel(self, saved: bytes) -> None:
         """Write the panel, as JSON."""
@@ -169,7 +153,7 @@ class RunWriter:
         if fixed:
             raise ValueError(f"{', '.join(sorted(fixed))} of a run cannot change while it is written: leave it out")
         info = msgspec.structs.replace(self.info, **changes)
-        self._info.append(_readable(info, as_info))
+        self._info.append(_readable(info))
         self.info = info
 
     def progress(self) -> None:
@@ -181,8 +165,7 @@ class RunWriter:
 
         Args:
             error: what ended it, if it did not end by itself.
-            stopped: the signal that asked it to end, such as "SIGTERM", where the error does not say so itself, as a
-                KeyboardInterrupt does.
+            stopped: the signal that asked it to end, such as "SIGTERM", if the error does not show that.
         """
         if self._steps.closed or self._closing.is_set():
             return
@@ -194,18 +177,18 @@ class RunWriter:
         with self._files:
             with suppress(OSError):
                 (self.folder / RESERVE).unlink()
-            try:
-                self._end.append(encode_line(end))
-            except OSError:  # the reserve has room for this
-                self._end.append(encode_line(msgspec.structs.replace(end, message=end.message[:SHORT])))
+            self._end.append(encode_line(end))
+
+    def _open(self, name: str, head: bytes = b"") -> LineFile:
+        return self._files.enter_context(closing(LineFile(self.folder / name, head)))
 
     def _begin(self) -> None:
-        about = _readable(self.info, as_info)
+        about = _readable(self.info)
         for file in (self._steps, self._alerts):
             file.append(self._marker)
         if (self.folder / LAYERS).exists():  # an earlier attempt's, of which some may no longer count
-            with closing(LineFile(self.folder / LAYERS)) as layers:
-                layers.append(self._marker)
+            self._layers = self._open(LAYERS)
+            self._layers.append(self._marker)
         self._info.append(about)  # last: now it is a run
         with suppress(OSError):
             (self.folder / RESERVE).write_bytes(b"\0" * ROOM)
@@ -223,16 +206,16 @@ class RunWriter:
 
 def _message(error: BaseException) -> str:
     try:
-        return mask_message(safe_repr(str(error), 4000))
+        return mask_message(safe_repr(str(error), MESSAGE))
     except Exception:
         return safe_repr(error)
 
 
-def _readable(record: Struct, decoder: msgspec.json.Decoder[Any]) -> bytes:
+def _readable(record: Struct) -> bytes:
     """Encode a record, and make sure that a reader can decode it."""
     line = encode_line(record)
     try:
-        decoder.decode(line)
+        msgspec.json.decode(line, type=type(record), strict=False)
     except BROKEN as error:
         raise TypeError(f"a {type(record).__name__} cannot be read back ({error}): give it plain values") from None
     return line
@@ -253,17 +236,14 @@ def _choose_folder(
         if new and busy and strict:
             raise RuntimeError(f"run '{busy}' is being written by another process: give this run a name of its own")
         root.mkdir(parents=True, exist_ok=True)
-        try:
+        is_mine = False
+        with suppress(FileExistsError):
             folder.mkdir()
             is_mine = True
-        except FileExistsError:
-            is_mine = False
         steps = undo.enter_context(closing(LineFile(folder / STEPS)))
         if not _take(folder, steps, owner, is_mine):
             busy = busy or folder.name
         elif _suits(folder, info, first_step):  # it may have changed before it was locked
-            if steps.locked:
-                Heartbeat(folder / HEARTBEAT).take(owner)
             if new and busy:
                 warnings.warn(
                     f"run '{busy}' is being written by another process: this is '{folder.name}'", stacklevel=3
@@ -274,29 +254,27 @@ def _choose_folder(
 
 
 def _take(folder: Path, steps: LineFile, owner: Owner, is_mine: bool) -> bool:
-    """Take a run for this process by a lock, or where there are no locks by its heartbeat; return whether it did.
+    """Take a run by a lock, or without locks by its heartbeat. Return False if another process has it.
 
     Args:
         folder: of the run.
         steps: its log.
         owner: this process.
-        is_mine: this process has created the folder, which only one can.
+        is_mine: True if this process has created the folder, as only one can.
     """
-    locked = steps.lock()
-    if locked is not None:
-        return locked
-    warnings.warn(f"no locks in '{folder}': only a heartbeat tells whether a run is being written", stacklevel=4)
-    heartbeat = Heartbeat(folder / HEARTBEAT)
-    if not is_mine and _is_alive(folder, heartbeat):
+    locked, heartbeat = steps.lock(), Heartbeat(folder / HEARTBEAT)
+    if locked is None:
+        warnings.warn(f"no locks in '{folder}': only a heartbeat tells whether a run is being written", stacklevel=4)
+    if locked is False or (locked is None and not is_mine and _is_alive(folder, heartbeat)):
         return False
     heartbeat.take(owner)
-    if not is_mine:
+    if locked is None and not is_mine:
         time.sleep(SETTLE)
     return heartbeat.owner == owner
 
 
 def _is_alive(folder: Path, heartbeat: Heartbeat) -> bool:
-    """Watch the heartbeat of a run where there are no locks; return True if it changes."""
+    """Watch the heartbeat of a run on a file system without locks; return True if it changes."""
     reader = RunReader(folder)
     if reader.attempts and reader.end is not None:
         return False

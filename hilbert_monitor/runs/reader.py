@@ -20,7 +20,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 import msgspec
 from msgspec import Struct
 
-from .files import LONGEST, Heartbeat, Line, Marker, decode_lines, is_locked, read_blocks, read_tail, replace_surrogates
+from .files import LONGEST, Heartbeat, Line, Marker, decode_lines, is_locked, read_blocks, replace_surrogates
 from .record import Alert, LayerRecord, RunInfo, StepRecord
 
 INFO, STEPS, ALERTS, LAYERS, PANEL, END, HEARTBEAT = (
@@ -47,6 +47,8 @@ RECENT_STEPS = 100
 """The last steps of a run that its stall limit follows from."""
 LOST_AFTER = 60.0
 """Seconds without a heartbeat after which a process is gone."""
+TAIL = 1 << 16
+"""Bytes at the end of a log that its state follows from."""
 
 as_info = msgspec.json.Decoder(RunInfo, strict=False)
 as_record = msgspec.json.Decoder(StepRecord, strict=False)
@@ -126,19 +128,10 @@ class Progress(NamedTuple):
 
 
 class RunReader:
-    """Reads a run's folder, also while it is written. It changes nothing there and keeps no file open.
+    """Reads a run's folder, also while it is written. It changes nothing there and keeps no file open."""
 
-    Args:
-        folder: ROOT/RUN.
-        lost_after: seconds without a heartbeat after which a process on another machine counts as gone.
-        stalled_after: seconds without a step after which a run is stalled, unless it is slow or sets another limit.
-    """
-
-    def __init__(
-        self, folder: str | os.PathLike[str], *, lost_after: float = LOST_AFTER, stalled_after: float = STALLED_AFTER
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.lost_after, self.stalled_after = lost_after, stalled_after
         self.torn = 0
         """Lines that the last call of steps(), alerts() or layers() skipped because they were not whole."""
         self.heartbeat = Heartbeat(self.folder / HEARTBEAT)
@@ -198,13 +191,13 @@ class RunReader:
         end = self._end_of(info)
         if end is not None:
             return RunState(status=end.status, error=end.error, message=end.message, ended=end.time, **known)
-        if not self.is_alive(now, info):
+        if not self._is_alive(now, info):
             return RunState(status="killed", ended=max(self.heartbeat.time, 0.0), **known)
-        least = self.stalled_after if info.stalled_after is None else info.stalled_after
+        least = STALLED_AFTER if info.stalled_after is None else info.stalled_after
         is_stalled = self._age_of_steps(now) > max(least, progress.usual_silence)
         return RunState(status="stalled" if is_stalled else "running", **known)
 
-    def is_alive(self, now: float, info: RunInfo | None = None) -> bool:
+    def _is_alive(self, now: float, info: RunInfo) -> bool:
         """Return True if a process writes the run now.
 
         A held lock proves it. On this machine a free lock proves the opposite; without locks a missing process does. A
@@ -218,8 +211,7 @@ class RunReader:
             if (owner.is_on_this_machine and locked is False) or owner.is_gone:
                 self.heartbeat.silence(now)
                 return False
-        info = self.info if info is None else info
-        return self.heartbeat.is_fresh(now, max(self.lost_after, 4 * info.heartbeat))
+        return self.heartbeat.is_fresh(now, max(LOST_AFTER, 4 * info.heartbeat))
 
     def _age_of_steps(self, now: float) -> float:
         """Return the seconds since the last step or validation. The two files have their times from one clock."""
@@ -261,24 +253,20 @@ class RunReader:
             file = (self.folder / STEPS).stat()
             source = file.st_ino, file.st_size, file.st_mtime_ns, info.attempt
             if self._progress is None or self._progress[0] != source:
-                self._progress = source, _progress(decode_lines(read_tail(self.folder / STEPS), as_record), info)
+                blocks = read_blocks(self.folder / STEPS, max(file.st_size - TAIL, 0))
+                lines = [line for _, block in blocks for line in decode_lines(block, as_record)]
+                self._progress = source, _progress(lines, info)
             return self._progress[1]
         return Progress(None, info.started)
 
 
-def find_runs(root: str | os.PathLike[str], **limits: float) -> list[RunReader]:
-    """Return readers of the runs in a folder, sorted by id. Folders that are not runs, or not yet, are left out.
-
-    Args:
-        root: folder of the runs.
-        limits: keyword arguments of RunReader.
-    """
+def find_runs(root: str | os.PathLike[str]) -> list[RunReader]:
+    """Return readers of the runs in a folder, sorted by id. Folders that are not runs, or not yet, are left out."""
     try:
         folders = sorted(Path(root).iterdir())
     except OSError:
         return []
-    readers = (RunReader(folder, **limits) for folder in folders)
-    return [reader for reader in readers if reader.attempts]
+    return [reader for reader in map(RunReader, folders) if reader.attempts]
 
 
 def _batch(lines: list[Record | Marker | None], offset: int = 0) -> Batch[Record]:

@@ -200,11 +200,6 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
         help="Certified upper bound of the row diameter of the step that the LM head's weights made, for weights stored"
         " with less than fp32.")] = None
     stored_pair: Pair | None = None
-    seen_diameter: Annotated[float | None, Metric("seen_diameter", panel="diameter",
-        label="step as the forward pass sees it", line="other", log=True,
-        help="Row diameter of the step that the forward pass sees, where it casts the LM head's weights to less than"
-        " they have: under autocast, or by a mixed-precision policy of FSDP. Exact.")] = None
-    seen_pair: Pair | None = None
     moved_share: Annotated[float | None, Metric("moved_share", panel="shares", label="weights that moved",
         line="other", unit="ratio",
         help="Share of the LM head's stored weights that a step changed at all, for weights stored with less than fp32:"
@@ -347,7 +342,6 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds that measuring took, by part."""
     share: Annotated[float | None, Metric("monitor_share", panel="cost", label="share of the time", line="reference",
         unit="ratio", help="Share of the time since the last record that the monitor's measurements took.")] = None
-# fmt: on
 
     @property
     def saturation(self) -> float | None:
@@ -360,28 +354,25 @@ class StepRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return UTILISATION.value(self)
 
 
-SATURATION = Metric(
-    "step_diameter_saturation",
-    field="saturation",
-    formula=lambda diameter, ceiling: diameter / ceiling,
-    panel="saturation",
-    label="D(S) / ceiling",
+SATURATION = Metric("step_diameter_saturation", field="saturation", panel="saturation", label="D(S) / ceiling",
+    formula=lambda diameter, ceiling: diameter / ceiling, unit="ratio",
     help="Row diameter D(S) of the LM head's increment as a share of its ceiling, the largest that the optimizer can"
-    " make at its learning rate.",
-    unit="ratio",
-)
-UTILISATION = Metric(
-    "perturbation_utilisation",
-    field="utilisation",
+    " make at its learning rate.")
+UTILISATION = Metric("perturbation_utilisation", field="utilisation", panel="shares", label="utilisation",
     formula=lambda perturbation_rms, diameter, hidden_norm_rms: perturbation_rms / (diameter * hidden_norm_rms),
-    panel="shares",
-    label="utilisation",
-    help="Utilisation: the RMS of the Hilbert perturbation over the validation panel as a share of the most it could"
-    " be, D(S) times the RMS norm of the panel's hidden states.",
     unit="ratio",
-)
+    help="Utilisation: the RMS of the Hilbert perturbation over the validation panel as a share of the most it could"
+    " be, D(S) times the RMS norm of the panel's hidden states.")
 FORMULAS = (SATURATION, UTILISATION)
 """Metrics that follow from fields."""
+DERIVED_LINES = (
+    Metric("perturbation_bound", field="bound", panel="perturbation", label="bound D(S) max|h|", line="reference",
+        formula=lambda diameter, hidden_norm: diameter * hidden_norm, log=True,
+        help="What no perturbation of the panel can exceed: D(S) times the largest norm of a hidden state."),
+)
+"""Lines that panels draw for comparison. They are neither logged nor exported: each follows from fields."""
+# fmt: on
+
 METRICS = (
     *(
         dataclasses.replace(part, field=name)
@@ -392,19 +383,6 @@ METRICS = (
     *FORMULAS,
 )
 """Every number of a step that is logged and exported, in the order of the fields."""
-DERIVED_LINES = (
-    Metric(
-        "perturbation_bound",
-        field="bound",
-        formula=lambda diameter, hidden_norm: diameter * hidden_norm,
-        panel="perturbation",
-        label="bound D(S) max|h|",
-        help="What no perturbation of the panel can exceed: D(S) times the largest norm of a hidden state.",
-        line="reference",
-        log=True,
-    ),
-)
-"""Lines that panels draw for comparison. They are neither logged nor exported: each follows from fields."""
 
 
 def measured(record: StepRecord) -> Iterator[tuple[Metric, float]]:
@@ -416,7 +394,7 @@ def measured(record: StepRecord) -> Iterator[tuple[Metric, float]]:
 
 
 class Layer(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a step did to one parameter, in the ruler that is right for it."""
+    """The change of one parameter in a step, in the ruler that suits it."""
 
     kind: str
     """The ruler: "matrix" for the spectral norm, "embedding" for the largest row, "vector" for the root mean square."""
@@ -432,7 +410,7 @@ class Layer(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def relative(self) -> float:
-        """Size of the increment over that of the weight; infinite for a weight of zero."""
+        """Size of the increment over the size of the weight; infinite for a weight of zero."""
         return self.step / self.weight if self.weight else float("inf")
 
 
@@ -455,15 +433,15 @@ class Alert(Struct, frozen=True, kw_only=True, omit_defaults=True):
     severity: str = "notice"
     """"page" for what needs somebody now, "notice" for a mark on the dashboard."""
     value: float
-    """What was measured: D(S), the panel's RMS, the learning rate, or the number of rows that are not finite."""
+    """The measured number: D(S), the panel's RMS, the learning rate, or the number of rows that are not finite."""
     expected: float | None = None
-    """What was usual in the run's history, at its learning rate. For the kind "ceiling" it is the ceiling, for "rate"
+    """The usual value in the run's history, at its learning rate. For the kind "ceiling" it is the ceiling, for "rate"
     the learning rate that earlier ones led to expect, for "nonfinite" 0."""
     pair: Pair | None = None
     pair_text: tuple[str, str] | None = None
     """Tokens that attain the value."""
     pattern: str = ""
-    """What about the history was broken: one "step", a "level" that lasts, or a "trend"."""
+    """The kind of deviation from the history: one "step", a lasting "level", or a "trend"."""
     rarity: float | None = None
     """Steps of this run among which one such is expected by chance."""
     batch: int | None = None

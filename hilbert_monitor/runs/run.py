@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 
 from .reader import RunReader, RunState, Status, find_runs
 from .record import Alert, RunInfo
-from .table import Floats, Steps, Table, present, read_table
+from .table import Floats, Steps, Table, TableBuilder, present
 
 Axis = Literal["updates", "tokens", "time"]
 """The x axis of a curve: optimizer steps, training tokens, or hours since the run started."""
 ShownStatus = Literal[Status, "unreadable"]
 SHOWN_STATUSES: tuple[ShownStatus, ...] = get_args(ShownStatus)
-"""The states of a Run: those of a log, and that the log cannot be read."""
+"""The states of a Run; "unreadable" for a log that cannot be read."""
 UNKNOWN = RunState(status="killed", step=None, time=0.0)
 """The state of a run that cannot be read; its `problem` says why."""
 SIZES = {"190M": 185_680_896, "380M": 379_184_640, "640M": 639_797_248}
@@ -44,22 +44,20 @@ WHOLE = re.compile(r"-?\d+\.0")
 RECENT, PARTS = 5000, 5
 """Records that the speed follows from, and the parts of them whose median it is, so that pauses in two of them do not
 count. A part is long enough to contain its share of validation."""
-TOTALS = ("max_steps", "total_steps", "updates")
-"""Settings in which older runs have the number of their steps."""
-
-_EMPTY: Floats = np.empty(0)
+SOURCES = {"tokens": "tokens", "time": "times"}
+"""The column of a Curve that the x axis follows from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
     """The values of one metric of one run, at the steps where it was measured. A value may be nan or infinite."""
 
-    steps: Steps = field(default_factory=lambda: np.empty(0, np.int64))
-    tokens: Floats = field(default_factory=lambda: _EMPTY)
+    steps: Steps
+    tokens: Floats
     """Training tokens seen at each step; nan where unknown."""
-    times: Floats = field(default_factory=lambda: _EMPTY)
+    times: Floats
     """Time of each step in seconds since the epoch; nan where unknown."""
-    values: Floats = field(default_factory=lambda: _EMPTY)
+    values: Floats
     start_time: float = 0.0
     """Start of the run, in seconds since the epoch."""
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -75,16 +73,8 @@ class Curve:
 
     @classmethod
     def of(cls, table: Table, values: Floats, start_time: float = 0.0) -> Curve:
-        """Return a column of a table as a curve, without the rows that have no value. One without gaps is not copied.
-
-        Args:
-            table: the run's records.
-            values: the column.
-            start_time: start of the run, in seconds since the epoch.
-        """
+        """Return a column of a table as a curve, without the rows that lack a value."""
         known = present(values)
-        if not known.any():
-            return cls()
         rows = slice(None) if known.all() else np.flatnonzero(known)
         tokens, times = table.column("tokens"), table.column("time")
         return cls(table.steps[rows], tokens[rows], times[rows], values[rows], start_time)
@@ -97,34 +87,32 @@ class Curve:
         """The last value, or None for an empty curve."""
         return float(self.values[-1]) if len(self.values) else None
 
-    @property
-    def all_finite(self) -> bool:
-        """True if no value is nan or infinite."""
-        if "finite" not in self.cache:
-            self.cache["finite"] = bool(np.isfinite(self.values).all())
-        return bool(self.cache["finite"])
-
     def x(self, axis: Axis) -> Floats:
         """Return the x coordinate of each point."""
         if axis == "time":
             return (self.times - self.start_time) / 3600
         return self.tokens if axis == "tokens" else self.steps.astype(np.float64)
 
+    @property
+    def all_finite(self) -> bool:
+        """True if no value is nan or infinite."""
+        return self._all_finite("values")
+
     def has_x(self, axis: Axis) -> bool:
         """Return True if every point has an x coordinate on an axis."""
-        if axis != "updates" and axis not in self.cache:
-            self.cache[axis] = bool(self._known(axis).all())
-        return axis == "updates" or bool(self.cache[axis])
+        return axis == "updates" or self._all_finite(SOURCES[axis])
 
     def with_x(self, axis: Axis) -> Curve:
         """Return the points that have an x coordinate on an axis."""
         if self.has_x(axis):
             return self
-        rows = self._known(axis)
+        rows = np.isfinite(getattr(self, SOURCES[axis]))
         return Curve(self.steps[rows], self.tokens[rows], self.times[rows], self.values[rows], self.start_time)
 
-    def _known(self, axis: Axis) -> NDArray[np.bool_]:
-        return np.isfinite(self.tokens if axis == "tokens" else self.times)
+    def _all_finite(self, name: str) -> bool:
+        if name not in self.cache:
+            self.cache[name] = bool(np.isfinite(getattr(self, name)).all())
+        return bool(self.cache[name])
 
 
 class Speed(NamedTuple):
@@ -146,7 +134,7 @@ class Run:
     """The description of each attempt, the oldest first."""
     state: RunState = UNKNOWN
     problem: str = ""
-    """Why the log cannot be read, in a sentence; else empty."""
+    """The reason for which the log cannot be read, in a sentence; else empty."""
     table: Table = field(default_factory=Table, repr=False)
     """The records that count, as numpy columns."""
     alerts: tuple[Alert, ...] = ()
@@ -191,12 +179,14 @@ class Run:
         paper's, on a model with another number of parameters, gets that number added.
         """
         size, parameters = self.info.config.get("size"), self.info.config.get("parameters")
-        is_counted = isinstance(parameters, int) and not isinstance(parameters, bool)
-        if is_counted and (name := next((name for name, number in SIZES.items() if number == parameters), "")):
-            return name
-        is_sized = isinstance(size, (str, int)) and not isinstance(size, bool) and str(size).strip()
-        label = str(size).strip() if is_sized else self.info.model or "model"
-        return f"{label}, {parameters:,} parameters" if is_counted and (label in SIZES or not is_sized) else label
+        label = str(size).strip() if type(size) in (str, int) else ""
+        if type(parameters) is not int:
+            return label or self.info.model or "model"
+        if paper := next((name for name, number in SIZES.items() if number == parameters), ""):
+            return paper
+        if label and label not in SIZES:
+            return label
+        return f"{label or self.info.model or 'model'}, {parameters:,} parameters"
 
     @property
     def status(self) -> ShownStatus:
@@ -226,15 +216,13 @@ class Run:
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        """What the run ran on, flat: versions, ranks and panel."""
+        """The versions, ranks and panel of the run, flat."""
         return _flat_texts(_environment(self.info))
 
     def curve(self, name: str) -> Curve:
         """Return the curve of a column, such as "diameter"; empty if no record has it."""
         if name not in self.curves:
-            values = self.table.get(name)
-            curve = Curve() if values is None else Curve.of(self.table, values, self.start_time)
-            return self.curves.setdefault(name, curve)
+            return self.curves.setdefault(name, Curve.of(self.table, self.table.column(name), self.start_time))
         return self.curves[name]
 
     @property
@@ -242,21 +230,15 @@ class Run:
         """Steps and tokens per second over the newest records."""
         newest, table = slice(-RECENT - 1, None), self.table
         steps, times, tokens = table.steps[newest], table.column("time")[newest], table.column("tokens")[newest]
-        known = np.isfinite(times)
-        if known.sum() < 2:
-            return Speed()
-        steps, times, tokens = steps[known].astype(np.float64), times[known], tokens[known]
-        ends = np.unique(np.linspace(0, len(times) - 1, PARTS + 1).astype(np.int64))
+        known = np.flatnonzero(np.isfinite(times))
+        ends = known[np.linspace(0, len(known) - 1, PARTS + 1).astype(np.int64)] if len(known) else known
         seconds = np.diff(times[ends])
         return Speed(_median_rate(np.diff(steps[ends]), seconds), _median_rate(np.diff(tokens[ends]), seconds))
 
     @property
     def last_step(self) -> int | None:
-        """The step at which the run will end: as its trainer said, or as its settings say."""
-        if self.info.last_step is not None:
-            return self.info.last_step
-        totals = (self.info.config.get(name) for name in TOTALS)
-        return next((total for total in totals if type(total) is int and total > 0), None)
+        """The step at which training will end, where that is known."""
+        return self.info.last_step
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
@@ -270,14 +252,17 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
     attempts = tuple(reader.attempts)
     if not attempts:
         raise ValueError(f"'{folder}' is not the folder of a run: give one that has an info.jsonl")
+    builder, torn = TableBuilder(), 0
+    for batch in reader.follow():
+        torn += batch.torn + builder.append(batch)
     return Run(
         id=Path(os.path.abspath(folder)).name,
         info=attempts[-1],
         attempts=attempts,
         state=reader.state(),
-        table=read_table(reader),
+        table=builder.table,
         alerts=tuple(reader.alerts()),
-        torn=reader.torn,
+        torn=torn + reader.torn,
     )
 
 
@@ -294,20 +279,14 @@ def load_runs(root: str | os.PathLike[str]) -> list[Run]:
         try:
             runs.append(load_run(reader.folder))
         except Exception as error:  # anything may be in a log, and it must not cost the others
-            problem = clip(f"{type(error).__name__}: {error}", TEXT)
-            runs.append(
-                Run(
-                    id=Path(os.path.abspath(reader.folder)).name,
-                    info=reader.info,
-                    attempts=tuple(reader.attempts),
-                    problem=problem,
-                )
-            )
+            problem, attempts = clip(f"{type(error).__name__}: {error}", TEXT), tuple(reader.attempts)
+            id_ = Path(os.path.abspath(reader.folder)).name
+            runs.append(Run(id=id_, info=attempts[-1], attempts=attempts, problem=problem))
     return runs
 
 
 def settings(info: RunInfo) -> dict[str, str]:
-    """Return a run's configuration and what it ran on, flat: {"optimizer.lr": "0.1"}."""
+    """Return a run's configuration and environment, flat: {"optimizer.lr": "0.1"}."""
     return _flat_texts({**info.config, **_environment(info)})
 
 
@@ -322,10 +301,8 @@ def _environment(info: RunInfo) -> dict[str, Any]:
 
 def _flat_texts(values: dict[str, Any]) -> dict[str, str]:
     texts: dict[str, str] = {}
-    for key, text in _flatten(values):
+    for key, text in islice(_flatten(values), COUNT):
         texts.setdefault(clip(key, TEXT), clip(text, TEXT))
-        if len(texts) == COUNT:
-            break
     return texts
 
 
@@ -333,15 +310,17 @@ def _flatten(values: dict[str, Any], prefix: str = "", depth: int = DEPTH) -> It
     for key, value in values.items():
         if isinstance(value, dict) and value and depth:
             yield from _flatten(value, f"{prefix}{key}.", depth - 1)
-        elif isinstance(value, str):
-            yield f"{prefix}{key}", value
         else:
-            try:
-                yield f"{prefix}{key}", msgspec.json.encode(value).decode()
-            except RecursionError:
-                yield f"{prefix}{key}", "nested too deeply to be shown"
+            yield f"{prefix}{key}", _text(value)
 
 
-def _median_rate(amounts: Floats, seconds: Floats) -> float | None:
+def _text(value: Any) -> str:
+    try:
+        return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    except RecursionError:
+        return "nested too deeply to be shown"
+
+
+def _median_rate(amounts: NDArray[Any], seconds: Floats) -> float | None:
     usable = np.isfinite(amounts) & np.isfinite(seconds) & (amounts > 0) & (seconds > 0)
     return float(np.median(amounts[usable] / seconds[usable])) if usable.any() else None

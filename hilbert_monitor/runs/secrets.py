@@ -39,7 +39,7 @@ ABOUT = {
     *("path", "dir", "file", "folder", "type", "norm", "mixer", "length", "size", "column", "field", "count", "seen"),
     *("dropout", "dim", "rate", "prob", "weight", "id", "ids", "index", "embedding", "embeddings", "limit", "budget"),
 }
-"""Last words of names of something else: `token_type` and `key_file` are no secrets."""
+"""Last words of harmless names, such as `token_type` and `key_file`."""
 
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 NUMBER = re.compile(r"[-+.\deE_]{1,12}[kKMmBbTt]?|[-+]?inf|nan")
@@ -122,7 +122,7 @@ def _without_texts(value: Any, kind: str) -> Any:
 
 
 def _is_harmless(text: str, kind: str) -> bool:
-    """Return True if a text under a name of this kind is no secret: a number, or under a mere `key` a short word."""
+    """Return True if a text under a name of this kind is harmless: a number, or under a mere `key` a short word."""
     return NUMBER.fullmatch(text) is not None or (kind == "key" and WORD.fullmatch(text) is not None)
 
 
@@ -133,7 +133,7 @@ def _mask_assignments(text: str, counts: Callable[[re.Match[str]], bool], names:
         place = match.end()
         kind = _kind(match["flag"] or match["name"], names)
         if not kind or not counts(match):
-            continue  # right behind the sign: the value may have names of its own
+            continue  # right behind the sign: the value may contain names
         first, last = _value(text, place)
         bare = text[first:last].strip("'\"")
         if bare in ("", "None", "True", "False", MASK) or (kind != "any" and _is_harmless_group(bare, kind, names)):
@@ -171,7 +171,7 @@ def _end_of_group(text: str, place: int) -> int:
 
 
 def _is_harmless_group(text: str, kind: str, names: Collection[str]) -> bool:
-    """Return True if a value inside a text is no secret: harmless, or a group without texts and names of secrets."""
+    """Return True if a value inside a text is harmless: also a group without texts and names of secrets."""
     if text[-1] not in "])}":
         return _is_harmless(text, kind)
     return not (

@@ -40,48 +40,27 @@ def handled_signals(error: BaseException) -> set[int]:
 
     A handler is known by its call: Python gives it the number of the signal and the frame that it interrupts, which is
     its caller too. No other function is given these. So it does not matter how a handler was installed, or whether it
-    has removed itself since. One that has overwritten or deleted its arguments is known by its code, if it was
-    installed at the start of a run or is installed now.
+    has removed itself since. One that has deleted these arguments is known by its code, while it is installed.
     """
-    note_handlers()
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     called = {number for frame in frames for number in _signal_of(frame)}
-    return called or {number for frame in frames if frame.f_code in _seen for number in _signals_by_code(frame)}
-
-
-_seen: dict[CodeType, set[int]] = {}
-"""The signals of every handler that was found installed, by its code."""
-
-
-def note_handlers() -> None:
-    """Remember the signal handlers that are installed now, for when they have removed themselves."""
-    for number in signal.valid_signals():
-        code = _code(signal.getsignal(number))
-        if code is not None:
-            _seen.setdefault(code, set()).add(number)
+    codes = {frame.f_code for frame in frames}
+    return called or {number for number in signal.valid_signals() if _code(signal.getsignal(number)) in codes}
 
 
 def _signal_of(frame: FrameType) -> Iterator[int]:
-    """The signal that a frame was called to handle, if it was."""
-    caller = frame.f_back
+    """Yield the signal that a frame was called to handle, if it was."""
     for number, interrupted in pairwise(_arguments(frame)):
-        if caller is not None and interrupted is caller and isinstance(number, int):
+        if interrupted is not None and interrupted is frame.f_back and isinstance(number, int):
             yield number
 
 
-def _signals_by_code(frame: FrameType) -> set[int]:
-    """The signal that a frame of a handler's code still has as an argument, or all that the handler was seen with."""
-    signals = _seen[frame.f_code]
-    return {value for value in _arguments(frame) if isinstance(value, int) and value in signals} or signals
-
-
 def _arguments(frame: FrameType) -> list[Any]:
-    """The arguments that a frame's function was called with by position, as they are now."""
-    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    values = [frame.f_locals.get(name) for name in names]
-    if frame.f_code.co_flags & CO_VARARGS:
-        more = frame.f_locals.get(frame.f_code.co_varnames[len(names) + frame.f_code.co_kwonlyargcount])
-        values += more if isinstance(more, tuple) else ()
+    """Return the arguments that a frame's function was called with by position, as they are now."""
+    code = frame.f_code
+    values = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
+    if code.co_flags & CO_VARARGS:
+        values += frame.f_locals.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount]) or ()
     return values
 
 

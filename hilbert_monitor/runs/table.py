@@ -1,6 +1,6 @@
 """A run's records as columns that grow with its log.
 
-A value that a record does not have is MISSING: a nan with a payload of its own, like R's NA. So a loss that is nan
+A value that a record does not have is MISSING: a nan with a special payload, like R's NA. So a loss that is nan
 and a loss that was not measured stay different.
 """
 
@@ -10,7 +10,6 @@ import operator
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from sys import intern
 from typing import Any, get_type_hints
 
@@ -18,22 +17,20 @@ import numpy as np
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from .reader import Batch, RunReader
+from .reader import Batch
 from .record import DERIVED_LINES, FORMULAS, Pair, StepRecord
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
 Values = tuple[Any, ...]
 """One field of some records."""
-Fields = Mapping[str, Values]
-"""Some records, field by field."""
 
 _BITS = 0x7FF8_0000_0000_07A2
 MISSING: float = struct.unpack("<d", struct.pack("<Q", _BITS))[0]
 
 
 def _fields(*types: object) -> tuple[str, ...]:
-    """Fields of a StepRecord that have one of some types, its step left out: that has a place of its own."""
+    """Return the fields of a StepRecord that have one of some types, except its step."""
     return tuple(name for name, type_ in get_type_hints(StepRecord).items() if type_ in types and name != "step")
 
 
@@ -45,21 +42,17 @@ PAIR_COLUMNS = tuple(f"{name}.{end}" for name in PAIRS for end in (0, 1))
 WHOLE = {*_fields(int, int | None), *PAIR_COLUMNS}
 """Columns of whole numbers."""
 DERIVED = {metric.field: metric for metric in (*FORMULAS, *DERIVED_LINES)}
-"""Columns that are worked out of others when they are asked for."""
-SECONDS = "seconds."
-"""Seconds that a part of measuring took are the column "seconds.PART"."""
-PARTS = 16
-"""How many such columns a run has at most: a foreign log may name any number of parts."""
-TEXT = 80
-"""Characters of a token's text that are stored, at most."""
-BLOCK = 4096
-"""Rows that are looked through at once for a last value."""
+"""Columns that are computed from others on demand."""
+SECONDS, PARTS = "seconds.", 16
+"""Seconds that a part of measuring took are the column "seconds.PART". A run has at most 16 of them."""
+TEXT, BLOCK = 80, 4096
+"""Characters of a token's text that are stored, at most, and rows that are searched at once for a last value."""
 
 _step = operator.attrgetter("step")
 
 
 def present(values: Floats) -> NDArray[np.bool_]:
-    """Where a column has a value, which may be nan."""
+    """Return where a column has a value, which may be nan."""
     return np.not_equal(values.view(np.int64), _BITS)
 
 
@@ -77,17 +70,17 @@ class Table:
         return len(self.steps)
 
     def get(self, name: str) -> Floats | None:
-        """A column, also one that follows from others; None if no record has it."""
+        """Return a column, also one that follows from others; None if no record has it."""
         values = self._rows(name, slice(None))
         return values if values is not None and (name in self.columns or present(values).any()) else None
 
     def column(self, name: str) -> Floats:
-        """A column, MISSING throughout if no record has it."""
+        """Return a column, MISSING throughout if no record has it."""
         values = self.get(name)
         return np.full(len(self), MISSING) if values is None else values
 
     def last(self, name: str) -> float | None:
-        """The last value of a column that is not missing, as far back as that may be."""
+        """Return the last value of a column that is not missing."""
         for stop in range(len(self), 0, -BLOCK):
             values = self._rows(name, slice(max(stop - BLOCK, 0), stop))
             if values is None:
@@ -98,7 +91,7 @@ class Table:
         return None
 
     def _rows(self, name: str, rows: slice) -> Floats | None:
-        """Some rows of a column; None without it, or without a column that it follows from."""
+        """Return some rows of a column; None without it, or without a column that it follows from."""
         metric = DERIVED.get(name)
         if metric is None or metric.formula is None:
             column = self.columns.get(name)
@@ -124,13 +117,13 @@ class TableBuilder:
         table = table or Table()
         self._rows = len(table)
         self._steps, self._columns, self._texts = table.steps, dict(table.columns), dict(table.texts)
-        self._expected = 0
         self._is_shared = False
-        """Whether a Table that was handed out holds this dictionary of texts."""
+        """True if a Table holds the dictionary of texts."""
+        self._expected = 0
 
     @property
     def rows(self) -> int:
-        """How many rows there are so far."""
+        """Rows so far."""
         return self._rows
 
     @property
@@ -145,37 +138,35 @@ class TableBuilder:
 
         Args:
             batch: the records.
-            expected: rows that there will be in the end, as far as that is known: room for them is reserved, so that
-                a long log is not copied as it grows. Room that is never filled takes no memory.
+            expected: an estimate of the number of rows in the end: room for them is reserved, so that a long log is
+                not copied as it grows. Room that is never filled takes no memory.
         """
         self._expected = expected
         if batch.keep is not None:
             self._truncate(int(np.searchsorted(self._steps[: self._rows], batch.keep, "right")))
-        if not batch.records:
-            return 0
-        fields = _by_field(sorted(batch.records, key=_step))
-        self._note_texts(fields)
-        return self._add_fitting(fields)
+        return self._add_fitting(sorted(batch.records, key=_step)) if batch.records else 0
 
-    def _add_fitting(self, fields: Fields) -> int:
-        """Add records without those whose numbers are too large, which are found by halves; return how many these are.
-
-        A log may hold any number of digits.
-        """
+    def _add_fitting(self, records: list[StepRecord]) -> int:
         try:
-            self._add(fields)
-        except OverflowError:
-            count = len(fields["step"])
-            if count == 1:
-                return 1
-            halves = slice(count // 2), slice(count // 2, None)
-            return sum(self._add_fitting({name: values[half] for name, values in fields.items()}) for half in halves)
+            self._add(records)
+        except OverflowError:  # a log may hold any number of digits
+            return 1 if len(records) == 1 else sum(self._add_fitting([record]) for record in records)
         return 0
 
-    def _add(self, fields: Fields) -> None:
+    def _add(self, records: list[StepRecord]) -> None:
         """Add records, sorted by step. A record of a step that is there already replaces it."""
-        steps = np.array(fields["step"], np.int64)
-        new = self._known(_columns(fields))
+        fields = dict(zip(StepRecord.__struct_fields__, zip(*map(astuple, records), strict=True), strict=True))
+        steps, new = np.array(fields["step"], np.int64), _columns(fields)
+        parts = [name for name in {**self._columns, **new} if name.startswith(SECONDS)]
+        for name in {*parts[PARTS:]} & {*new}:
+            del new[name]
+        texts = _texts(fields["pair"], fields["pair_text"])
+        texts |= _texts(fields["perturbation_pair"], fields["perturbation_pair_text"])
+        known = self._texts
+        news = {token: intern(text[:TEXT]) for token, text in texts.items() if token not in known}
+        if news and self._is_shared:
+            self._texts, self._is_shared = dict(known), False
+        self._texts |= news
         first = int(np.searchsorted(self._steps[: self._rows], steps[0]))
         if first < self._rows:
             steps, new = self._merged(first, steps, new)
@@ -191,21 +182,15 @@ class TableBuilder:
             values[start : self._rows] = new.get(name, MISSING)
             self._columns[name] = values
 
-    def _known(self, new: dict[str, Floats]) -> dict[str, Floats]:
-        """New columns, without parts of measuring beyond the limit."""
-        parts = [name for name in {**self._columns, **new} if name.startswith(SECONDS)]
-        return {name: values for name, values in new.items() if name not in parts[PARTS:]}
-
     def _merged(self, first: int, steps: Steps, new: dict[str, Floats]) -> tuple[Steps, dict[str, Floats]]:
-        """Our rows from `first` on, merged with new rows; of two with the same step the new one counts."""
-        both = np.concatenate([self._steps[first : self._rows], steps])
-        old = self._rows - first
+        """Return the rows from `first`, merged with new rows; of two with the same step the new one counts."""
+        old = slice(first, self._rows)
+        both = np.concatenate([self._steps[old], steps])
         order = np.argsort(both, kind="stable")
-        last = np.append(np.diff(both[order]) > 0, True)
-        rows = order[last]
+        rows = order[np.append(np.diff(both[order]) > 0, True)]  # the last of each step
         columns = {}
         for name in {*self._columns, *new}:
-            before = self._columns[name][first : self._rows] if name in self._columns else np.full(old, MISSING)
+            before = self._columns[name][old] if name in self._columns else np.full(self._rows - first, MISSING)
             columns[name] = np.concatenate([before, new.get(name, np.full(len(steps), MISSING))])[rows]
         return both[rows], columns
 
@@ -216,31 +201,17 @@ class TableBuilder:
             self._steps = self._steps[:rows].copy()
             self._columns = {name: values[:rows].copy() for name, values in self._columns.items()}
 
-    def _note_texts(self, fields: Fields) -> None:
-        texts = _texts(fields["pair"], fields["pair_text"])
-        texts |= _texts(fields["perturbation_pair"], fields["perturbation_pair_text"])
-        new = {token: intern(text[:TEXT]) for token, text in texts.items() if token not in self._texts}
-        if new and self._is_shared:  # a Table holds this dictionary: leave it as it is
-            self._texts, self._is_shared = dict(self._texts), False
-        self._texts |= new
-
-
-def _by_field(records: Sequence[StepRecord]) -> Fields:
-    return dict(zip(StepRecord.__struct_fields__, zip(*map(astuple, records), strict=True), strict=True))
-
 
 def _texts(pairs: Values, texts: Values) -> dict[int, str]:
-    """The texts of tokens, of records that have both a pair and its texts; of several texts the last."""
-    if None in pairs or None in texts:
-        both = [(pair, text) for pair, text in zip(pairs, texts, strict=True) if pair is not None and text is not None]
-        pairs, texts = zip(*both, strict=True) if both else ((), ())
-    return dict(zip(chain.from_iterable(pairs), chain.from_iterable(texts), strict=True))
+    """Return the texts of tokens, of records that have both a pair and its texts; of several texts the last."""
+    known = ((pair, both) for pair, both in zip(pairs, texts, strict=True) if pair is not None and both is not None)
+    return {token: text for pair, both in known for token, text in zip(pair, both, strict=True)}
 
 
-def _columns(fields: Fields) -> dict[str, Floats]:
-    """The columns of some records; those that no record has are left out.
+def _columns(fields: Mapping[str, Values]) -> dict[str, Floats]:
+    """Return the columns of some records; those that no record has are left out.
 
-    Every line of every log comes through here, so there is no call for each record: values move by whole columns.
+    Every line of every log comes through here, so values move by whole columns.
     """
     columns = {name: _floats(fields[name]) for name in NUMBERS if _any(fields[name])}
     for name in PAIRS:
@@ -256,12 +227,12 @@ def _columns(fields: Fields) -> dict[str, Floats]:
 
 
 def _any(values: Values) -> bool:
-    """Whether there is any value. Most columns that have one have one that is not zero, which is found at once."""
+    """Return True if there is any value. Most columns have one that is not zero, which is found at once."""
     return any(values) or values.count(None) < len(values)
 
 
 def _floats(values: Sequence[Any]) -> Floats:
-    """Numbers as a column, None as MISSING.
+    """Return numbers as a column, None as MISSING.
 
     Raises:
         OverflowError: for a whole number that is too large.
@@ -273,7 +244,7 @@ def _floats(values: Sequence[Any]) -> Floats:
 
 
 def _room(values: Any, rows: int, wanted: int, expected: int) -> Any:
-    """An array with room for `wanted` rows, or more, that keeps the first `rows`; MISSING fills a new column.
+    """Return an array with room for `wanted` rows, or more, that keeps the first `rows`; MISSING fills a new column.
 
     Pages behind the last row are not touched, and so take no memory.
     """
@@ -284,11 +255,3 @@ def _room(values: Any, rows: int, wanted: int, expected: int) -> Any:
     grown[:known] = values[:known]
     grown[known:wanted] = MISSING if values.dtype == np.float64 else 0
     return grown
-
-
-def read_table(reader: RunReader) -> Table:
-    """Read the records of a run that count."""
-    builder = TableBuilder()
-    for batch in reader.follow():
-        builder.append(batch)
-    return builder.table

@@ -242,7 +242,6 @@ STEPS, FAULT = 60, 40
 JOBS = ("hilbert-runs", "hilbert-service")
 """Both scrape the same runs, as a service does that another Prometheus's targets are known to."""
 PLAIN = {
-    "hilbert_seen_diameter": "its forward pass casts no weight",
     "hilbert_attention_logit_max": "its model has no attention",
 }
 FP32 = PLAIN | dict.fromkeys(

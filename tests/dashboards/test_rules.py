@@ -154,7 +154,8 @@ def test_a_group_reads_what_it_records_itself():
             'kind="ceiling",severity="page"}[10m]) > 1e9',
         ),
         ("a learning rate that jumps", 'kind="rate",severity="page"', 'kind="rate",severity="notice"'),
-        ("a learning rate that jumps", 'kind="diameter",severity="notice"', 'kind="diameter"'),
+        ("a verdict fires", 'kind="diameter",severity="notice"', 'kind="diameter"'),
+        ("a learning rate that jumps", 'kind="diameter",severity="page"}[10m]) > 0', 'kind="diameter"}[10m]) > 0'),
         (
             "the perturbation",
             'kind="perturbation",severity="notice"}[10m]) > 0',

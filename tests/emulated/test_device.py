@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 import torch
-from hilbert_monitor.monitor.device_reads import PendingRead
 from torch import nn
 
+from hilbert_monitor.monitor.device_reads import PendingRead
 from tests.support.emulation.device import NAME, EmulatedDevice
 
 REFUSED = {

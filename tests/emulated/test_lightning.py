@@ -98,10 +98,10 @@ def test_records_are_the_cpus(make):
         assert theirs == pytest.approx(ours, rel=1e-3)
 
 
-def test_a_run_in_bf16_is_measured_as_the_forward_pass_sees_it():
+def test_a_run_in_bf16_is_measured():
     with EmulatedDevice():
         records = fit(emulated=True, precision="bf16-mixed")
-    assert [r.step for r in records if r.seen_diameter] == [3, 6]
+    assert [r.step for r in records if r.perturbation_rms] == [3, 6]
 
 
 @pytest.mark.sweep

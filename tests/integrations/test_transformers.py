@@ -90,7 +90,6 @@ def test_precision_and_checkpointed_gradients_change_neither_the_numbers_nor_the
         D = all_pairs_diameter(weights[record.step] - weights[record.step - 1])
         assert record.diameter == pytest.approx(D, rel=1e-4)
     assert kept.records[-1].perturbation_rms > 0
-    assert (kept.records[-1].seen_diameter is not None) == ("bf16" in arguments)
     tried(
         model="GPT2LMHeadModel", trainer="Hugging Face Trainer", optimizer="AdamW",
         precision="bf16-mixed" if "bf16" in arguments else "fp32", libraries=["transformers", "accelerate"],

@@ -114,7 +114,7 @@ def test_a_forked_child_waits_for_no_lock_of_its_parents_run(run, tmp_path):
         run.close(RuntimeError("a child's own"))
 
     def use_outputs():  # as a child does that is forked by a function of the user's that we call
-        outputs.write([(record, [alert])], step=99, final=False)
+        outputs.write(record, [alert], final=False)
         outputs.put(record)
         outputs.alive()
         outputs.close()

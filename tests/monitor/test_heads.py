@@ -17,10 +17,12 @@ from torch.optim import SGD, AdamW, RMSprop
 from torch.utils.data import DataLoader
 
 from hilbert_monitor import HilbertMonitor, Probe, Prometheus, RowNorm, watch
+from hilbert_monitor.monitor.head import LogitTransform, check_logit_scale, logit_transform
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.runs.alerts import Judge
 from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import StepRecord
+from tests.support.causal_models import causal_model
 from tests.support.decoders import Plain, loss_of, seeded
 from tests.support.references import all_pairs_diameter, deltas
 from tests.support.sinks import Recorder
@@ -395,16 +397,116 @@ def test_one_head_has_one_monitor():
 
 # What a model does to its head's output
 
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS = {
+    "Cohere": ({"logit_scale": 0.0625}, 0.0625, None),
+    "Granite": ({"logits_scaling": 8.0}, 0.125, None),
+    "Gemma2": ({"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}, 1.0, 3.0),
+    "Llama": ({}, 1.0, None),
+    "HyperCLOVAX": ({"logits_scaling": 0.25}, 0.25, None),
+    "MiniCPM3": ({}, 1.0, None),
+}
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_scale_of_the_logits_is_read_from_the_config(told):
-    class Config:
-        model_type, logit_scale = "cohere", 0.0625
 
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_the_config_of_a_model_gives_what_the_model_does_to_its_heads_output(name):
+    options, scale, cap = MODELS[name]
+    model, outputs = causal_model(name, **SIZES, **options).eval(), []
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)  # large enough for the cap
+    model.get_output_embeddings().register_forward_hook(lambda *args: outputs.append(args[-1].clone()))
+    logits = model(input_ids=torch.randint(97, (4, 12), generator=torch.Generator().manual_seed(0))).logits
+    transform, (x,) = logit_transform(model), outputs
+    assert (transform.scale, transform.softcap) == (pytest.approx(scale), cap)
+    assert (transform.source != "") == (scale != 1 or cap is not None)
+    made = scale * x if cap is None else cap * torch.tanh(scale * x / cap)
+    torch.testing.assert_close(made, logits, rtol=1e-5, atol=1e-5)
+    assert check_logit_scale(x, logits, scale, cap) == ""
+    assert "pass logit_scale=" in check_logit_scale(x, logits, 3 * scale, cap)
+
+
+class With(nn.Module):
+    """A model in another module, with a config."""
+
+    def __init__(self, model, config):
+        super().__init__()
+        self.model, self.config = model, config
+
+
+def test_the_config_is_that_of_the_module_that_has_the_head():
+    model, other = With(nn.Linear(3, 5), {"model_type": "granite", "logits_scaling": 8.0}), nn.Linear(4, 4)
+    assert logit_transform(With(model, {"learning_rate": 3}), model.model).scale == 0.125
+    assert logit_transform(nn.ModuleList([model, other]), other) == LogitTransform()
+    assert logit_transform(nn.Linear(3, 5)) == LogitTransform()
+
+
+CONFIGS = [
+    (SimpleNamespace(model_type="x", text_config=SimpleNamespace(final_logit_softcapping=30.0)), 1.0, 30.0),
+    ({"model_type": "granite4_vision", "text_config": {"logits_scaling": 4}}, 0.25, None),
+    (SimpleNamespace(model_type="cohere", logit_scale=torch.tensor(0.5)), 0.5, None),
+    ({"model_type": "muse_spark", "output_multiplier": 0.2, "final_logit_softcapping": 20.0}, 0.2, 20.0),
+    ({"model_type": "mpt", "logit_scale": "inv_sqrt_d_model"}, 1.0, None),
+    ({"model_type": "minicpm3", "logits_scaling": 10.0}, 1.0, None),
+]
+
+
+@pytest.mark.parametrize(("config", "scale", "cap"), CONFIGS)
+def test_configs_of_every_form_are_read(config, scale, cap):
+    transform = logit_transform(With(nn.Linear(3, 5), config))
+    assert (transform.scale, transform.softcap) == (scale, cap)
+
+
+UNUSED = [
+    ({"model_type": "new", "logits_scaling": 8.0}, "unknown for the model type 'new'"),
+    ({"model_type": "cohere", "logit_scale": "auto"}, "logit_scale of the model's config is 'auto'"),
+    ({"model_type": "granite", "logits_scaling": 0}, "is 0, not a number other than zero"),
+    ({"model_type": "cohere", "logit_scale": True}, "is True, not"),
+    ({"model_type": "gemma2", "final_logit_softcapping": -3.0}, "is -3.0, not a positive number"),
+]
+
+
+@pytest.mark.parametrize(("config", "sentence"), UNUSED)
+def test_a_field_that_cannot_be_used_leaves_the_logits_alone_and_is_named(config, sentence):
+    transform = logit_transform(With(nn.Linear(3, 5), config))
+    assert (transform.scale, transform.softcap) == (1.0, None)
+    assert sentence in transform.source
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("scale", "cap"), [(-2.0, None), (0.01, None), (40.0, None), (1.0, 30.0)])
+def test_a_scale_that_is_another_is_named_and_one_that_fits_is_not(scale, cap, dtype):
+    x = torch.randn(6, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits = scale * x if cap is None else cap * torch.tanh(scale * x / cap)
+    logits[:, -3:] = -torch.inf  # padding of the vocabulary
+    assert check_logit_scale(x, logits, scale, cap) == ""
+    assert f"pass logit_scale={scale:.3g}" in check_logit_scale(x, logits, 2 * scale, cap)
+
+
+def test_nothing_is_said_of_logits_that_are_no_multiple_of_the_output():
+    x = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    others = (x.log_softmax(-1), torch.randn(4, 50), x.square(), x[:, :-1], torch.zeros_like(x), x * torch.nan)
+    assert [check_logit_scale(x, logits, 3.0) for logits in others] == [""] * len(others)
+
+
+def test_a_scale_that_the_user_gives_is_in_the_increment():
     model = seeded(Plain, V=V, d=D)
-    model.config = Config()
-    probe = Probe(model, SGD(model.parameters(), lr=0.1), logit_scale=2.0 if told else None)
-    assert probe.head.logit_scale == (2.0 if told else 0.0625)
+    model.config = {"model_type": "cohere", "logit_scale": 0.0625}
+    optimizer = SGD(model.parameters(), lr=0.1)
+    assert Probe(model, optimizer).head.logit_scale == 0.0625
+    with Probe(model, optimizer, logit_scale=-2.0, diameter_every=1, perturbation_every=0, strict=True) as probe:
+        record, S = train(model, probe, optimizer)
+    assert record.diameter == pytest.approx(2 * all_pairs_diameter(S), rel=1e-5)
 
 
 def test_a_scale_that_nobody_told_of_is_found_on_the_panel():

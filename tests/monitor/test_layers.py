@@ -6,18 +6,17 @@ import random
 
 import pytest
 import torch
-from hilbert_monitor.monitor.attention import AttentionLogits
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim import SGD, AdamW
 
 from hilbert_monitor import Muon, watch
-from hilbert_monitor.monitor.layers import LayerWatch
+from hilbert_monitor.monitor.layers import AttentionLogits, LayerMonitor
 from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.optim import ChainedOptimizer
 from hilbert_monitor.runs.alerts import LayerJudge, Rules
 from hilbert_monitor.runs.reader import LAYERS, RunReader
-from hilbert_monitor.runs.record import Layer, LayerRecord
+from hilbert_monitor.runs.record import Layer, LayerRecord, StepRecord
 
 V, T = 31, 8
 
@@ -63,50 +62,55 @@ def train_step(model, optimizer, batch):
     return loss
 
 
+def monitor_of(model, optimizer, **options):
+    options = {"guard": Guard(strict=True), "every": 1} | options
+    return LayerMonitor(model, [optimizer], model.lm_head.weight, **options)
+
+
+def measured(layers, step, batch, model, optimizer):
+    """Make a step, and return the record of the layers."""
+    layers.begin(step)
+    train_step(model, optimizer, batch)
+    layers.end(step)
+    return layers.complete(StepRecord(step=step, time=0.0))[1]
+
+
+SIZES = {"embedding": lambda x: x.norm(dim=1).max(), "vector": lambda x: x.square().mean().sqrt()}
+
+
 @pytest.mark.parametrize("make", MAKES)
 def test_each_layer_is_measured_in_its_own_ruler(make):
     model = Model()
     optimizer = MAKES[make](model)
-    layers = LayerWatch(model, [optimizer], model.lm_head.weight, guard=Guard(strict=True), every=1)
-    for number, batch in enumerate(batches(12)):
+    layers = monitor_of(model, optimizer)
+    for number, batch in enumerate(batches(12), 1):
         before = {name: p.detach().double().clone() for name, p in model.named_parameters()}
-        layers.begin(number + 1)
-        train_step(model, optimizer, batch)
-        record = layers.end(number + 1)
-    assert {*record.layers} == {name for name, _ in model.named_parameters()} - {"lm_head.weight"}
-    for name, p in model.named_parameters():
-        if name == "lm_head.weight":
-            continue
-        layer, after = record.layers[name], p.detach().double()
-        decay = 1 - layer.lr * (
-            0.1 if make == "AdamW" or (make != "SGD" and name[0] in "qkv") else 0.01 * (make != "SGD")
-        )
-        S = after - decay * before[name]
+        record = measured(layers, number, batch, model, optimizer)
+    assert {*record.layers} == before.keys() - {"lm_head.weight"}
+    kinds = {name: layer.kind for name, layer in record.layers.items()}
+    assert (kinds["embed.weight"], kinds["q.weight"], kinds["norm.bias"]) == ("embedding", "matrix", "vector")
+    for name, layer in record.layers.items():
+        after = model.get_parameter(name).detach().double()
+        decay = {"AdamW": 0.1, "SGD": 0.0}.get(make, 0.1 if layer.kind == "matrix" else 0.01)
+        S = after - (1 - layer.lr * decay) * before[name]
         if layer.kind == "matrix":
             expected = [float(torch.linalg.matrix_norm(x, 2)) for x in (S, after)]
             assert 0.5 * expected[0] <= layer.step <= expected[0] * 1.001  # plain gradients turn from step to step
             assert 0.9 * expected[1] <= layer.weight <= expected[1] * 1.001
         else:
-            size = (
-                (lambda x: x.norm(dim=1).max()) if layer.kind == "embedding" else (lambda x: x.square().mean().sqrt())
-            )
-            assert layer.step == pytest.approx(float(size(S)), rel=2e-3)
-            assert layer.weight == pytest.approx(float(size(after)), rel=1e-5, abs=1e-8)
-        adam = make == "AdamW" or (make != "SGD" and layer.kind != "matrix")
-        assert (layer.ratio is not None) == adam
-    kinds = {name: layer.kind for name, layer in record.layers.items()}
-    assert (kinds["embed.weight"], kinds["q.weight"], kinds["norm.bias"]) == ("embedding", "matrix", "vector")
+            assert layer.step == pytest.approx(float(SIZES[layer.kind](S)), rel=2e-3)
+            assert layer.weight == pytest.approx(float(SIZES[layer.kind](after)), rel=1e-5, abs=1e-8)
+        assert (layer.ratio is not None) == (make == "AdamW" or (make != "SGD" and layer.kind != "matrix"))
 
 
 def test_the_ratio_is_that_of_gradient_and_second_moment_and_upper_bounds_come_seldom():
     model = Model()
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    layers = LayerWatch(model, [optimizer], model.lm_head.weight, guard=Guard(strict=True), every=500)
-    for batch in batches(3):
+    layers = monitor_of(model, optimizer, every=500)
+    *first, last = batches(4)
+    for batch in first:
         train_step(model, optimizer, batch)
-    layers.begin(500)
-    train_step(model, optimizer, batches(4)[3])
-    layer = layers.end(500).layers["q.weight"]
+    layer = measured(layers, 500, last, model, optimizer).layers["q.weight"]
     v = optimizer.state[model.q.weight]["exp_avg_sq"].double() / (1 - 0.999**4)
     expected = (model.q.weight.grad.double().square() / v).mean().sqrt()
     assert layer.ratio == pytest.approx(float(expected), rel=1e-5)
@@ -116,16 +120,49 @@ def test_the_ratio_is_that_of_gradient_and_second_moment_and_upper_bounds_come_s
 def test_between_measured_steps_nothing_is_hooked():
     model = Model()
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    layers = LayerWatch(model, [optimizer], model.lm_head.weight, guard=Guard(strict=True))
+    layers = monitor_of(model, optimizer, every=10)
     layers.begin(9)
-    assert not layers.hooked
+    assert not optimizer._optimizer_step_pre_hooks
     layers.begin(10)
-    assert layers.hooked
+    assert optimizer._optimizer_step_pre_hooks
     train_step(model, optimizer, batches(1)[0])
-    assert layers.end(10) is not None
+    layers.end(10)
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
-    assert layers.end(11) is None
+    assert layers.complete(StepRecord(step=11, time=0.0))[1] is None
+
+
+def test_a_step_whose_record_comes_later_keeps_its_layers():
+    """On an accelerator the record of a step is made when the next one has begun, or later still."""
+    model = Model()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    layers, steps = monitor_of(model, optimizer), {}
+    for step, batch in enumerate(batches(3), 1):
+        layers.begin(step)
+        before = model.q.weight.detach().double().clone()
+        train_step(model, optimizer, batch)
+        layers.end(step)
+        steps[step] = float(torch.linalg.matrix_norm(model.q.weight.detach().double() - (1 - 1e-4) * before, 2))
+    for step, norm in steps.items():
+        record, measured, _ = layers.complete(StepRecord(step=step, time=0.0, seconds={"bracket": 1.0}, share=0.5))
+        assert measured.step == step
+        assert 0.5 * norm <= measured.layers["q.weight"].step <= norm * 1.001
+        assert record.layer_step == max(layer.relative for layer in measured.layers.values())
+        assert record.seconds["layers"] > 0
+        assert record.share > 0.5
+        assert layers.complete(record)[1] is None  # once
+
+
+def test_a_layer_that_cannot_be_measured_costs_numbers_and_not_the_run():
+    model = Model()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    guard = Guard()
+    layers = monitor_of(model, optimizer, guard=guard)
+    optimizer.register_step_post_hook(lambda *_: optimizer.state[model.embed.weight].pop("exp_avg", None))
+    with pytest.warns(UserWarning, match="layers failed"):
+        record = measured(layers, 1, batches(1)[0], model, optimizer)
+    assert record.layers.keys() == {layer.name for layer in layers.layers} - {"embed.weight"}
+    assert guard.failures["layers"] == 1
 
 
 @pytest.mark.few(1)
@@ -160,20 +197,6 @@ def test_a_run_with_layers_is_bit_for_bit_the_run_without_and_its_file_is_read(m
     (without,) = (tmp_path / "False").iterdir()
     assert RunReader(without).layers() == []
     assert not (without / LAYERS).exists()
-
-
-def test_a_layer_that_cannot_be_measured_costs_numbers_and_not_the_run():
-    model = Model()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    guard = Guard(strict=False)
-    layers = LayerWatch(model, [optimizer], model.lm_head.weight, guard=guard, every=1)
-    layers.layers[0].source.form = lambda: 1 / 0
-    layers.begin(1)
-    with pytest.warns(UserWarning, match="layers"):
-        train_step(model, optimizer, batches(1)[0])
-    record = layers.end(1)
-    assert len(record.layers) == len(layers.layers) - 1
-    assert guard.failures["layers"] == 1
 
 
 # Attention

@@ -71,6 +71,13 @@ def test_a_run_leaves_its_info_its_steps_its_alerts_and_that_it_finished():
     assert run.state(time.time()).status == "finished"
 
 
+def test_a_seed_that_is_no_number_is_left_out(monkeypatch):
+    for name, seed in (("a", "-7"), ("b", "\u00b2"), ("c", "--7")):
+        monkeypatch.setenv("PL_GLOBAL_SEED", seed)
+        fit(Jumps(), monitor(run_name=name))
+    assert [run.info.seed for run in find_runs("runs")] == [-7, None, None]
+
+
 def test_a_run_that_raises_has_failed_with_what_it_raised():
     class Fails(Module):
         def training_step(self, tokens, index):
@@ -416,7 +423,7 @@ def test_a_webhook_that_is_not_there_is_warned_of_once_and_every_failure_is_coun
     out = opened(on_blowup="http://127.0.0.1:9/x")
 
     def blow_up():
-        out.write([(StepRecord(step=1, time=0.0), [page(message="one"), page(message="two")])], step=1, final=False)
+        out.write(StepRecord(step=1, time=0.0), [page(message="one"), page(message="two")], final=False)
         out.close()
 
     (warning,) = said_in(blow_up)

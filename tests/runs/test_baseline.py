@@ -15,28 +15,15 @@ from hilbert_monitor.runs.baseline import (
     GUMBEL_MEAN,
     GUMBEL_SPREAD,
     LOG_MASSES,
-    STUDENT_SPREADS,
+    STUDENT_SPREAD,
     Baseline,
     LearningRates,
-    TailModel,
+    log_densities,
     survivals,
 )
 
-P = 1e-4
-LAWS = [
-    (stats.norm, 0.0, 1.0),
-    (stats.gumbel_r, GUMBEL_MEAN, GUMBEL_SPREAD),
-    *((stats.t(n), 0.0, s) for n, s in STUDENT_SPREADS.items()),
-]
+LAWS = [(stats.norm, 0.0, 1.0), (stats.gumbel_r, GUMBEL_MEAN, GUMBEL_SPREAD), (stats.t(3), 0.0, STUDENT_SPREAD)]
 """The law, mean and spread of each shape, by scipy."""
-LOG_CONSTANTS = [
-    -0.5 * math.log(2 * math.pi),
-    math.log(GUMBEL_SPREAD),
-    *(stats.t(n).logpdf(0) + math.log(s) for n, s in STUDENT_SPREADS.items()),
-]
-
-
-# Tails
 
 
 @pytest.mark.parametrize("z", [0.0, 0.3, 1.0, 4.0, 12.0, 90.0, 300.0])
@@ -45,80 +32,81 @@ def test_survivals_are_those_of_scipy(z):
     assert survivals(z) == pytest.approx(expected, rel=1e-3, abs=1e-13)
 
 
-@pytest.mark.parametrize("shape", range(4))
+@pytest.mark.parametrize("shape", range(3))
 def test_spreads_and_masses_are_those_of_the_shapes(shape):
     law, mean, spread = LAWS[shape]
     above = quad(lambda t: 2 * t * law.sf(mean + t), 0, CLIP * spread)[0]
     below = quad(lambda t: 2 * t * (1 - law.sf(mean - t)), 0, CLIP * spread)[0]
     assert law.mean() == pytest.approx(mean, abs=1e-9)
     assert above + below == pytest.approx(CLIPPED_VARIANCE * spread**2, rel=1e-8)
-    mass = math.log(law.sf(mean) - law.sf(mean + BODY * spread)) - LOG_CONSTANTS[shape]
-    assert LOG_MASSES[shape] == pytest.approx(mass, abs=1e-4)
+    mass = quad(lambda z: math.exp(log_densities(z)[shape]), 0, BODY)[0]
+    assert LOG_MASSES[shape] == pytest.approx(math.log(mass), abs=1e-4)
+    ratio = law.pdf(mean + 2 * spread) / law.pdf(mean + spread)
+    assert log_densities(2.0)[shape] - log_densities(1.0)[shape] == pytest.approx(math.log(ratio), abs=1e-9)
+
+
+def step_limit(baseline):
+    """How far above the usual a step may be."""
+    value, _, usual = next(limit for limit in baseline.limits(1.0) if limit[1] == "step")
+    return value - usual
 
 
 def learned(values):
-    tail = TailModel()
-    for value in values:
-        tail.add(float(value))
-    return tail
+    baseline = Baseline()
+    for step, value in enumerate(values):
+        baseline.add(step, float(value), baseline.event(float(value), 1.0))
+    return baseline
 
 
-@pytest.mark.parametrize(("shape", "tolerance"), [(0, 0.05), (1, 0.1), (2, 0.15), (3, 0.15)])
-def test_the_shape_of_a_tail_is_learned_without_its_extremes(shape, tolerance):
-    law, mean, spread = LAWS[shape]
-    tail = learned((law.rvs(size=8000, random_state=2) - mean) / spread)
-    expected = float(law.isf(P) - mean) / spread
-    assert tail.height(P, P, 8000, 1.0) == pytest.approx(expected, rel=tolerance)
-    assert tail.chance(expected) == pytest.approx(P, rel=5 * tolerance)
+@pytest.mark.parametrize(("shape", "tolerance"), [(0, 0.1), (1, 0.15), (2, 0.25)])
+def test_the_shape_of_a_tail_is_learned_from_the_body(shape, tolerance):
+    """The spread and the level are learned too, from the last 400 and 100 values: hence the tolerances."""
+    law, mean, _ = LAWS[shape]
+    baseline = learned(law.rvs(size=6000, random_state=2))
+    assert step_limit(baseline) == pytest.approx(law.isf(0.8e-4) - mean, rel=tolerance)
 
 
-def test_values_below_the_level_and_beyond_the_body_teach_no_shape():
-    tail = TailModel()
-    before = list(tail.scores)
-    for z in (-0.5, -3.5, -50.0, BODY, 50.0):
-        tail.add(z)
-    assert tail.scores == before
-
-
-def test_bursts_that_come_again_raise_the_height_to_theirs_and_one_alone_does_not():
+def bursty(sizes, between=300):
     draw = random.Random(4)
-    tail = learned(draw.gauss(0, 1) for _ in range(20_000))
-    before = tail.height(P, P, 20_000, 0.05)
-    tail.add_burst(100, 0.25)
-    assert tail.height(P, P, 20_000, 0.05) == before
-    for number in range(300, 18_000, 300):
-        tail.add_burst(number, draw.uniform(0.4, 1.1))
-    assert 20 < tail.height(P, P, 20_000, 0.05) < 25
+    for size in sizes:
+        yield from (draw.gauss(0, 0.05) for _ in range(between))
+        yield size
 
 
-def test_a_step_well_above_the_largest_burst_is_an_event_however_few_bursts_there_were():
-    draw = random.Random(6)
-    tail = learned(draw.gauss(0, 1) for _ in range(2000))
-    for number, size in zip(range(100, 2000, 300), (0.5, 1.0, 0.6, 0.9, 0.7, 1.0, 0.8), strict=True):
-        tail.add_burst(number, size)
-    assert 1.0 < tail.height(P, P, 2000, 0.1) * 0.1 < 1.0 + math.log(1.3) + 1e-9
+def test_bursts_raise_the_limit_to_just_above_the_largest():
+    sizes = [0.5, 0.9, 0.6, 1.1, 0.7, 1.0, 0.8]
+    assert 1.1 < step_limit(learned([*bursty(sizes), *[0.0] * 30])) < 1.1 + math.log(1.3)
 
 
-def test_values_near_each_other_are_one_burst():
-    tail = TailModel()
-    for number, size in ((100, 6.0), (104, 9.0), (108, 7.0), (300, 5.0)):
-        tail.add_burst(number, size)
-    assert tail.bursts == [(100, 9.0), (300, 5.0)]
+def test_one_burst_excuses_no_larger_one_than_usual_and_a_second_one_does():
+    one, two = (step_limit(learned([*bursty([3.0] * n), *[0.0] * 30])) for n in (1, 2))
+    assert math.log(4) < one < math.log(6)
+    assert 3.0 < two < 3.3
 
 
-def test_a_baseline_that_was_saved_and_restored_goes_on_alike():
+def test_values_near_each_other_are_one_burst_of_the_size_of_the_largest():
+    baseline = learned([*bursty([]), *bursty([1.0]), 0.0, 2.0, 0.0, 1.5, *bursty([])])
+    assert len(baseline.bursts) == 1
+    assert baseline.bursts[0][1] == pytest.approx(2.0, abs=0.05)
+
+
+def test_bursts_excuse_nothing_after_a_long_silence():
+    calm = [*bursty([0.0] * 40)]
+    assert step_limit(learned([*bursty([3.0, 3.0], 40), *calm])) == pytest.approx(step_limit(learned(calm)), rel=0.2)
+
+
+@pytest.mark.parametrize("cut", [5, 30, 500])
+def test_a_baseline_that_was_saved_and_restored_goes_on_alike(cut):
     draw = random.Random(5)
     values = [draw.gauss(0, 0.1) + (1.0 if t % 97 == 0 else 0.0) for t in range(800)]
-    for cut in (5, 30, 500):
-        whole, other = Baseline(), Baseline()
-        for value in values[:cut]:
-            whole.add(value)
-        other.restore(json.loads(json.dumps(whole.state())))
-        for value in values[cut:]:
-            assert other.event(value, P) == whole.event(value, P)
-            whole.add(value)
-            other.add(value)
-        assert other.state() == whole.state()
+    whole, other = learned(values[:cut]), Baseline()
+    other.restore(json.loads(json.dumps(whole.state())))
+    for step, value in enumerate(values[cut:], cut):
+        event = whole.event(value, 1.0)
+        assert other.event(value, 1.0) == event
+        whole.add(step, value, event)
+        other.add(step, value, event)
+    assert other.state() == whole.state()
 
 
 # Learning rates
@@ -132,7 +120,6 @@ def rates_of(*values):
 
 
 def test_without_three_earlier_rates_every_rate_is_expected():
-    assert LearningRates().expected_rate(0, 1.0, scheduled=None) == 1.0
     assert rates_of(1e-3, 1e-3).expected_rate(2, 1.0, scheduled=False) == 1.0
     assert rates_of(0.0, 0.0, 0.0).expected_rate(3, 1.0, scheduled=True) == 1.0  # a warm-up begins
 
@@ -142,10 +129,7 @@ def test_a_jump_is_cut_back_to_what_the_last_two_lead_to():
     assert rates.expected_rate(3, 3.0, scheduled=True) == 3.0
     assert rates.expected_rate(4, 4.0, scheduled=True) == 4.0  # a record was lost
     assert rates.expected_rate(3, 3.0 * LearningRates.ACCIDENT * 1.01, scheduled=True) == 3.0
-
-
-def test_a_rate_that_falls_is_always_expected():
-    assert rates_of(*[1.0] * 300).expected_rate(300, 1e-9, scheduled=False) == 1e-9
+    assert rates.expected_rate(3, 1e-9, scheduled=False) == 1e-9  # one that falls is always expected
 
 
 @pytest.mark.parametrize("span", LearningRates.SPANS)
@@ -167,10 +151,3 @@ def test_what_follows_an_accident_is_compared_with_it():
     for step in range(301, 700):
         assert rates.expected_rate(step, 5.0, scheduled=False) == 5.0
         rates.add(step, 5.0)
-
-
-def test_rates_that_were_saved_and_restored_expect_the_same():
-    rates, other = rates_of(*(1 + 0.01 * n for n in range(300))), LearningRates()
-    other.restore(json.loads(json.dumps(rates.state())))
-    for lr in (1.0, 4.02, 4.5, 9.0):
-        assert other.expected_rate(300, lr, scheduled=False) == rates.expected_rate(300, lr, scheduled=False)

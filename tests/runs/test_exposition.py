@@ -15,9 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 from prometheus_client.utils import floatToGoString as _go
 
 from hilbert_monitor.runs.exposition import BUCKETS, FAMILIES, Exposition, RunSamples
+from hilbert_monitor.runs.reader import STATUSES
 from hilbert_monitor.runs.record import METRICS, Alert, RunInfo, StepRecord
 
-INFO = RunInfo(id="a-run", name="a run", head_optimizer="AdamW", seed=3, started=5.0, versions={"torch": "2.13"})
+INFO = RunInfo(id="a-run", name="a run", head_optimizer="AdamW", seed=3, port=9464, versions={"torch": "2.13"})
 WHO = {"run": "a-run", "head": "AdamW"}
 
 numbers = st.none() | st.floats(allow_nan=True, allow_infinity=True)
@@ -111,17 +112,16 @@ def test_buckets_are_few_and_fine_where_runs_are():
     assert max(after / before for before, after in itertools.pairwise(fine)) < 1.22  # the rules rely on it
 
 
-def full_record():
-    measured = {metric.field: 1.0 for metric in METRICS if metric.formula is None}
-    return StepRecord(step=1, time=0.0, seconds={"panel": 1.0}, **(measured | {"tokens": 7, "nonfinite_rows": 1}))
+def full_run():
+    run = RunSamples(lambda: INFO, failures=lambda: {"the run log": 2})
+    numbers = {metric.field: 1.0 for metric in METRICS if metric.formula is None} | {"tokens": 7, "nonfinite_rows": 1}
+    run.write(StepRecord(step=1, time=0.0, seconds={"panel": 1.0}, **numbers))
+    run.write(Alert(step=1, time=0.0, kind="diameter", value=2.0, expected=1.0))
+    return run
 
 
 def test_every_family_and_metric_is_there_with_its_help():
-    run = RunSamples(lambda: INFO, failures=lambda: {"the run log": 2})
-    run.write(full_record())
-    run.write(Alert(step=1, time=0.0, kind="diameter", value=2.0, expected=1.0))
-    text, _ = scraped(run)
-    families = {family.name: family for family in parsed(text)}
+    families = {family.name: family for family in parsed(scraped(full_run())[0])}
     for metric in METRICS:
         if not metric.counted:
             assert families[metric.exported].documentation == metric.help
@@ -131,17 +131,8 @@ def test_every_family_and_metric_is_there_with_its_help():
         assert families[name].samples, family.name
         labels = {label for sample in families[name].samples for label in sample.labels}
         assert {"run", "head", *family.labels} <= labels
-
-
-def test_a_record_that_is_completed_is_not_counted_again():
-    run = RunSamples(lambda: INFO)
-    run.write(StepRecord(step=1, time=0.0, diameter=0.5, seconds={"panel": 1.0}))
-    run.write(StepRecord(step=1, time=0.0, diameter=0.5, seconds={"panel": 1.0}, validation_loss=3.0))
-    text, _ = scraped(run)
-    assert value(text, "hilbert_steps_total") == 1
-    assert value(text, "hilbert_monitor_seconds_total", part="panel") == 1
-    assert value(text, "hilbert_step_diameter_distribution_count") == 1
-    assert value(text, "hilbert_validation_loss") == 3
+    about = families["hilbert_run_info"].samples[0].labels
+    assert (about["seed"], about["port"], about["torch"], about["ranks"]) == ("3", "9464", "2.13", "1")
 
 
 def test_blowups_are_counted_from_zero_by_kind_and_severity():
@@ -157,76 +148,52 @@ def test_blowups_are_counted_from_zero_by_kind_and_severity():
     assert value(text, "hilbert_blowup_step", **page) == 9
     assert value(text, "hilbert_blowup_value", **page) == math.inf
     assert value(text, "hilbert_blowup_expected", **page) == 0.5
+    run.write(Alert(step=5, time=0.0, value=1.0, **page))  # late
+    assert value(scraped(run)[0], "hilbert_blowup_step", **page) == 9
 
 
-def test_how_a_run_ended_is_told():
-    run = RunSamples(lambda: INFO)
-    run.end("failed")
-    text, _ = scraped(run)
-    statuses = {
-        status: value(text, "hilbert_run_status", status=status) for status in ("running", "failed", "finished")
-    }
-    assert statuses == {"running": 0, "failed": 1, "finished": 0}
+def test_slow_steps_and_pauses_have_more_time_before_they_count_as_stalled():
+    run, step = RunSamples(lambda: INFO, stalled_after=10.0), itertools.count(1)
+    for count, seconds, allowed in ((3, 60.0, 1200), (56, 0.1, 120), (100, 0.1, 10)):
+        for _ in range(count):
+            number = next(step)
+            run.write(StepRecord(step=number, time=60.0 * min(number, 3) + seconds * max(number - 3, 0)))
+        assert value(scraped(run)[0], "hilbert_stalled_after_seconds") == pytest.approx(allowed)
 
 
-def test_slow_steps_have_more_time_before_they_count_as_stalled():
-    run = RunSamples(lambda: INFO, stalled_after=10.0)
-    for step in range(1, 4):
-        run.write(StepRecord(step=step, time=step * 60.0))
-    assert value(scraped(run)[0], "hilbert_stalled_after_seconds") == 1200
-    for step in range(4, 60):
-        run.write(StepRecord(step=step, time=180 + step * 0.1))
-    assert value(scraped(run)[0], "hilbert_stalled_after_seconds") == 120  # it may pause as it did
-    for step in range(60, 160):
-        run.write(StepRecord(step=step, time=180 + step * 0.1))
-    assert value(scraped(run)[0], "hilbert_stalled_after_seconds") == 10
-
-
-def test_the_heartbeat_is_the_last_sign_of_life():
+def test_the_heartbeat_is_the_last_sign_of_life_and_the_status_says_how_the_run_ended():
     now = [100.0]
     run = RunSamples(lambda: INFO, clock=lambda: now[0])
-    now[0] = 107.0
-    run.write(StepRecord(step=1, time=0.0))
-    now[0] = 130.0
-    assert value(scraped(run)[0], "hilbert_heartbeat_timestamp_seconds") == 107
-    run.alive()
-    assert value(scraped(run)[0], "hilbert_heartbeat_timestamp_seconds") == 130
-
-
-def test_hostile_names_stay_in_their_labels():
-    name = 'x"\n# HELP y\\ \u2028{}<b>'
-    info = RunInfo(id=name, name=name, head_optimizer=name)
-    run = RunSamples(lambda: info)
-    run.write(StepRecord(step=1, time=0.0, diameter=1.0))
-    for text, parse in zip(scraped(run), (parsed, parsed_openmetrics), strict=True):
-        labels = [sample.labels for family in parse(text) for sample in family.samples]
-        assert {one["run"] for one in labels} == {name}
-
-
-def test_several_runs_share_the_families():
-    other = RunSamples(lambda: RunInfo(id="b", head_optimizer="RowNorm"))
-    text, _ = scraped(RunSamples(lambda: INFO), other)
-    assert text.count("# TYPE hilbert_step_diameter gauge") == 1
-    assert 'hilbert_steps_total{head="RowNorm",run="b"} 0.0' in text
-
-
-def test_promtool_finds_nothing_to_say():
-    run = RunSamples(lambda: INFO, failures=lambda: {"the run log": 2})
-    run.write(full_record())
-    run.write(StepRecord(step=2, time=0.0, diameter=math.nan))
-    run.write(Alert(step=1, time=0.0, kind="diameter", value=2.0, expected=1.0))
-    if shutil.which("promtool") is None:
-        pytest.skip("promtool is not installed")
+    for moment, use in ((107.0, lambda: run.write(StepRecord(step=1, time=0.0))), (130.0, run.alive)):
+        now[0] = moment
+        use()
+        now[0] = 200.0
+        assert value(scraped(run)[0], "hilbert_heartbeat_timestamp_seconds") == moment
+    run.end("failed")
+    assert value(scraped(run)[0], "hilbert_heartbeat_timestamp_seconds") == 200
     text, _ = scraped(run)
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
+    assert {s: value(text, "hilbert_run_status", status=s) for s in STATUSES} == {
+        status: float(status == "failed") for status in STATUSES
+    }
+
+
+def test_both_formats_are_understood_with_several_runs_and_hostile_names():
+    name = 'x"\n# HELP y\\ \u2028{}<b>'
+    hostile, run = RunSamples(lambda: RunInfo(id=name, name=name, head_optimizer=name)), full_run()
+    texts = scraped(hostile, run)
+    for text, parse in zip(texts, (parsed, parsed_openmetrics), strict=True):
+        families = {family.name: family for family in parse(text)}
+        labels = [sample.labels for family in families.values() for sample in family.samples]
+        assert {one["run"] for one in labels} == {name, "a-run"}
+        assert families["hilbert_step_diameter"].samples[0].value == 1.0
+        assert text.count("# TYPE hilbert_step_diameter gauge") == 1
+    assert (families["hilbert_run"].type, families["hilbert_steps"].type) == ("info", "counter")
+    assert texts[1].endswith("# EOF\n")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_finds_nothing_to_say():
+    run = full_run()
+    run.write(StepRecord(step=2, time=0.0, diameter=math.nan))
+    done = subprocess.run(["promtool", "check", "metrics"], input=scraped(run)[0], capture_output=True, text=True)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
-
-
-def test_openmetrics_is_understood():
-    run = RunSamples(lambda: INFO)
-    run.write(StepRecord(step=1, time=0.0, diameter=0.1, tokens=7))
-    _, text = scraped(run)
-    families = {family.name: family for family in parsed_openmetrics(text)}
-    assert families["hilbert_run"].type == "info"
-    assert families["hilbert_steps"].type == "counter"
-    assert text.endswith("# EOF\n")

@@ -27,16 +27,22 @@ def table_of(*records):
 
 
 def test_a_run_is_loaded_with_its_columns_alerts_settings_and_state(tmp_path):
-    info = RunInfo(name="my run", head_optimizer="AdamW", seed=3, config={"optimizer": {"lr": 0.1, "betas": [0.9]}})
+    info = RunInfo(
+        name="my run", head_optimizer="AdamW", seed=3, last_step=50, config={"optimizer": {"lr": 0.1, "betas": [0.9]}}
+    )
     writer = RunWriter.open(tmp_path, info)
     for step, diameter in ((10, 15.5), (20, 10.5), (30, 5.5), (40, None)):
         writer.write(StepRecord(step=step, time=float(step), tokens=1000 * step, diameter=diameter, ceiling=20.0))
     writer.write(StepRecord(step=20, time=0.0, diameter=7.0))
     writer.alert(Alert(step=10, time=0.0, kind="diameter", value=15.5))
     writer.close(RuntimeError("no"))
+    for name in ("steps.jsonl", "alerts.jsonl"):
+        with open(writer.folder / name, "a") as file:
+            file.write("torn\n")
     run = load_run(writer.folder)
+    assert run.torn == 2
     assert (run.id, run.label, run.optimizer, run.seed) == ("my-run", "my run", "AdamW", 3)
-    assert (run.status, run.step, run.state.message) == ("failed", 40, "no")
+    assert (run.status, run.step, run.last_step, run.state.message) == ("failed", 40, 50, "no")
     assert run.settings == {"optimizer.lr": "0.1", "optimizer.betas": "[0.9]"}
     assert [alert.step for alert in run.alerts] == [10]
     assert run.table.steps.tolist() == [10, 20, 30, 40]
@@ -86,9 +92,17 @@ def test_a_curve_has_the_records_with_a_value_even_if_it_is_nan():
 
 def test_a_column_without_gaps_is_not_copied_and_a_curve_is_made_once():
     run = Run(id="a", table=table_of(*RECORDS))
-    assert np.shares_memory(run.curve("train_loss").values, run.table.columns["train_loss"])
+    curve = run.curve("train_loss")
+    assert np.shares_memory(curve.values, run.table.columns["train_loss"])
     ended = dataclasses.replace(run, state=RunState(status="finished", step=3, time=0.0))
-    assert ended.curve("train_loss") is run.curve("train_loss")
+    assert ended.curve("train_loss") is curve
+
+
+def test_points_without_a_place_on_an_axis_are_left_out_of_it():
+    records = [StepRecord(step=s, time=3600.0 * s, tokens=t, train_loss=1.0) for s, t in ((1, None), (2, 7), (3, 9))]
+    curve = Run(id="a", table=table_of(*records)).curve("train_loss")
+    for axis, has_all, places in (("updates", True, [1, 2, 3]), ("time", True, [0, 1, 2]), ("tokens", False, [7, 9])):
+        assert (curve.has_x(axis), curve.with_x(axis).x(axis).tolist()) == (has_all, places)
 
 
 @pytest.mark.parametrize(("started", "hours"), [(500.0, 501 / 3600), (None, 0.0), (0.0, 0.0), (2000.0, 0.0)])
@@ -141,52 +155,28 @@ def speed_of(table):
     return Run(id="a", table=table).speed
 
 
-def test_steps_and_tokens_a_second():
-    speed = speed_of(table(0.25 * np.arange(400)))
-    assert speed == (pytest.approx(4.0), pytest.approx(4000.0))
-
-
-def test_a_night_without_a_step_does_not_count():
-    times = 0.25 * np.arange(400)
-    times[150:] += 8 * 3600
-    times[310:] += 3600
-    assert speed_of(table(times)).steps == pytest.approx(4.0, rel=0.02)
-
-
-def test_regular_validation_does_count():
-    times = np.cumsum(np.where(np.arange(1000) % 50 == 0, 25.5, 0.5))
-    assert speed_of(table(times)).steps == pytest.approx(1.0, rel=0.1)
-
-
-def test_it_is_the_speed_of_the_newest_records():
-    times = np.cumsum(np.where(np.arange(20_000) < 14_000, 1.0, 0.1))
-    assert speed_of(table(times)).steps == pytest.approx(10.0, rel=0.01)
-
-
-def test_records_of_some_steps_count_the_steps_between():
-    assert speed_of(table([0.0, 5.0, 10.0], steps=[10, 20, 30])).steps == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize("times", [[], [1.0], [1.0, 1.0], [2.0, 1.0], [np.nan, 1.0], [MISSING, MISSING], [0.0, np.inf]])
-def test_no_speed_without_two_moments(times):
-    assert speed_of(table(times)) == Speed(None, None)
-
-
-def test_without_tokens_there_are_steps():
-    one = table([0.0, 1.0, 2.0])
-    speed = speed_of(Table(one.steps, {"time": one.columns["time"]}))
-    assert speed == (pytest.approx(1.0), None)
+NIGHT = 0.25 * np.arange(400)
+NIGHT[150:] += 8 * 3600
+NIGHT[310:] += 3600
 
 
 @pytest.mark.parametrize(
-    ("info", "expected"),
+    ("times", "expected"),
     [
-        (RunInfo(last_step=50, config={"max_steps": 70}), 50),
-        (RunInfo(config={"max_steps": 70}), 70),
-        (RunInfo(config={"max_steps": -1, "updates": 300}), 300),
-        (RunInfo(config={"max_steps": True, "total_steps": "9"}), None),
-        (RunInfo(), None),
+        (0.25 * np.arange(400), 4.0),
+        (NIGHT, 4.0),  # a night without a step does not count
+        (np.cumsum(np.where(np.arange(1000) % 50 == 0, 25.5, 0.5)), 1.0),  # regular validation does
+        (np.cumsum(np.where(np.arange(20_000) < 14_000, 1.0, 0.1)), 10.0),  # of the newest records
     ],
 )
-def test_the_last_step_is_the_trainers_or_that_of_the_settings(info, expected):
-    assert Run(id="a", info=info).last_step == expected
+def test_steps_and_tokens_a_second(times, expected):
+    speed = speed_of(table(times))
+    assert speed == (pytest.approx(expected, rel=0.1), pytest.approx(1000 * expected, rel=0.1))
+
+
+def test_a_speed_needs_two_moments_and_counts_the_steps_between_records():
+    assert speed_of(table([0.0, 5.0, 10.0], steps=[10, 20, 30])).steps == pytest.approx(2.0)
+    for times in ([], [1.0], [1.0, 1.0], [2.0, 1.0], [np.nan, 1.0], [MISSING, MISSING], [0.0, np.inf]):
+        assert speed_of(table(times)) == Speed(None, None)
+    one = table([0.0, 1.0, 2.0])
+    assert speed_of(Table(one.steps, {"time": one.columns["time"]})) == (pytest.approx(1.0), None)

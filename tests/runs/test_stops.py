@@ -18,63 +18,37 @@ class SIGTERMException(SystemExit):
     """Named as Lightning's."""
 
 
-def by_handler(number, error):
-    """Let a handler of a signal raise an error, by a real signal."""
+def by(number, handler):
+    """Install a handler of a signal, and send that."""
+    signal.signal(number, handler)
+    os.kill(os.getpid(), number)
+    time.sleep(5)
 
+
+def raising(error, then=None):
     def handle(number, frame):
+        if then is not None:  # as handlers do that want no second signal to come through
+            signal.signal(number, then)
         raise error
 
-    signal.signal(number, handle)
-    os.kill(os.getpid(), number)
-    time.sleep(5)
+    return handle
 
 
-def by_a_handler_of_any_arguments(number, error):
-    signal.signal(number, functools.partial(lambda error, *arguments: (_ for _ in ()).throw(error), error))
-    os.kill(os.getpid(), number)
-    time.sleep(5)
+def dropping_its_arguments(number, frame):
+    del number, frame
+    raise SystemExit(0)
 
 
-def by_a_handler_that_removes_itself(number, error, then):
-    """As handlers do that want no second signal to come through."""
-
-    def handle(number, frame):
-        signal.signal(number, then)
-        raise error
-
-    signal.signal(number, handle)
-    os.kill(os.getpid(), number)
-    time.sleep(5)
-
-
-def by_a_handler_that_calls_another(number, error):
-    """The one is called for an alarm, and calls the one for SIGTERM too."""
-
-    def end(number, frame):
-        raise error
-
+def by_a_handler_that_calls_that_of_another_signal():
+    end = raising(TimeoutError("slow"))
     signal.signal(signal.SIGTERM, end)
-    signal.signal(number, lambda *arguments: end(*arguments))
-    os.kill(os.getpid(), number)
-    time.sleep(5)
-
-
-def by_a_handler_of_two_signals_that_drops_the_frame(number, error):
-    def handle(number, frame):
-        del frame
-        raise error
-
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(number, handle)
-    os.kill(os.getpid(), number)
-    time.sleep(5)
+    by(signal.SIGALRM, lambda *arguments: end(*arguments))
 
 
 def raised(error):
     raise error
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("work", "stopped"),
     [
@@ -83,17 +57,15 @@ def raised(error):
         (lambda: raised(SystemExit(143)), "SIGTERM"),
         (lambda: raised(SystemExit(130)), "SIGINT"),
         (lambda: os.kill(os.getpid(), signal.SIGINT) or time.sleep(5), "SIGINT"),
-        (lambda: by_handler(signal.SIGTERM, KeyboardInterrupt()), "SIGTERM"),
-        (lambda: by_handler(signal.SIGTERM, SystemExit(0)), "SIGTERM"),
-        (lambda: by_handler(signal.SIGTERM, RuntimeError("preempted")), "SIGTERM"),
-        (lambda: by_a_handler_of_any_arguments(signal.SIGTERM, SystemExit(1)), "SIGTERM"),
-        (lambda: by_a_handler_that_removes_itself(signal.SIGTERM, SystemExit(0), signal.SIG_IGN), "SIGTERM"),
-        (lambda: by_a_handler_that_removes_itself(signal.SIGTERM, SystemExit(1), signal.SIG_DFL), "SIGTERM"),
-        (lambda: by_a_handler_that_removes_itself(signal.SIGALRM, TimeoutError("slow"), signal.SIG_DFL), ""),
-        (lambda: by_a_handler_that_calls_another(signal.SIGALRM, TimeoutError("slow")), ""),
-        (lambda: by_a_handler_of_two_signals_that_drops_the_frame(signal.SIGINT, SystemExit(0)), "SIGINT"),
-        (lambda: by_a_handler_of_two_signals_that_drops_the_frame(signal.SIGALRM, TimeoutError("slow")), ""),
-        (lambda: by_handler(signal.SIGALRM, TimeoutError("slow")), ""),
+        (lambda: by(signal.SIGTERM, raising(KeyboardInterrupt())), "SIGTERM"),
+        (lambda: by(signal.SIGTERM, raising(SystemExit(0))), "SIGTERM"),
+        (lambda: by(signal.SIGTERM, raising(RuntimeError("preempted"))), "SIGTERM"),
+        (lambda: by(signal.SIGTERM, lambda *arguments: raised(SystemExit(1))), "SIGTERM"),
+        (lambda: by(signal.SIGTERM, functools.partial(lambda error, *_: raised(error), SystemExit(1))), "SIGTERM"),
+        (lambda: by(signal.SIGTERM, raising(SystemExit(0), then=signal.SIG_IGN)), "SIGTERM"),
+        (lambda: by(signal.SIGTERM, dropping_its_arguments), "SIGTERM"),
+        (lambda: by(signal.SIGALRM, raising(TimeoutError("slow"), then=signal.SIG_DFL)), ""),
+        (by_a_handler_that_calls_that_of_another_signal, ""),
         (lambda: raised(SystemExit(1)), ""),
         (lambda: raised(SystemExit("143")), ""),
         (lambda: raised(ValueError()), ""),

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from hilbert_monitor.runs.reader import Batch
 from hilbert_monitor.runs.record import StepRecord
-from hilbert_monitor.runs.table import MISSING, NUMBERS, Table, TableBuilder, present
+from hilbert_monitor.runs.table import NUMBERS, Table, TableBuilder, present
 
 floats = st.none() | st.floats(allow_nan=True, allow_infinity=True)
 records = st.builds(
     StepRecord,
     step=st.integers(1, 40),
     time=st.floats(0, 1e9),
+    skipped=st.sampled_from(["", "overflow"]),
     train_loss=floats,
     diameter=floats,
     tokens=st.none() | st.integers(0, 2**53),
@@ -41,6 +42,7 @@ def check(table, expected):
             assert present(values)[row] == (value is not None)
             assert value is None or same(values[row], float(value))
     for row, step in enumerate(sorted(expected)):
+        assert bool(present(table.column("skipped"))[row]) == bool(expected[step].skipped)
         pair = expected[step].pair
         assert pair is None or [table.column(f"pair.{end}")[row] for end in (0, 1)] == list(pair)
         for part in ("increment", "panel"):
@@ -61,19 +63,14 @@ def test_tables_hold_what_a_dictionary_by_step_would(written):
         check(table, then)
 
 
-def test_a_value_that_is_nan_is_not_one_that_is_missing():
+def test_a_value_that_is_nan_is_not_one_that_is_missing_also_in_copies_and_files(tmp_path):
     columns = TableBuilder()
     columns.append(batch([StepRecord(step=1, time=0, train_loss=math.nan), StepRecord(step=2, time=0)]))
-    assert present(columns.table.column("train_loss")).tolist() == [True, False]
-    assert math.isnan(columns.table.last("train_loss"))
-    assert columns.table.last("diameter") is None
-
-
-def test_missing_survives_copies_files_and_python(tmp_path):
-    values = np.array([MISSING, math.nan, 1.0])
+    values = columns.table.column("train_loss")
     np.save(tmp_path / "v.npy", values)
-    assert present(np.load(tmp_path / "v.npy", mmap_mode="r")).tolist() == [False, True, True]
-    assert present(np.array(values.tolist())).tolist() == [False, True, True]
+    for copy in (values, np.load(tmp_path / "v.npy", mmap_mode="r"), np.array(values.tolist())):
+        assert present(copy).tolist() == [True, False]
+    assert math.isnan(columns.table.last("train_loss"))
 
 
 def test_the_last_value_is_found_far_back():
@@ -84,11 +81,12 @@ def test_the_last_value_is_found_far_back():
     assert Table().last("diameter") is None
 
 
-def test_texts_of_tokens_are_kept_and_clipped():
+def test_texts_belong_to_records_that_have_a_pair_and_texts_and_are_clipped():
+    pairs = [((1, 2), ("a", "b" * 500)), ((3, 4), None), (None, ("x", "y")), (None, None), ((5, 1), ("c", "z"))]
     columns = TableBuilder()
     before = columns.table
-    columns.append(batch([StepRecord(step=1, time=0, pair=(3, 4), pair_text=("a", "b" * 500))]))
-    assert columns.table.texts == {3: "a", 4: "b" * 80}
+    columns.append(batch([StepRecord(step=s, time=0, pair=p, pair_text=t) for s, (p, t) in enumerate(pairs)]))
+    assert columns.table.texts == {1: "z", 2: "b" * 80, 5: "c"}
     assert before.texts == {}
 
 
@@ -97,13 +95,6 @@ def test_a_log_cannot_make_columns_without_end():
     for step in range(1, 40):
         columns.append(batch([StepRecord(step=step, time=0, seconds={f"part {step}-{i}": 0.1 for i in range(9)})]))
     assert len(columns.table.columns) < 40
-
-
-def test_texts_belong_to_the_records_that_have_a_pair_and_texts():
-    pairs = [((1, 2), ("a", "b")), ((3, 4), None), (None, ("x", "y")), (None, None), ((5, 1), ("c", "z"))]
-    columns = TableBuilder()
-    columns.append(batch([StepRecord(step=s, time=0, pair=p, pair_text=t) for s, (p, t) in enumerate(pairs)]))
-    assert columns.table.texts == {1: "z", 2: "b", 5: "c"}
 
 
 def test_a_number_that_fits_into_no_column_costs_its_record_alone():

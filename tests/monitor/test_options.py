@@ -1,70 +1,14 @@
-"""The typed measurement of a step and the record that it makes."""
+"""Options of the callback: refused when the callback is made, with a sentence that says what to give instead."""
 
 import dataclasses
 import inspect
 import math
-import typing
 
-import msgspec
 import pytest
-import torch
-from hilbert_monitor.monitor.measurement import DiameterBounds, ExactDiameter, GradientRows, Measurement
 
-from hilbert_monitor import HilbertMonitor, Probe, Prometheus
-from hilbert_monitor.monitor import measurement
+from hilbert_monitor import HilbertMonitor, Prometheus
 from hilbert_monitor.monitor.options import MonitorOptions
-from hilbert_monitor.runs.record import StepRecord
-from tests.support.decoders import Plain, loss_of, seeded
-from tests.support.references import all_pairs_diameter, normal
 from tests.support.training import UPDATES, Module, fit
-
-
-def record_of(step: Measurement) -> StepRecord:
-    return step.record(time=1.0, seconds={"diameter": 0.1}, share=0.5)
-
-
-def test_every_field_of_a_part_is_a_field_of_the_record_with_a_fitting_type():
-    expected = typing.get_type_hints(StepRecord)
-    own = {name: kind for name, kind in typing.get_type_hints(Measurement).items() if name not in measurement.PARTS}
-    parts = [typing.get_type_hints(part) for part in measurement.PARTS.values()]
-    for name, kind in [item for part in (own, *parts) for item in part.items()]:
-        allowed = set(typing.get_args(expected[name])) | {expected[name]}
-        assert {kind} <= allowed or set(typing.get_args(kind)) <= allowed, name
-
-
-def test_a_measurement_without_any_part_makes_a_record_of_what_is_known():
-    record = record_of(Measurement(step=3, skipped="overflow", learning_rate=0.1))
-    assert record == StepRecord(
-        step=3, time=1.0, skipped="overflow", learning_rate=0.1, seconds={"diameter": 0.1}, share=0.5
-    )
-
-
-def test_what_the_parts_hold_is_in_the_record():
-    S, G = normal(0, 40, 6), normal(1, 40, 6)
-    bounds, exact, gradient = DiameterBounds.of(S), ExactDiameter.of(S), GradientRows.of(G)
-    assert bounds.diameter_lower <= exact.diameter <= bounds.diameter_upper
-    record = record_of(Measurement(step=1, bounds=exact, gradient=gradient))
-    assert record.diameter == pytest.approx(all_pairs_diameter(S), rel=1e-6)
-    assert record.pair == exact.pair
-    assert record.row_norm == pytest.approx(float(S.norm(dim=1).max()))
-    assert record.gradient_row_token == int(G.norm(dim=1).argmax())
-    assert record.gradient_balance == pytest.approx(float(G.sum(0).norm() / G.norm(dim=1).sum()))
-    assert msgspec.json.decode(msgspec.json.encode(record), type=StepRecord) == record
-
-
-def test_bounds_that_are_not_exact_have_no_diameter():
-    step = Measurement(step=1, bounds=DiameterBounds.of(normal(0, 40, 6)))
-    assert step.exact is None
-    assert record_of(step).diameter is None
-    assert record_of(step).diameter_lower is not None
-
-
-def test_padding_takes_part_in_the_balance_and_is_no_token():
-    G = torch.zeros(4, 2)
-    G[0], G[3] = torch.tensor([1.0, 0.0]), torch.tensor([-3.0, 0.0])
-    rows = GradientRows.of(G, tokens=3)
-    assert (rows.gradient_row_token, rows.gradient_row_norm) == (0, 1.0)
-    assert rows.gradient_balance == pytest.approx(2 / 4)
 
 
 @pytest.mark.parametrize("name", ["address", "tls", "registry", "stalled_after", "linger"])
@@ -137,23 +81,6 @@ def test_options_of_the_callback_and_of_the_session_have_the_same_defaults():
     assert fields.keys() - callback.keys() == {"named"}  # which the callback itself sets, for several heads
     for name in fields.keys() & callback.keys():
         assert callback[name].default == fields[name], name
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_search_that_fails_leaves_the_bounds(monkeypatch):
-    def fails(S):
-        raise RuntimeError("no search")
-
-    monkeypatch.setattr(measurement, "row_diameter", fails)
-    model = seeded(Plain, V=37, d=16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with Probe(model, optimizer, diameter_every=1) as probe:
-        loss_of(model, 0).backward()
-        optimizer.step()
-        record = probe.record()
-    assert probe.guard.failures == {"diameter": 1}
-    assert record.diameter is None
-    assert 0 < record.diameter_lower <= record.diameter_upper
 
 
 def test_a_second_run_inherits_neither_failures_nor_the_state_of_one_that_could_not_start():
