@@ -33,6 +33,8 @@ HiddenStates = Callable[[Module, Batch], Tensor]
 """From the model and a batch to the head's inputs, (B, T, d) or (B * T, d)."""
 AutocastFactory = Callable[[], AbstractContextManager[Any]]
 """Makes the context in which a run calls its model."""
+OnLogits = Callable[[Tensor, Tensor], None]
+"""Takes what the head returned and what the model returned, of one shape."""
 Undo = Callable[[], Any]
 """Puts one thing back."""
 
@@ -61,16 +63,14 @@ def hidden_states(
     *,
     hidden: HiddenStates | None = None,
     autocast: AutocastFactory | None = None,
-    on_logits: Callable[[Tensor, Tensor], None] | None = None,
+    on_logits: OnLogits | None = None,
     remark: Callable[[str], None] = lambda text: None,
 ) -> Tensor:
     """Return the head's inputs at the positions of a panel: (size, d) fp32, on the device where the model computes.
 
-    Calls the innermost module that contains the head, and the embedding if there is one, and defines forward: with the
-    ids of a batch, or with those entries of a dict that its forward takes. Of a model that FSDP shards it is the root.
-    Where the head is never called, as under a fused loss, the output of the last norm is taken. The model runs eagerly,
-    in eval mode, without gradients and without autocast's cache, on as many rows of a batch as have LOGIT_BYTES of
-    logits.
+    Calls the innermost module that contains the head, and the embedding if there is one, and defines forward; of a
+    model that FSDP shards, its root. It gets the ids of a batch, or the entries of a dict that its forward takes. Where
+    the head is never called, as under a fused loss, the states are the output of the last norm.
 
     Args:
         model: the model, or what DistributedDataParallel or torch.compile made of it.
@@ -78,7 +78,7 @@ def hidden_states(
         panel: the positions.
         hidden: forms the states of a batch, for a model that never calls its head.
         autocast: makes the run's autocast context.
-        on_logits: called once with what the head returned in a forward pass and what the model returned, of one shape.
+        on_logits: called with what the head returned in the first forward pass and with the model's logits.
         remark: called with a sentence if the states are taken from a norm.
 
     Raises:
@@ -91,13 +91,10 @@ def hidden_states(
     vocabulary = None if hidden is not None or weight is None else max(weight.shape)
     states: list[Tensor] = []
     with without_side_effects(module), (autocast or nullcontext)(), _no_autocast_cache():
-        caller = None if hidden is not None else _innermost_caller(module, head)
+        read = hidden or partial(_head_inputs, head=head, on_logits=on_logits, remark=remark)
         for batch, positions in _passes(panel, vocabulary):
-            batch, first = with_tensors(batch, lambda x: x.to(device)), not states
-            if hidden is not None:
-                found: Any = hidden(module, batch)
-            else:
-                found = _head_inputs(caller, head, batch, on_logits if first else None, remark)
+            batch = with_tensors(batch, lambda x: x.to(device))
+            found: Any = read(module, batch)
             if hasattr(found, "full_tensor"):  # tensor-parallel ranks hold parts
                 found = found.full_tensor()
             if not _fit(found, ids := input_ids(batch)):
@@ -135,19 +132,15 @@ def unwrapped(model: Module) -> Module:
 
 
 def _head_inputs(
-    caller: Module,
-    head: Module,
-    batch: Batch,
-    on_logits: Callable[[Tensor, Tensor], None] | None,
-    remark: Callable[[str], None],
+    model: Module, batch: Batch, *, head: Module | Tensor, on_logits: OnLogits | None, remark: Callable[[str], None]
 ) -> Tensor:
-    """Run `caller` on a batch and return what its head is given. The other arguments are those of `hidden_states`."""
-    ids, name, failure = input_ids(batch), type(caller).__name__, None
-    inputs, outputs, returned = list[Tensor](), list[Any](), dict[Module, Any]()
-    with _noted(caller, head, inputs, outputs, returned):
-        for args, kwargs in _calls(caller.forward, batch):
-            for notes in (inputs, outputs, returned):
-                notes.clear()  # type: ignore[attr-defined]
+    """Run the model on a batch and return what its head is given. The arguments are those of `hidden_states`."""
+    if not isinstance(head, Module):
+        raise HeadNotReached(f"the head is a bare parameter, which no module is called with: {ASK}")
+    caller, ids = _innermost_caller(model, head), input_ids(batch)
+    name, failure = type(caller).__name__, None
+    for args, kwargs in _calls(caller.forward, batch):
+        with _noted(caller, head) as (inputs, outputs, returned):
             try:
                 result = caller(*args, **kwargs)
                 _compare(outputs, getattr(result, "logits", result), on_logits)
@@ -155,30 +148,29 @@ def _head_inputs(
                 if handled_signals(error):
                     raise
                 failure = error
-            if (whole := _joined(inputs, ids)) is not None:
-                return whole
-    if inputs:
-        return inputs[0]
-    last = _last_norm(returned, ids, weight_matrix(head))
-    if last is not None:
-        path = next(path for path, module in caller.named_modules() if module is last)
+        if (whole := _joined(inputs, ids)) is not None:
+            return whole
+    norm = _last_norm(returned, ids, weight_matrix(head))
+    if not inputs and norm is not None:
+        path = next(path for path, module in caller.named_modules() if module is norm)
         remark(
             f"the forward pass never calls the head: hidden states are the output of {path!r}; if they are others, pass"
             " hidden=..."
         )
-        states: Tensor = returned[last]
+        states: Tensor = returned[norm]
         return states
     if failure is not None:
         failure.add_note(f"hilbert_monitor called {name} to see what its head is given; hidden= says how else to")
         raise failure
-    raise HeadNotReached(f"the forward pass of {name} does not call its head, a {type(head).__name__}: {ASK}")
+    if not inputs:
+        raise HeadNotReached(f"the forward pass of {name} does not call its head, a {type(head).__name__}: {ASK}")
+    return inputs[0]
 
 
 @contextmanager
-def _noted(
-    caller: Module, head: Module, inputs: list[Tensor], outputs: list[Any], returned: dict[Module, Any]
-) -> Iterator[None]:
+def _noted(caller: Module, head: Module) -> Iterator[tuple[list[Tensor], list[Any], dict[Module, Any]]]:
     """Note what the head is given, what it returns, and the last output of each leaf in the order of the calls."""
+    inputs, outputs, returned = list[Tensor](), list[Any](), dict[Module, Any]()
 
     def before(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
@@ -191,22 +183,21 @@ def _noted(
         returned.pop(module, None)
         returned[module] = output
 
-    leaves = {m for m in caller.modules() if not any(m.children())}
+    leaves = {module for module in caller.modules() if not any(module.children())}
     hooks = [module.register_forward_hook(after) for module in leaves | {head}]
     hooks.append(head.register_forward_pre_hook(before, with_kwargs=True))
     try:
-        yield
+        yield inputs, outputs, returned
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _compare(outputs: list[Any], logits: Any, on_logits: Callable[[Tensor, Tensor], None] | None) -> None:
+def _compare(outputs: list[Any], logits: Any, on_logits: OnLogits | None) -> None:
     """Pass the head's output and the model's logits to `on_logits`, if both are whole and of one shape."""
-    if on_logits is None or len(outputs) != 1 or not isinstance(logits, Tensor) or hasattr(logits, "device_mesh"):
-        return
-    if isinstance(outputs[0], Tensor) and outputs[0].shape == logits.shape:
-        on_logits(outputs[0], logits)
+    whole = [x for x in (*outputs, logits) if isinstance(x, Tensor) and not hasattr(x, "device_mesh")]
+    if on_logits is not None and len(outputs) == 1 and len(whole) == 2 and whole[0].shape == whole[1].shape:
+        on_logits(*whole)
 
 
 def _last_norm(returned: dict[Module, Any], ids: Tensor, weight: Tensor | None) -> Module | None:
@@ -259,29 +250,19 @@ def _calls(forward: Callable[..., Any], batch: Batch) -> Iterator[tuple[tuple[An
     Without a target some models give their head the last position only. With one, a fused loss may not call it at all.
     """
     takes, ids = inspect.signature(forward).parameters, input_ids(batch)
-    entries = dict(batch) if isinstance(batch, Mapping) else {}
-    anything = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in takes.values())
-    by_name = isinstance(batch, Mapping) and ("input_ids" in takes or anything)
-    open_ended = by_name and any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    kwargs = {name: value for name, value in entries.items() if open_ended or name in takes}
+    kinds, named = {p.kind for p in takes.values()}, isinstance(batch, Mapping)
+    variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    by_name = named and ("input_ids" in takes or kinds <= variable)
+    open_ended = by_name and inspect.Parameter.VAR_KEYWORD in kinds
+    kwargs = {name: value for name, value in (batch.items() if named else ()) if open_ended or name in takes}
     targets = {name: kwargs.pop(name, ids) for name in TARGETS if name in {*kwargs, *takes}}
-    args = () if by_name else (ids, *_further_inputs(takes, batch))
     if "use_cache" in takes:  # keys and values of every block, for nothing
         kwargs.setdefault("use_cache", False)
     needed = {name: value for name, value in targets.items() if name in takes and takes[name].default is inspect._empty}
+    args = () if by_name else (ids,)
     yield args, kwargs | needed
     if len(targets) > len(needed):
         yield args, kwargs | targets
-
-
-def _further_inputs(takes: Mapping[str, inspect.Parameter], batch: Batch) -> list[Any]:
-    """Return what a forward pass requires after the ids, besides a target: of a tuple or list what follows the ids."""
-    if not isinstance(batch, list | tuple):
-        return []
-    place = next(i for i, x in enumerate(batch) if x is input_ids(batch))
-    required = [p.name for p in takes.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD][1:]
-    needed = next((n for n, name in enumerate(required) if name in TARGETS), len(required))
-    return list(batch[place + 1 :][:needed])
 
 
 # Nothing of the run changes
@@ -407,14 +388,14 @@ def _undo_container(x: Any) -> Undo:
 
 def _undo_tensor(name: str, x: Tensor, *, copied: bool) -> Undo:
     """Remember the values of a tensor, or only its version, to warn if it was written to."""
-    before, version = x.detach().clone() if copied else None, None if x.is_inference() else x._version
+    before, version = x.detach().clone() if copied else None, 0 if x.is_inference() else x._version
 
     def undo() -> None:
         if before is None:
-            if version is not None and x._version != version:
+            if not x.is_inference() and x._version != version:
                 warn_user(
                     f"the forward pass writes to {name}, too large to be put back: each measurement of the panel"
-                    " changes the run; pass hidden=, a function of the module and a batch that writes nothing"
+                    f" changes the run; {ASK}, and writes nothing"
                 )
         elif x.shape != before.shape or not _has_memory(x):
             x.data = before
@@ -427,8 +408,8 @@ def _undo_tensor(name: str, x: Tensor, *, copied: bool) -> Undo:
 def _bytes_to_copy(x: Tensor) -> float:
     """Return the bytes of a tensor, or infinity if it cannot simply be written back."""
     plain = type(x) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and x.layout is torch.strided
-    expanded = plain and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
-    return float(x.nbytes) if plain and not expanded and x.device.type != "meta" and _has_memory(x) else float("inf")
+    plain = plain and x.device.type != "meta" and _has_memory(x)
+    return float(x.nbytes) if plain and (0 not in x.stride() or x.is_contiguous()) else float("inf")
 
 
 def _has_memory(x: Tensor) -> bool:

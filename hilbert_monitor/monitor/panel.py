@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any, Literal
 
 import msgspec
@@ -44,14 +45,7 @@ WITHOUT_EFFECT = ("labels", "input_ids", "attention_mask")
 """Entries of a batch that the hidden states do not depend on, or that count by themselves."""
 ROWS = 8
 """Rows to a micro-batch where the text does not come in batches."""
-INDEX_NAMES = (
-    *(
-        f"{what}{form}"
-        for what in ("", "sample_", "example_", "item_", "data_", "dataset_")
-        for form in ("index", "indices", "indexes", "idx", "idxs")
-    ),
-    *("sample_id", "sample_ids", "example_id", "example_ids"),
-)
+INDEX_NAME = re.compile(r"((sample|example|item|data|dataset)_)?(index|indices|indexes|idx|idxs)|(sample|example)_ids?")
 """What the indices of samples are usually called in a batch."""
 
 
@@ -96,7 +90,7 @@ def sample_indices(batch: Batch) -> SampleIndices | None:
     parts = [batch, *batch] if isinstance(batch, list | tuple) else [batch]
     for part in parts:
         named = part if isinstance(part, Mapping) else part._asdict() if hasattr(part, "_asdict") else {}
-        for x in map(named.get, INDEX_NAMES):
+        for x in (value for name, value in named.items() if INDEX_NAME.fullmatch(str(name))):
             if isinstance(x, Tensor) and x.ndim == 1 and _is_integer(x) and x.layout is torch.strided:
                 return x
             if isinstance(x, list | tuple) and x and all(type(index) is int for index in x):
@@ -268,7 +262,8 @@ class Panel:
                     f" dtype {text.dtype}: give the ids that the model takes"
                 )
         pieces = (piece.long() for text in texts if len(text) for piece in torch.split(text[:size], context))
-        return cls.of_batches((torch.stack(rows) for _, same in groupby(pieces, len) for rows in _in_lists(same)), size)
+        alike = (torch.stack(list(same)) for _, same in groupby(pieces, len))
+        return cls.of_batches((batch for rows in alike for batch in torch.split(rows, ROWS)), size)
 
     @classmethod
     def of_batches(cls, batches: Iterable[Batch], size: int = 8192) -> Panel:
@@ -307,7 +302,7 @@ class Panel:
         order: list[Tensor] = []
         for number, panel in enumerate(parts):
             rows = [len(input_ids(batch)) for batch in panel.batches]
-            order += torch.arange(number, number + sum(rows) * len(parts), len(parts)).split(rows)
+            order += torch.split(torch.arange(number, number + sum(rows) * len(parts), len(parts)), rows)
         return cls(batches, positions, tuple(order))
 
     # On disk, and in checkpoints
@@ -363,12 +358,6 @@ def _from_plain(x: Any) -> Any:
     if "dict" in x:
         return {name: _from_plain(value) for name, value in x["dict"].items()}
     return list(map(_from_plain, x["list"])) if "list" in x else tuple(map(_from_plain, x["tuple"]))
-
-
-def _in_lists(rows: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    rest = iter(rows)
-    while part := list(islice(rest, ROWS)):
-        yield part
 
 
 def _warn_if_few(found: int, size: int) -> None:

@@ -304,7 +304,7 @@ def watch(
         model: a language model, also inside DistributedDataParallel, sharded by FSDP2, or prepared by Accelerate.
         optimizer: the one that moves the head, or several of which one does.
         panel: validation text for the Hilbert perturbation: an iterable of batches (tensors, tuples, dicts), a
-            DataLoader, or token ids. None measures the diameter alone.
+            DataLoader, token ids, or the folder of a run that has a panel. None measures the diameter alone.
         log: takes the numbers of each step, under the names that they have in Lightning's loggers: ``wandb.log``,
             ``trackio.log``, ``writer.add_scalar`` of TensorBoard's, or any function of a dict and a step.
         schedulers: of the learning rate, by default torch's own of these optimizers. Records say whether one of them

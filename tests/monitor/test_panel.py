@@ -571,18 +571,6 @@ def test_what_fails_or_writes_after_the_head_does_not_lose_the_states(panel):
     assert torch.equal(hidden_states(model, model.lm_head, panel), reference(model, TEXT[:8]))
 
 
-@pytest.mark.parametrize("form", [tuple, lambda parts: dict(zip(("input_ids", "segments"), parts, strict=True))])
-def test_a_forward_pass_that_needs_more_than_ids_gets_it_from_the_batch(form):
-    class Segmented(Plain):
-        def forward(self, input_ids, segments):
-            return self.lm_head(self.norm(self.embed(input_ids) * (1 + segments[..., None])))
-
-    model, segments = seeded(Segmented), torch.rand(8, T)
-    states = hidden_states(model, model.lm_head, Panel.of_batches([form((TEXT[:8], segments))], 50))
-    expected = model.norm(model.embed(TEXT[:8]) * (1 + segments[..., None])).flatten(0, 1)[:50]
-    assert torch.equal(states, expected.detach())
-
-
 def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
