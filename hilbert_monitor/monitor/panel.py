@@ -301,8 +301,10 @@ class Panel:
             return cls(batches, positions)
         order: list[Tensor] = []
         for number, panel in enumerate(parts):
-            rows = [len(input_ids(batch)) for batch in panel.batches]
-            order += torch.split(torch.arange(number, number + sum(rows) * len(parts), len(parts)), rows)
+            place = number
+            for batch in panel.batches:
+                order.append(place + len(parts) * torch.arange(len(input_ids(batch))))
+                place += len(parts) * len(input_ids(batch))
         return cls(batches, positions, tuple(order))
 
     # On disk, and in checkpoints
@@ -342,7 +344,10 @@ def check_panel_folder(path: str | os.PathLike[str]) -> None:
 def _to_plain(x: Any) -> Any:
     """Return a part of a batch as plain types; None for what the model can hardly need."""
     if isinstance(x, Tensor):
-        return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "entries": x.flatten().tolist()}
+        entries = x.flatten().tolist()
+        if x.is_floating_point():
+            entries = list(map(str, entries))  # JSON has no inf
+        return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "entries": entries}
     if isinstance(x, Mapping):
         return {"dict": {str(name): _to_plain(value) for name, value in x.items()}}
     if isinstance(x, list | tuple):
@@ -354,7 +359,8 @@ def _from_plain(x: Any) -> Any:
     if not isinstance(x, dict):
         return x
     if "dtype" in x:
-        return torch.tensor(x["entries"], dtype=getattr(torch, x["dtype"])).view(x["shape"])
+        entries = [float(entry) if isinstance(entry, str) else entry for entry in x["entries"]]
+        return torch.tensor(entries, dtype=getattr(torch, x["dtype"])).view(x["shape"])
     if "dict" in x:
         return {name: _from_plain(value) for name, value in x["dict"].items()}
     return list(map(_from_plain, x["list"])) if "list" in x else tuple(map(_from_plain, x["tuple"]))
