@@ -56,6 +56,10 @@ class HeadNotReached(RuntimeError):
     """The model's forward pass does not give its head the states of the batch."""
 
 
+class SideEffects(RuntimeError):
+    """A forward pass may advance something that cannot be put back."""
+
+
 def hidden_states(
     model: Module,
     head: Module | Tensor,
@@ -83,7 +87,7 @@ def hidden_states(
 
     Raises:
         HeadNotReached: if the head is not called, or not with a state for each token of a batch.
-        SideEffects: if the model has state that could not be put back.
+        SideEffects: if the modules that would run have an iterator, which could not be put back.
     """
     module = unwrapped(model)
     weight = weight_matrix(head) if isinstance(head, Module) else head  # (V, d), or (d, V)
@@ -138,6 +142,7 @@ def _head_inputs(
     if not isinstance(head, Module):
         raise HeadNotReached(f"the head is a bare parameter, which no module is called with: {ASK}")
     caller, ids = _innermost_caller(model, head), input_ids(batch)
+    _refuse_iterators(caller)
     name, failure = type(caller).__name__, None
     for args, kwargs in _calls(caller.forward, batch):
         with _noted(caller, head) as (inputs, outputs, returned):
@@ -268,8 +273,15 @@ def _calls(forward: Callable[..., Any], batch: Batch) -> Iterator[tuple[tuple[An
 # Nothing of the run changes
 
 
-class SideEffects(RuntimeError):
-    """A forward pass may advance something that cannot be put back."""
+def _refuse_iterators(caller: Module) -> None:
+    """Refuse a module with an iterator: what a forward pass takes from it cannot be put back."""
+    for path, module in caller.named_modules(prefix=type(caller).__name__):
+        for name, value in _held(module):
+            if isinstance(value, Iterator):
+                raise SideEffects(
+                    f"{path}.{name}, a {type(value).__name__}, could not be put back after the forward pass of the"
+                    " panel: keep it outside of the model, or pass hidden=, a function that does not advance it"
+                )
 
 
 @contextmanager
@@ -282,9 +294,6 @@ def without_side_effects(model: Module) -> Iterator[None]:
 
     Flags are set one by one: a module's own `train` may do more than that. Under torch.compile an exception would leave
     the module eager for good.
-
-    Raises:
-        SideEffects: if a module holds an iterator, which cannot be put back.
     """
     modules = dict(model.named_modules(prefix=type(model).__name__))
     with ExitStack() as stack:
@@ -350,11 +359,6 @@ def _undos(modules: dict[str, Module]) -> Iterator[Undo]:
                 generators[id(value)] = value
             elif isinstance(value, CONTAINERS) and name != "_parameters":  # FSDP exchanges shards and whole ones
                 yield _undo_container(value)
-            elif isinstance(value, Iterator):
-                raise SideEffects(
-                    f"{path}.{name}, a {type(value).__name__}, could not be put back after the forward pass of the"
-                    " panel: keep it outside of the model, or pass hidden=, a function that does not advance it"
-                )
     yield from map(_undo_generator, generators.values())
     memory: float = KEPT_BYTES
     for name, x in sorted(tensors.values(), key=lambda entry: _bytes_to_copy(entry[1])):

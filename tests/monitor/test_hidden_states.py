@@ -130,7 +130,9 @@ def test_states_are_those_of_a_plain_forward_pass_in_eval_mode(kind, form):
 
 
 @pytest.mark.parametrize(("rows", "passes"), [(3, [3, 3, 2]), (1, [1] * 8), (0.1, [1] * 8), (100, [8])])
-@pytest.mark.parametrize("form", [lambda x: x, lambda x: {"input_ids": x, "attention_mask": torch.ones_like(x)}, lambda x: (x, x)])
+@pytest.mark.parametrize(
+    "form", [lambda x: x, lambda x: {"input_ids": x, "attention_mask": torch.ones_like(x)}, lambda x: (x, x)]
+)
 def test_logits_of_one_pass_are_bounded_and_the_states_are_those_of_the_whole_batch(rows, passes, form, monkeypatch):
     calls, batch = [], form(TEXT[:8])
 
@@ -332,6 +334,8 @@ def test_a_model_with_an_iterator_that_would_advance_is_refused_in_one_sentence(
 
     model = seeded(Numbered)
     model.blocks[0].numbers = make()
+    states = hidden_states(model, model.lm_head, panel, hidden=lambda module, batch: Plain.hidden(module, batch))
+    assert torch.equal(states, Plain.hidden(model, TEXT[:8]).flatten(0, 1)[:50].detach())
     with pytest.raises(SideEffects, match=r"\ANumbered\.blocks\.0\.numbers, a \w+, could not be put back [^.]*\Z"):
         hidden_states(model, model.lm_head, panel)
 
