@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -90,7 +90,7 @@ class HilbertMonitor(Callback):
         perturbation_every: int = 500,
         *,
         bounds: bool | None = None,
-        panel: Literal["loader", "paper"] | str | list[int] | list[list[int]] | Tensor = "loader",
+        panel: str | list[int] | list[list[int]] | Tensor = "loader",
         hidden: Callable[[Module, Batch], Any] | None = None,
         decay: str | float | Callable[[dict[str, Any]], Any] | None = None,
         vocab_size: int | None = None,
