@@ -44,5 +44,5 @@ with hilbert_monitor.watch(  # the first line
         if run.should_stop:  # a blow-up asked for it: on_blowup="stop"
             break
     with torch.no_grad():
-        run.validated(torch.stack([loss_of(tokens) for tokens in validation]).mean())
+        run.log_validation(torch.stack([loss_of(tokens) for tokens in validation]).mean())
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "monitor": run.state_dict()}

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from .geometry import hilbert_perturbation as hilbert_perturbation
     from .geometry import row_diameter as row_diameter
     from .geometry import row_diameter_bracket as row_diameter_bracket
+    from .integrations.transformers import HilbertCallback as HilbertCallback
     from .monitor.callback import HilbertMonitor as HilbertMonitor
+    from .monitor.options import Advanced as Advanced
     from .monitor.probe import Probe as Probe
     from .monitor.prometheus import Prometheus as Prometheus
     from .monitor.trust_region import TrustRegion as TrustRegion
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from .optim import RowNorm as RowNorm
     from .optim import pretraining_optimizer as pretraining_optimizer
     from .optim import warmup_cosine as warmup_cosine
+    from .runs.alerts import Rules as Rules
     from .runs.record import Alert as Alert
     from .runs.record import StepRecord as StepRecord
     from .runs.run import load_run as load_run
@@ -30,13 +33,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Advanced": "monitor.options",
     "Alert": "runs.record",
     "ChainedOptimizer": "optim",
+    "HilbertCallback": "integrations.transformers",
     "HilbertMonitor": "monitor.callback",
     "Muon": "optim",
     "Probe": "monitor.probe",
     "Prometheus": "monitor.prometheus",
     "RowNorm": "optim",
+    "Rules": "runs.alerts",
     "StepRecord": "runs.record",
     "TrustRegion": "monitor.trust_region",
     "hilbert_perturbation": "geometry",

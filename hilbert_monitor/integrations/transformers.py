@@ -45,7 +45,7 @@ class HilbertCallback(TrainerCallback):
     Args:
         panel: "loader" for the first positions that an evaluation delivers; token ids, batches or a DataLoader of your
             own; or the folder of a run that has a panel.
-        **options: those of `HilbertMonitor`, besides `progress_bar`.
+        **options: those of `HilbertMonitor`.
     """
 
     def __init__(self, *, panel: str | GivenPanel = "loader", **options: Any) -> None:
@@ -112,9 +112,9 @@ class HilbertCallback(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Say that the run is doing something."""
+        """Write a heartbeat."""
         if self.run is not None:
-            self.run.alive()
+            self.run.heartbeat()
 
     def on_evaluate(
         self,
@@ -136,7 +136,7 @@ class HilbertCallback(TrainerCallback):
         losses = [name for name in metrics or {} if name.startswith("eval_") and name.endswith("loss")]
         self._validation = self._validation or next(iter(losses), "")
         if metrics and self._validation in metrics:
-            self.run.validated(metrics[self._validation])
+            self.run.log_validation(metrics[self._validation])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Save the state beside the checkpoint's own files."""

@@ -71,18 +71,21 @@ class ComputedWeight:
         return max(self.parameters, key=lambda p: (p.requires_grad, p.numel()))
 
     @full_precision
+    @torch.no_grad()
     def factors(self) -> tuple[Tensor, Tensor | None]:
         """Return the factors of the part that steps change, in memory of their own or a parameter's."""
         device = next(self.module.parameters()).device.type
-        with without_side_effects(self.module), torch.autocast(device, enabled=False):
+        with torch.autocast(device, enabled=False):
             left, right = self._factors()
             return left.detach(), None if right is None else right.detach()
 
-    def whole(self) -> Tensor:
-        """Return the weight as it is now (V, d)."""
+    def rows(self, local: LocalRows) -> RowSource:
+        """Return the rows of the weight as it is now (V, d); of LoRA they are formed on demand."""
         left, right = self.factors()
-        moving = left if right is None else _product(left, right)
-        return moving if self._fixed is None else moving + self._fixed.detach().to(moving.dtype)
+        if right is None or self._fixed is None:
+            return RowSource(local.of(left))
+        form = lambda b, w: _product(b, right) + w.to(b.dtype)  # noqa: E731
+        return RowSource(left, self._fixed.detach(), form=form, width=right.shape[1], dtype=left.dtype)
 
 
 @full_precision
@@ -98,7 +101,12 @@ def computed_weight(module: Module) -> ComputedWeight | None:
     """
     if is_parametrized(module, "weight"):
         chain: Any = module.parametrizations["weight"]  # type: ignore[index]
-        return ComputedWeight(module, "parametrized", chain.parameters(), lambda: (chain(), None))
+
+        def parametrized() -> tuple[Tensor, None]:
+            with without_side_effects(module):
+                return chain(), None
+
+        return ComputedWeight(module, "parametrized", chain.parameters(), parametrized)
     if any(name in module._parameters for name in HOOKED):
         raise TypeError(
             f"the weight of the head, a {type(module).__name__}, is computed by a hook (weight_norm, spectral_norm or"
@@ -168,8 +176,8 @@ class ComputedSource(IncrementSource):
     def _snapshot(self) -> Any:
         return tuple(None if x is None else x.clone() for x in self.computed.factors())
 
-    def _weights(self) -> Tensor:
-        return self.rows.of(self.computed.whole())
+    def _weights(self) -> Tensor:  # only its shape is asked for
+        return self.rows.of(self.computed.like)
 
     def _rounding(self) -> Rate:
         (left, right), (old_left, old_right) = self.computed.factors(), self._before

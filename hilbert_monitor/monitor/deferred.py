@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from hilbert_monitor.geometry import DeferredBracket, RowShards
+from hilbert_monitor.geometry import DeferredBracket
 
 if TYPE_CHECKING:
+    from .head import HeadIncrement
     from .optimizers import OptimizerStep, RateReading
 
 
@@ -106,8 +107,8 @@ class DeferredStep:
     """Bounds of the diameter of the step that rounded weights made, if it is another."""
     weights: int = 0
     """How many weights were compared, for the share of those that moved."""
-    S: RowShards | None = None
-    """The increment, where it cannot be formed any more when the numbers are read."""
+    increment: HeadIncrement | None = None
+    """The increment, held, where it cannot be formed any more when the numbers are read."""
     samples: list[Any] = field(default_factory=list)
     """Indices of the samples that the step was made of."""
     moment: tuple[float, float] = (0.0, 0.0)

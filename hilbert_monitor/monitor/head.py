@@ -298,8 +298,8 @@ class Head:
 
     def weight_rows(self) -> RowShards:
         """Return the rows of the weight as it is now, (V, d), in its own dtype and without the logits' scale."""
-        weight = self.weight if self.computed is None else self.computed.whole()
-        return self.rows.matrix(self.rows.of(weight), self.vocab_size)
+        rows = self.rows.of(self.weight) if self.computed is None else self.computed.rows(self.rows)
+        return self.rows.matrix(rows, self.vocab_size)
 
     def logit_matrix(self, *, bias: bool = True) -> RowShards:
         """Return the matrix that makes logits of hidden states, as it is now.

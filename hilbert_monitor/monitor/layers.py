@@ -31,7 +31,7 @@ from hilbert_monitor.runs.alerts import LayerJudge, Rules
 from hilbert_monitor.runs.record import Alert, Layer, LayerRecord, StepRecord
 
 from .increment import Basis, IncrementSource, StepPlan
-from .optimizers import inner_optimizers, on_steps, owner_of, state_of
+from .optimizers import Decay, inner_optimizers, on_steps, owner_of, state_of
 from .runtime import Guard
 
 EVERY = 10
@@ -54,7 +54,7 @@ class WatchedLayer:
         """Measure the last step, in the optimizer's hook; None if it was skipped or cannot be formed."""
         step = self.source.end()
         increment = None if step.skipped else self.source.increment()
-        if increment is None:
+        if increment is None or increment.has_decay:
             return None
         S, W = increment.rows.matrix(), self.source.rows.of(self.source.param)
         sizes: list[Tensor]
@@ -91,6 +91,7 @@ class LayerMonitor:
         head: the LM head's weight, which has a ruler of its own.
         guard: counts what fails.
         remark: told what is left out.
+        decay: how the head's optimizer uses weight_decay, where the user says so.
         rules: with the dial that they share.
         history: what `state` of an earlier attempt returned; None if there is none.
         every: steps between two measurements.
@@ -104,15 +105,17 @@ class LayerMonitor:
         *,
         guard: Guard,
         remark: Callable[[str], None] = lambda text: None,
+        decay: Decay | None = None,
         rules: Rules | None = None,
         history: dict[str, Any] | None = None,
         every: int = EVERY,
     ) -> None:
         self.guard, self.every = guard, every
-        self.layers = [*_layers(model, optimizers, head, remark)]
+        self.layers = [*_layers(model, optimizers, head, remark, decay)]
         self._judge = LayerJudge(rules)
         if history is not None:
-            self._judge.restore(history)
+            with guard("history"):
+                self._judge.restore(history)
         self._seconds = 0.0  # what measuring has cost since the last record
         self._found: dict[str, Layer] = {}
         self._pending: dict[int, tuple[LayerRecord, float]] = {}  # by step: an accelerator's records come later
@@ -176,11 +179,11 @@ class LayerMonitor:
 
 
 def _layers(
-    model: Module, optimizers: Sequence[Optimizer], head: Tensor, remark: Callable[[str], None]
+    model: Module, optimizers: Sequence[Optimizer], head: Tensor, remark: Callable[[str], None], decay: Decay | None
 ) -> Iterator[WatchedLayer]:
     """Yield every trained parameter but the head's, with its ruler."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)}
-    left_out = 0
+    left_out, unknown, of_head = 0, 0, owner_of(optimizers, head)
     for name, p in model.named_parameters():
         owner = owner_of(optimizers, p)
         if p is head or owner is None or not p.requires_grad or not p.numel() or not p.ndim:
@@ -189,10 +192,14 @@ def _layers(
             left_out += 1
             continue
         kind = "vector" if p.ndim < 2 else "embedding" if id(p) in tables else "matrix"
-        source = IncrementSource(owner, p)
+        stated = decay if owner is of_head else None
+        source = IncrementSource(owner, p, decay=stated)
         if isinstance(source.optimizer, MatrixOptimizer):  # to form Muon's increment again costs as much as its step
-            source = IncrementSource(owner, p, basis=Basis.STEP)
+            source = IncrementSource(owner, p, decay=stated, basis=Basis.STEP)
+        unknown += source.decay.share(source.group) is None
         yield WatchedLayer(name, kind, source)
+    if unknown:
+        remark(f"the weight decay of {unknown} layers is not known, and neither are their steps: they are left out")
     if left_out:
         remark(f"{left_out} layers are sharded, and have no norm on one rank alone: they are left out")
 

@@ -29,7 +29,7 @@ class LightningLoop:
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, *, progress_bar: bool, label: str = "") -> None:
-        self._trainer, self._module, self._progress_bar, self._label = trainer, module, progress_bar, label
+        self._trainer, self._module, self._progress_bar, self.label = trainer, module, progress_bar, label
         self.ranks = Ranks.of(module.device, trainer.world_size)
 
     @property
@@ -89,12 +89,12 @@ class LightningLoop:
 
     def log(self, record: StepRecord, *, final: bool) -> None:
         """Give a record to the trainer's loggers and the progress bar."""
-        numbers = {metric.logged_of(self._label): float(value) for metric, value in measured(record)}
+        numbers = {metric.logged_of(self.label): float(value) for metric, value in measured(record)}
         for logger in self._trainer.loggers:
             logger.log_metrics(numbers, step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)
         if self._progress_bar and not final and record.diameter is not None:
             self._module.log(
-                f"D(S) {self._label}".strip(), record.diameter, prog_bar=True, logger=False, rank_zero_only=True
+                f"D(S) {self.label}".strip(), record.diameter, prog_bar=True, logger=False, rank_zero_only=True
             )
 
     def make_checkpoint(self) -> Any:

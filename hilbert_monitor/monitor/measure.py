@@ -359,20 +359,18 @@ class Measurer:
             return fields | self.run("diameter", form, stored)
         return fields
 
-    def search_alone(self, S: RowShards | None, fields: Fields) -> Fields:
+    def search_alone(self, increment: HeadIncrement | None, fields: Fields) -> Fields:
         """Search a step whose numbers were read later for D(S), on this rank alone; its gradient may be gone.
 
         Args:
-            S: the increment, if it cannot be formed again.
+            increment: of the step, if it cannot be formed again; what is measured next has it too.
             fields: measured so far.
         """
         found: Fields = {}
         with self.timed("diameter"):
-            if S is None:
-                self.increment = self.head.increment(check=False)
-                assert self.increment is not None
-                S = self.increment.S
-            found = exact_diameter(S)
+            self.increment = self.head.increment(check=False) if increment is None else increment
+            assert self.increment is not None
+            found = exact_diameter(self.increment.S)
             if "moved_share" in fields:
                 found |= stored_fields(exact_diameter(self.head.stored_increment()), fields["moved_share"])
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib import import_module
@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from torch.nn import Module, Parameter
 
 from hilbert_monitor.runs.alerts import Rules
-from hilbert_monitor.runs.reader import STALLED_AFTER
 from hilbert_monitor.runs.record import Alert
 
 from .hidden_states import HiddenStates
@@ -32,13 +31,46 @@ KINDS: dict[str, tuple[Any, str]] = {
     "decode": (Callable, "a function of a token id, such as tokenizer.decode"),
     "config": (Mapping, "a dict, such as vars(args)"),
     "rules": (Rules, "Rules(false_alarms_per_10k=...)"),
-    "prometheus": (Prometheus, "Prometheus(port=...)"),
+    "prometheus": (Prometheus, "a port or Prometheus(port=...)"),
     "logit_scale": (Real, "a number"),
-    "stalled_after": (Real, "a number of seconds"),
     "run_dir": (str | os.PathLike, "the path of a folder"),
     "run_name": (str, "a text"),
 }
 """What an option that may be None is otherwise, as a type and in words."""
+
+
+def _check_kind(name: str, value: Any, kind: Any, what: str) -> None:
+    """Refuse what is of another kind."""
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise TypeError(f"{name} is {what}, or None, got {type(value).__name__} {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advanced:
+    """Settings that few runs need: ``HilbertMonitor(advanced=Advanced(immediate=True))``."""
+
+    bounds: bool | None = None
+    """Certified bounds of the diameter on every update; by default where they need no copy of the weights."""
+    immediate: bool = False
+    """Wait for an accelerator in every step, so that its record and alerts come in that step. By default it is not
+    waited for in steps of which only bounds are measured, and these come when the next step is made. Anything in
+    `on_blowup` that acts ("stop", "checkpoint", a function) implies it."""
+    stalled_after: float | None = None
+    """Seconds without a step or validation after which the run counts as stalled, unless twenty of its steps, or twice
+    its longest pause in the last hundred, take longer; by default 300."""
+    progress_bar: bool = True
+    """Show the diameter in Lightning's progress bar."""
+    secrets: Sequence[str] = ()
+    """Names in `config` whose values are masked, besides those that look like secrets."""
+    private: bool = False
+    """Let no other user read the run's folder (mode 0700). By default its mode follows the umask."""
+
+    def __post_init__(self) -> None:
+        _check_kind("stalled_after", self.stalled_after, Real, "a number of seconds")
+        if isinstance(self.secrets, str):
+            raise TypeError(f"secrets is a list of names in the config, got {self.secrets!r}: write [{self.secrets!r}]")
+        if self.stalled_after is not None and not self.stalled_after >= 0:
+            raise ValueError(f"stalled_after is a number of seconds, zero or more, got {self.stalled_after!r}")
 
 
 @dataclass(kw_only=True)
@@ -49,7 +81,6 @@ class MonitorOptions:
     panel_size: int = 8192
     diameter_every: int = 10
     perturbation_every: int = 500
-    bounds: bool | None = None
     panel: PanelChoice = "loader"
     hidden: HiddenStates | None = None
     decay: Decay | None = None
@@ -59,26 +90,22 @@ class MonitorOptions:
     run_dir: str | None = "runs"
     run_name: str | None = None
     config: dict[str, Any] | None = None
-    secrets: Sequence[str] = ()
-    private: bool = False
-    efficiency: bool = False
     layers: bool = False
+    efficiency: bool = False
     rules: Rules | None = None
     on_blowup: Action | list[Any] = "warn"
     sinks: Iterable[Any] = ()
-    prometheus: Prometheus | None = None
-    stalled_after: float | None = None
-    immediate: bool = False
+    prometheus: int | Prometheus | None = None
     strict: bool = False
-    named: bool = False
-    """Whether records say which head they are of. Not an argument: set where several heads are watched."""
+    advanced: Advanced = Advanced()
 
     def __post_init__(self) -> None:
         if isinstance(self.head, list | tuple):
-            raise ValueError(
-                f"one head is watched at a time, got {self.head!r}: HilbertMonitor(head=[...]) takes several, elsewhere"
-                " watch each of them by itself"
-            )
+            raise ValueError(f"a monitor watches one head, got {self.head!r}: use one monitor for each")
+        if isinstance(self.prometheus, int) and not isinstance(self.prometheus, bool):
+            self.prometheus = Prometheus(port=self.prometheus)
+        if not isinstance(self.advanced, Advanced):
+            raise TypeError(f"advanced is Advanced(...), got {type(self.advanced).__name__} {self.advanced!r}")
         for name, (kind, what) in KINDS.items():
             _check_kind(name, getattr(self, name), kind, what)
         is_share = isinstance(self.decay, Real) and not isinstance(self.decay, bool) and 0 <= float(self.decay) <= 1
@@ -98,17 +125,8 @@ class MonitorOptions:
             _check_count("vocab_size", self.vocab_size, "a number of rows of the head, or None for all", least=1)
         if isinstance(self.panel, str) and self.panel not in NAMED:
             check_panel_folder(self.panel)
-        if isinstance(self.secrets, str):
-            raise TypeError(f"secrets is a list of names in the config, got {self.secrets!r}: write [{self.secrets!r}]")
         self.sinks = _checked_sinks(self.sinks)
         _ = self.actions  # refuses anything else
-        if self.stalled_after is not None and not self.stalled_after >= 0:
-            raise ValueError(f"stalled_after is a number of seconds, zero or more, got {self.stalled_after!r}")
-        if None not in (self.stalled_after, exported := self._exported_patience) and exported != self.stalled_after:
-            raise ValueError(
-                f"stalled_after={self.stalled_after!r} and Prometheus(stalled_after={exported!r}) mean the same: give"
-                " one of the two"
-            )
 
     @property
     def actions(self) -> list[Action]:
@@ -121,19 +139,9 @@ class MonitorOptions:
         """Whether an action on a blow-up may change the run, so that it has to come before the next step."""
         return any(callable(action) or action in ON_ALL_RANKS for action in self.actions)
 
-    @property
-    def patience(self) -> float | None:
-        """Seconds without a step after which the run counts as stalled; None for the usual ones."""
-        return self._exported_patience if self.stalled_after is None else self.stalled_after
-
-    @property
-    def _exported_patience(self) -> float | None:
-        settings = self.prometheus
-        return None if settings is None or settings.stalled_after == STALLED_AFTER else settings.stalled_after
-
 
 def chosen_options(caller: str, given: dict[str, Any]) -> MonitorOptions:
-    """Return the options that a user gave by name, with `prometheus_port` short for `prometheus`.
+    """Return the options that a user gave by name.
 
     Args:
         caller: what was called, for errors.
@@ -142,36 +150,21 @@ def chosen_options(caller: str, given: dict[str, Any]) -> MonitorOptions:
     Raises:
         TypeError: for a name that is no option, as Python itself would.
     """
-    given = dict(given)
-    names = {field.name for field in fields(MonitorOptions)} - {"named"}
+    names = {field.name for field in fields(MonitorOptions)}
     for name in given:
-        if name not in {*names, "prometheus_port"}:
+        if name not in names:
             close = get_close_matches(name, names, 1)
             hint = f": did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"{caller} got an unexpected keyword argument {name!r}{hint}")
-    settings = prometheus_settings(given.pop("prometheus_port", None), given.pop("prometheus", None))
-    return MonitorOptions(prometheus=settings, **given)
+    return MonitorOptions(**given)
 
 
-def prometheus_settings(port: int | None, settings: Prometheus | None) -> Prometheus | None:
-    """Return the settings, given whole or by the port alone."""
-    if port is not None and settings is not None:
-        raise ValueError("prometheus_port is short for prometheus=Prometheus(port=...): give one of the two")
-    return Prometheus(port=port) if port is not None else settings
-
-
-def with_options(function: F, *, without: Collection[str] = ()) -> F:
-    """Show the options in the signature of a function that takes them as ``**options``: for `help`, and for editors.
-
-    Args:
-        function: the function, or a class.
-        without: options that it does not take.
-    """
+def with_options(function: F) -> F:
+    """Show the options in the signature of a function that takes them as ``**options``: for `help`, and for editors."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    names = {p.name for p in own} | {*without, "named"}
-    port = inspect.Parameter("prometheus_port", inspect.Parameter.KEYWORD_ONLY, default=None)
-    options = [p for p in (*inspect.signature(MonitorOptions).parameters.values(), port) if p.name not in names]
+    names = {p.name for p in own}
+    options = [p for p in inspect.signature(MonitorOptions).parameters.values() if p.name not in names]
     function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return function
 
@@ -209,12 +202,6 @@ def _checked_sinks(sinks: Any) -> tuple[Any, ...]:
         if isinstance(sink, type):
             raise TypeError(f"{what} the class {sink.__name__}: make one, sinks=[{sink.__name__}(...)]")
     return several
-
-
-def _check_kind(name: str, value: Any, kind: Any, what: str) -> None:
-    """Refuse what is of another kind."""
-    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        raise TypeError(f"{name} is {what}, or None, got {type(value).__name__} {value!r}")
 
 
 def _check_count(name: str, value: Any, what: str, *, least: int) -> None:

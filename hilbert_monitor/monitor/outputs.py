@@ -26,7 +26,7 @@ from hilbert_monitor.runs.reader import STALLED_AFTER
 from hilbert_monitor.runs.record import Alert, LayerRecord, RunInfo, StepRecord
 
 from .options import ON_ALL_RANKS, Action, MonitorOptions
-from .prometheus import Exporter
+from .prometheus import Exporter, Prometheus
 from .runtime import Guard, describe, warn_user
 from .training_loop import TrainingLoop
 
@@ -271,7 +271,7 @@ class RunOutputs:
         options, strict, complete = self.options, self.guard.strict, self._texts.complete
         self._sinks = [QueuedSink(sink, prepare=complete) for sink in options.sinks]
         if options.run_dir is not None and self.loop.keeps_log:
-            self._log = RunLog(options.run_dir, first_step=first_step, strict=strict, private=options.private)
+            self._log = RunLog(options.run_dir, first_step=first_step, strict=strict, private=options.advanced.private)
             if strict:
                 self._log.write(info)  # here, to raise if that fails
             self._log_queue = QueuedSink(self._log, name="the run log", room=8192, prepare=complete)
@@ -280,7 +280,7 @@ class RunOutputs:
             id = info.id or info.name or f"{host}-{pid}"
             self._info = info = msgspec.structs.replace(info, id=id, host=host, pid=pid, started=time.time())
         with self.guard("exporter"):
-            if options.prometheus is not None:
+            if isinstance(options.prometheus, Prometheus):
                 stalled_after = STALLED_AFTER if info.stalled_after is None else info.stalled_after
                 samples = RunSamples(self._about, failures=self.failures, stalled_after=stalled_after)
                 self.exporter = Exporter(samples, options.prometheus)

@@ -35,6 +35,7 @@ class PlainLoop:
     """A loop that tells what happens in it, and is not asked. The arguments are those of `watch`."""
 
     validates = False
+    label = ""
     keeps_log = True
 
     def __init__(

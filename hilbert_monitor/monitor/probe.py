@@ -217,9 +217,7 @@ class Probe(ProcessBound):
         self._learning_rate = LearningRate(schedulers, self.head.weight)
         for text in self.head.remarks():
             self._remark_inexact(text)
-        for source in self.head.sources:
-            if source.decay.share(source.group) is None:
-                self.note(unknown_decay(source.optimizer))
+        self._note_unknown_decay()
         self._plan = StepPlan(0)
         self._ends: list[Callable[[], None]] = []  # of hooks
         self._enders: list[Callable[[], None]] = []  # see a step that was made, if they have not yet
@@ -440,6 +438,8 @@ class Probe(ProcessBound):
     def _measure_diameter(self, fields: Fields, *, exact: bool) -> None:
         if not fields["skipped"]:
             fields |= self._measurer.diameter(exact=exact, suspects=partial(self._suspects, fields))
+        if fields.get("decay"):
+            self._note_unknown_decay()
         self._drain_fallbacks()
 
     def increment(self) -> Tensor | None:
@@ -667,10 +667,9 @@ class Probe(ProcessBound):
         with self._measurer.timed("bracket"):
             increment = head.increment(check=False)
             assert increment is not None
-            S = increment.S
             if head.source.needs_gradient:
-                deferred.S = S = held(S)
-            deferred.bracket = deferred_bracket(S.rows)
+                deferred.increment = increment = increment._replace(S=held(increment.S))
+            deferred.bracket = deferred_bracket(increment.S.rows)
             deferred.numbers.add("bracket", deferred.bracket.numbers)
             deferred.numbers.add("rounding", increment.rounding)
             deferred.numbers.add("count", head.source.count)
@@ -721,17 +720,16 @@ class Probe(ProcessBound):
                     stored = bounds_of(_resolved(deferred.stored, numbers["stored"], head.stored_increment))
                     fields |= stored_fields(stored, numbers["moved"][0] / deferred.weights)
         with measurer.timed("diameter"):
-            if self._suspects(fields, fields) and (deferred.S is not None or head.source.formable):
-                fields |= measurer.search_alone(deferred.S, fields)
+            if self._suspects(fields, fields) and (deferred.increment is not None or head.source.formable):
+                fields |= measurer.search_alone(deferred.increment, fields)
         if self.schedule.perturbation_every and self.ranks.world == 1 and self._is_blow_up(fields):
             fields |= measurer.panel(self.panel, fields)
         measurer.forget()
 
     def _increment_again(self, deferred: DeferredStep) -> RowShards:
-        increment = self.head.increment(check=False) if deferred.S is None else None
-        S = deferred.S if increment is None else increment.S
-        assert S is not None
-        return S
+        increment = self.head.increment(check=False) if deferred.increment is None else deferred.increment
+        assert increment is not None
+        return increment.S
 
     def _take_seconds(self, deferred: DeferredStep) -> None:
         """Count what was measured since to a step."""
@@ -746,6 +744,11 @@ class Probe(ProcessBound):
         if text not in self.remarks:
             self.remarks.append(text)
             warn_user(text, stacklevel=3)
+
+    def _note_unknown_decay(self) -> None:
+        for source in self.head.sources:
+            if source.decay.share(source.group) is None:
+                self.note(unknown_decay(source.optimizer))
 
     def _remark_inexact(self, text: str) -> None:
         """Note why the bound H D(S) on the perturbation is not tight."""

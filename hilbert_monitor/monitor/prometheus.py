@@ -20,7 +20,6 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from hilbert_monitor.runs.exposition import Exposition, RunSamples, Samples
 from hilbert_monitor.runs.process_bound import ProcessBound
-from hilbert_monitor.runs.reader import STALLED_AFTER
 
 from .runtime import warn_user
 
@@ -47,9 +46,6 @@ class Prometheus:
     """Files of a certificate and its key, for https."""
     registry: Any = None
     """A CollectorRegistry to add the metrics to. It takes one run at a time."""
-    stalled_after: float = STALLED_AFTER
-    """Seconds without a step or validation after which the run counts as stalled, unless twenty of its steps, or
-    twice its longest pause in the last hundred, take longer. The same as `stalled_after` of the monitor."""
     linger: float = 30.0
     """Longest time in seconds that the metrics stay after the run, for one more scrape. A run that was never scraped
     does not wait, and one that was asked to stop waits for two seconds at most."""
@@ -61,8 +57,6 @@ class Prometheus:
             raise ValueError(f"tls is a pair of files, a certificate and its key, got {self.tls!r}")
         if self.port is None and self.registry is None:
             raise ValueError("Prometheus needs a port=... to serve the metrics at, or a registry=... to add them to")
-        if not self.stalled_after >= 0:
-            raise ValueError(f"stalled_after is a number of seconds, zero or more, got {self.stalled_after}")
         most = threading.TIMEOUT_MAX
         if not 0 <= self.linger <= most:
             raise ValueError(f"linger is a number of seconds, from zero to {most:.0f}, such as 30, got {self.linger}")

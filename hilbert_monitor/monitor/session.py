@@ -197,33 +197,32 @@ class RunSession(ProcessBound):
                 alerts = [*alerts, *more]
                 if layers is not None:
                     outputs.write_log(layers)
-            outputs.write(self._named(record), alerts, final=final)
+            outputs.write(self._labelled(record), alerts, final=final)
 
     @property
     def _known(self) -> tuple[int, bool]:
         return (0 if self.probe is None else len(self.probe.remarks)), self.panels.panel is not None
 
-    def _named(self, record: StepRecord) -> StepRecord:
-        """Return the record with the name of its head, if there are several."""
-        if not self.options.named or self.probe is None:
-            return record
-        return msgspec.structs.replace(record, head=self.probe.head.name)
+    def _labelled(self, record: StepRecord) -> StepRecord:
+        """Return the record with the name of its head, if others have monitors too."""
+        label = "" if self.outputs is None else self.outputs.loop.label
+        return msgspec.structs.replace(record, head=label) if label else record
 
     def notice_update(self, *, weight: float = 1.0) -> None:
         """Look for the step of an update that no hook saw."""
         if self.probe is not None and self.outputs is not None:
             self.probe.notice_update(self.outputs.loop.optimizers, weight=weight)
 
-    def validated(self, loss: float) -> None:
+    def log_validation(self, loss: float) -> None:
         """Add the validation loss to the record of the step before it, or keep it for the first."""
         self.flush()
         updated = None if self.probe is None or self.probe.stepped else self.probe.update_last(validation_loss=loss)
         if updated is None:
             self._validation_loss = loss
         elif self.outputs is not None:
-            self.outputs.put(self._named(updated))
+            self.outputs.put(self._labelled(updated))
 
-    def alive(self) -> None:
+    def heartbeat(self) -> None:
         """Say that the run is doing something, though it makes no step."""
         if self.outputs is not None:
             self.outputs.alive()
@@ -306,7 +305,7 @@ class RunSession(ProcessBound):
             head=options.head,
             diameter_every=options.diameter_every,
             perturbation_every=options.perturbation_every,
-            bounds=options.bounds,
+            bounds=options.advanced.bounds,
             hidden=options.hidden,
             autocast=loop.autocast,
             decay=options.decay,
@@ -314,7 +313,7 @@ class RunSession(ProcessBound):
             logit_scale=options.logit_scale,
             schedulers=self._schedulers,
             judge=Judge(options.rules),
-            immediate=options.immediate or options.acts,
+            immediate=options.advanced.immediate or options.acts,
             efficiency=options.efficiency,
             attention=options.layers,
             process_group=loop.ranks.group,
@@ -341,6 +340,7 @@ class RunSession(ProcessBound):
                     probe.head.weight,
                     guard=self.guard,
                     remark=probe.note,
+                    decay=options.decay,
                     rules=options.rules,
                     history=self._resumed.get("layers"),
                 )
@@ -362,11 +362,11 @@ class RunSession(ProcessBound):
             name=options.run_name or "",
             head_optimizer=type(probe.head.source.optimizer).__name__,
             head_name=probe.head.name,
-            config=mask_secrets(to_json(dict(config)), options.secrets),
+            config=mask_secrets(to_json(dict(config)), options.advanced.secrets),
             panel_hash="" if panel is None else panel.hash,
             panel_size=None if panel is None else panel.size,
             remarks=tuple(probe.remarks),
-            stalled_after=options.patience,
+            stalled_after=options.advanced.stalled_after,
             last_step=int(probe.schedule.last) if math.isfinite(probe.schedule.last) else None,
             versions={
                 "hilbert_monitor": __version__,

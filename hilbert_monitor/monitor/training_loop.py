@@ -46,6 +46,10 @@ class TrainingLoop(Protocol):
         """Whether there will be a validation."""
 
     @property
+    def label(self) -> str:
+        """Name of the head in records and logs, where several heads have monitors; else empty."""
+
+    @property
     def keeps_log(self) -> bool:
         """Whether the run is worth a log; a trial of a few batches is not."""
 

@@ -114,14 +114,14 @@ class Watch:
         with session.guard("record"):
             session.record()
 
-    def validated(self, loss: Tensor | float) -> None:
+    def log_validation(self, loss: Tensor | float) -> None:
         """Add a validation loss to the record of the step before it."""
         with self.session.guard("validation loss"):
-            self.session.validated(float(loss))
+            self.session.log_validation(float(loss))
 
-    def alive(self) -> None:
+    def heartbeat(self) -> None:
         """Say that the run is doing something, such as a long validation, though it makes no step."""
-        self.session.alive()
+        self.session.heartbeat()
 
     @property
     def should_stop(self) -> bool:
@@ -290,7 +290,7 @@ def watch(
     Example:
         ::
 
-            with hilbert_monitor.watch(model, optimizer, panel=validation_batches, prometheus_port=9464) as run:
+            with hilbert_monitor.watch(model, optimizer, panel=validation_batches, prometheus=9464) as run:
                 for batch in batches:
                     ...
                     optimizer.step()
@@ -319,7 +319,7 @@ def watch(
         seed: of the run. Runs that differ by it alone are averaged on the dashboard.
         data_ranks: ranks that read data of their own, if they are not all, for the number of tokens.
         process_group: the ranks that have the head, if they are not all: in a pipeline.
-        **options: those of `HilbertMonitor`, besides `progress_bar`.
+        **options: those of `HilbertMonitor`.
     """
     chosen = chosen_options("watch()", options)
     check_loop_arguments(

@@ -91,9 +91,10 @@ class Learner:
         return {"version": VERSION} | {name: _plain(value) for name, value in vars(self).items() if name[0] != "_"}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `state` returned. That of another version is left out: its contents differ."""
-        if state.get("version") == VERSION:
-            vars(self).update({name: _taken(vars(self)[name], state[name]) for name in state if name != "version"})
+        """Take over what `state` returned. Raise for that of another version: its contents differ."""
+        if state.get("version") != VERSION:
+            raise ValueError("the history was saved by another version of the rules: what is usual is learned anew")
+        vars(self).update({name: _taken(vars(self)[name], state[name]) for name in state if name != "version"})
 
 
 def _plain(value: Any) -> Any:

@@ -331,7 +331,7 @@ def train(folder, ports, address):
             sinks=[Broken()],
             efficiency=True,
             layers=True,
-            prometheus_port=ports[0],
+            prometheus=ports[0],
         )
         regions = [TrustRegion(limit=0.05)] if heads[0] == "AdamW" else []
         trainer = lightning.Trainer(

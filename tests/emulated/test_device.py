@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hilbert_monitor.monitor.device_reads import PendingRead
+from hilbert_monitor.monitor.deferred import DeviceNumbers
 from tests.support.emulation.device import NAME, EmulatedDevice
 
 REFUSED = {
@@ -137,27 +137,33 @@ def test_work_is_noted_by_line_of_the_package():
     assert all(place.partition(":")[2].isdigit() for place in device.counts.lines if place != "elsewhere")
 
 
-def test_a_pending_read_is_there_when_the_device_has_come_so_far():
+def sent(x):
+    numbers = DeviceNumbers()
+    numbers.add("x", x)
+    numbers.send()
+    return numbers
+
+
+def test_numbers_are_those_of_when_they_were_sent_and_are_waited_for_if_the_device_is_behind():
     with EmulatedDevice(backlog=3) as device:
-        numbers = device.tensor(torch.tensor([1.0, 2.5], dtype=torch.float64))
-        first, second = PendingRead(numbers), PendingRead(numbers * 2)
-        assert not first.ready
-        numbers.zero_()
-        assert first.ready
-        assert not second.ready
-        assert first.read() == [1.0, 2.5]
+        x = device.tensor(torch.tensor([1.0, 2.5], dtype=torch.float64))
+        numbers = sent(x)
+        for _ in range(4):
+            x.zero_()  # the device comes as far as the copy
+        assert numbers.read() == {"x": [1.0, 2.5]}
         assert device.counts.total.waits == 0
-        assert second.read() == [2.0, 5.0]
+        assert sent(x + 1).read() == {"x": [1.0, 1.0]}
         assert device.counts.total.waits == 1
 
 
 def test_a_wait_for_anything_lets_the_device_catch_up():
     with EmulatedDevice(backlog=1000) as device:
         x = device.tensor(torch.ones(3))
-        pending = PendingRead(x)
-        assert not pending.ready
+        numbers = sent(x)
         float(x.sum())
-        assert pending.ready
+        assert device.counts.total.waits == 1
+        assert numbers.read() == {"x": [1.0, 1.0, 1.0]}
+        assert device.counts.total.waits == 1
 
 
 def test_products_are_cast_under_autocast_and_sums_are_not():

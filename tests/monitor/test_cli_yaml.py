@@ -1,6 +1,7 @@
 """HilbertMonitor from a YAML file: LightningCLI reads every argument, prints it, reads it back, and trains with it."""
 
 import csv
+import dataclasses
 import inspect
 import logging
 
@@ -11,7 +12,7 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hilbert_monitor import HilbertMonitor, Prometheus
+from hilbert_monitor import Advanced, HilbertMonitor, Prometheus
 from hilbert_monitor.runs.alerts import Rules
 from tests.support.decoders import Plain
 
@@ -127,7 +128,6 @@ ARGUMENTS = {
     "panel_size": [50],
     "diameter_every": [3, 0],
     "perturbation_every": [4, 0],
-    "bounds": [None, True, False],
     "panel": ["loader", "paper", list(range(20)), [[1, 2, 3], [4, 5]]],
     "hidden": [None, f"{HERE}.states", f"{HERE}.bare_states"],
     "decay": [None, "decoupled", "coupled"],
@@ -137,19 +137,14 @@ ARGUMENTS = {
     "run_dir": [None, "elsewhere"],
     "run_name": [None, "first try"],
     "config": [None, {"width": 64, "data": {"shards": [1, 2]}}],
-    "secrets": [[], ["pin"]],
-    "private": [False, True],
-    "efficiency": [True, False],
     "layers": [True, False],
+    "efficiency": [True, False],
     "rules": [None, {"false_alarms_per_10k": 0.5}],
     "on_blowup": ["stop", ["warn", "checkpoint", "https://example.org/hook"], [f"{HERE}.told"], []],
     "sinks": [[], [{"class_path": f"{HERE}.Prints"}], [{"class_path": f"{HERE}.Prints", "init_args": {"prefix": "x"}}]],
-    "prometheus_port": [None, 0],
-    "prometheus": [None, {"port": 0, "stalled_after": 60.0, "tls": ["cert.pem", "key.pem"], "linger": 0.0}],
-    "stalled_after": [None, 3600.0],
-    "progress_bar": [False, True],
-    "immediate": [False, True],
+    "prometheus": [None, 0, {"port": 0, "tls": ["cert.pem", "key.pem"], "linger": 0.0}],
     "strict": [False, True],
+    "advanced": [{}, {"bounds": True, "immediate": True, "stalled_after": 3600.0, "secrets": ["pin"], "private": True}],
 }
 """Every argument of the constructor, with values a config may give it."""
 
@@ -157,15 +152,13 @@ MADE = {f"{HERE}.states": states, f"{HERE}.bare_states": bare_states, f"{HERE}.d
 
 
 def test_the_list_of_arguments_is_the_constructors():
-    assert [*ARGUMENTS, "moved"] == list(inspect.signature(HilbertMonitor).parameters)
+    assert [*ARGUMENTS] == list(inspect.signature(HilbertMonitor).parameters)
 
 
-APART = ("prometheus_port", "stalled_after")
-"""Not with all that an exporter takes, of which they are a part."""
 ROUNDS = [
-    {name: values[k % len(values)] for name, values in ARGUMENTS.items() if name not in APART}
+    {name: values[k % len(values)] for name, values in ARGUMENTS.items()}
     for k in range(max(map(len, ARGUMENTS.values())))
-] + [{name: value} for name in APART for value in ARGUMENTS[name]]
+]
 """Configs that have every value between them."""
 
 
@@ -180,12 +173,13 @@ def test_an_argument_is_read_printed_and_read_back(arguments, tmp_path, capsys):
 
 
 def assert_got(monitor, name, value):
-    if name == "prometheus_port":
-        assert monitor.options.prometheus == (None if value is None else Prometheus(port=value))
-        return
-    got = monitor.progress_bar if name == "progress_bar" else getattr(monitor.options, name)
+    got = getattr(monitor.options, name)
     if name == "rules" and value is not None:
         assert got == Rules(**value)
+    elif name == "advanced":
+        assert dataclasses.replace(got, secrets=[*got.secrets]) == Advanced(**{"secrets": [], **value})
+    elif name == "prometheus" and value == 0:
+        assert got == Prometheus(port=0)
     elif name == "prometheus" and value is not None:
         assert got == Prometheus(**value | {"tls": tuple(value["tls"])})
     elif name == "sinks":
@@ -220,16 +214,16 @@ def test_what_is_wrong_in_the_file_is_named(arguments, said, tmp_path):
 
 def test_arguments_can_be_given_on_the_command_line_too(tmp_path):
     callback = "--trainer.callbacks+=hilbert_monitor.HilbertMonitor"
-    options = ["--trainer.callbacks.diameter_every=7", "--trainer.callbacks.bounds=null"]
+    options = ["--trainer.callbacks.diameter_every=7", "--trainer.callbacks.advanced.bounds=true"]
     monitor = monitor_of(cli("--trainer.accelerator=cpu", "--trainer.logger=false", callback, *options))
-    assert (monitor.options.diameter_every, monitor.options.bounds) == (7, None)
+    assert (monitor.options.diameter_every, monitor.options.advanced.bounds) == (7, True)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("panel", ["loader", [k % V for k in range(60)]], ids=["loader", "ids"])
 def test_a_config_trains_logs_and_saves_a_config_that_trains_the_same(panel, tmp_path):
     measured = []
-    arguments = {"head": "model.lm_head", "panel": panel, "panel_size": 50, "bounds": None, "strict": True}
+    arguments = {"head": "model.lm_head", "panel": panel, "panel_size": 50, "strict": True}
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path)}}
     trainer = {"max_steps": UPDATES, "log_every_n_steps": 1, "logger": logger}
     config = written(tmp_path, trainer=trainer, diameter_every=2, perturbation_every=3, **arguments)

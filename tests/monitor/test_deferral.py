@@ -3,9 +3,6 @@
 The CPU stands for an accelerator here. What a device really counts is in `tests/emulated`.
 """
 
-from contextlib import contextmanager
-from importlib import import_module
-
 import msgspec
 import pytest
 import torch
@@ -13,8 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from hilbert_monitor import HilbertMonitor, Muon, Probe, RowNorm
-from hilbert_monitor.monitor.increment import IncrementSource
+from hilbert_monitor import Advanced, HilbertMonitor, Muon, Probe, RowNorm
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.runs.alerts import Judge
 from tests.support.decoders import Plain, seeded
@@ -30,9 +26,7 @@ COST = ("time", "seconds", "share")
 
 OPTIMIZERS = {
     "adamw": lambda p: AdamW(p, lr=1e-2),
-    "adamw with a rate on the device": lambda p: AdamW(p, lr=torch.tensor(1e-2), capturable=False, foreach=False),
-    "fused adamw": lambda p: AdamW(p, lr=1e-2, fused=True),
-    "adam with amsgrad": lambda p: Adam(p, lr=1e-2, amsgrad=True),
+    "adam, its rate on the device": lambda p: Adam(p, lr=torch.tensor(1e-2), amsgrad=True, foreach=False),
     "sgd": lambda p: SGD(p, lr=1e-1),
     "sgd with momentum": lambda p: SGD(p, lr=1e-1, momentum=0.9),
     "rownorm": lambda p: RowNorm([x for x in p if x.ndim == 2], lr=1e-2),
@@ -79,10 +73,10 @@ def assert_same(later, now):
     assert [alerts for _, alerts in judged] == [alerts for _, alerts in judged_now]
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
-    ("name", "closure"), [*((name, False) for name in OPTIMIZERS), *((name, True) for name in ("adamw", "sgd", "muon"))]
-)
+CLOSURES = ("adamw", "sgd", "muon")
+
+
+@pytest.mark.parametrize(("name", "closure"), [*((name, False) for name in OPTIMIZERS), *((n, True) for n in CLOSURES)])
 def test_what_is_read_later_is_what_would_have_been_read_at_once(read_later, name, closure):
     now = train(OPTIMIZERS[name], immediate=True, closure=closure)
     assert not read_later
@@ -91,11 +85,9 @@ def test_what_is_read_later_is_what_would_have_been_read_at_once(read_later, nam
     assert_same(later, now)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_rounded_weights_and_a_bias_are_read_later_too(read_later, dtype, bias):
-    now = train(OPTIMIZERS["adamw"], immediate=True, dtype=dtype, bias=bias)
-    assert_same(train(OPTIMIZERS["adamw"], dtype=dtype, bias=bias), now)
+def test_rounded_weights_and_a_bias_are_read_later_too(read_later):
+    now = train(OPTIMIZERS["adamw"], immediate=True, dtype=torch.bfloat16, bias=True)
+    assert_same(train(OPTIMIZERS["adamw"], dtype=torch.bfloat16, bias=True), now)
     assert len(read_later) >= 8
 
 
@@ -113,8 +105,7 @@ def test_records_keep_their_order_and_come_with_the_next_step(read_later):
     assert came == [[1], [2], [3], [4], [5], [], [6], [7], [8], [9]]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "rownorm"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_a_blow_up_is_searched_before_the_next_step_moves_anything(read_later, name):
     """The exact diameter and the panel are those of the step, whose gradient is gone."""
     options = {"steps": 24, "fault": 23, "panel": Panel.of_tokens(TEXT, 40), "perturbation_every": 100}
@@ -146,15 +137,14 @@ def test_a_fused_step_that_a_grad_scaler_skipped_is_known_later(read_later):
     assert (later[7].skipped, later[7].diameter_upper) == ("overflow", None)
 
 
-@pytest.mark.parametrize("make", ["torch", "rownorm"])
-def test_a_lightning_run_is_the_same_with_what_is_read_later(read_later, make):
+def test_a_lightning_run_is_the_same_with_what_is_read_later(read_later):
     """Saving, validating and ending the run hand on what is still on its way."""
     runs = []
     for immediate in (True, False):
         kept = Recorder()
-        module = Module(make)
+        module = Module("torch")
         options = {"diameter_every": 4, "perturbation_every": 6, "panel_size": 50, "strict": True}
-        fit(module, HilbertMonitor(immediate=immediate, sinks=[kept], **options))
+        fit(module, HilbertMonitor(advanced=Advanced(immediate=immediate), sinks=[kept], **options))
         last = {record.step: record for record in kept.records}  # a validation amends one
         assert list(last) == list(range(1, UPDATES + 1))
         runs.append(([p.detach() for p in module.parameters()], [(r, []) for r in last.values()]))
@@ -188,27 +178,21 @@ def test_whatever_acts_on_a_blow_up_does_it_in_its_step(read_later, action):
 
 def rank(rank, world):
     with pytest.MonkeyPatch.context() as patch:
-        copies = pretend(patch)
-        collectives = []
-        reduce = torch.distributed.all_reduce
-        patch.setattr(torch.distributed, "all_reduce", lambda *a, **k: collectives.append(1) or reduce(*a, **k))
+        copies, collectives = pretend(patch), []
+        for name in ("all_reduce", "broadcast", "all_gather_object"):
+            patch.setattr(torch.distributed, name, lambda *_, name=name: collectives.append(name))
         weights, judged = train(OPTIMIZERS["adamw"], steps=9, diameter_every=0)
-        between = len(collectives)
-        train(OPTIMIZERS["adamw"], steps=6, diameter_every=0)
-        return weights, [(without_cost(r), a) for r, a in judged], copies, between - (len(collectives) - between)
+        return weights, [(without_cost(record), alerts) for record, alerts in judged], copies, collectives
 
 
-def test_of_ranks_that_all_have_the_head_rank_zero_reads_it_and_nothing_is_sent(tmp_path):
-    (weights, judged, copies, more), (others, _, none, more_there) = in_ranks(rank, tmp_path)
-    assert all(map(torch.equal, weights, others))
-    assert copies == [copies[0]] * (4 + 1)
-    assert none == []
-    assert more == more_there == 0  # three more ordinary steps made no more collectives
+def test_of_ranks_that_all_have_the_head_each_measures_alone_and_nothing_is_sent(tmp_path):
+    first, second = in_ranks(rank, tmp_path)
     _, now = train(OPTIMIZERS["adamw"], steps=9, diameter_every=0, immediate=True)
-    for (later, _), (at_once, _) in zip(judged, now, strict=True):
-        assert later.step == at_once.step
-        assert later.diameter_lower == pytest.approx(at_once.diameter_lower, rel=0.3)
-        assert later.diameter_upper >= at_once.diameter_lower
+    for weights, judged, copies, collectives in (first, second):
+        assert all(map(torch.equal, weights, first[0]))
+        assert judged == [(without_cost(record), alerts) for record, alerts in now]
+        assert len(copies) == 4  # the first five steps are compared with the weights
+        assert collectives == []
 
 
 def test_an_unknown_optimizer_is_measured_as_before(read_later):
@@ -218,61 +202,3 @@ def test_an_unknown_optimizer_is_measured_as_before(read_later):
 
     now = train(lambda p: Unknown(p, lr=1e-2), immediate=True)
     assert_same(train(lambda p: Unknown(p, lr=1e-2)), now)
-
-
-class Streams:
-    """A device module whose streams note what is queued on which, and what waits for what."""
-
-    def __init__(self):
-        self.notes, self.current = [], "main"
-
-    def Stream(self, device):
-        return self.View(self, "side")
-
-    def current_stream(self, device):
-        return self.View(self, self.current)
-
-    @contextmanager
-    def stream(self, view):
-        self.current, before = view.name, self.current
-        yield
-        self.current = before
-
-    def note_calls(self, monkeypatch, owner, name, note):
-        original = getattr(owner, name)
-
-        def call(*args, **kwargs):
-            self.notes.append(f"{note} on {self.current}")
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, call)
-
-    class View:
-        def __init__(self, streams, name):
-            self.streams, self.name = streams, name
-
-        def wait_stream(self, other):
-            self.streams.notes.append(f"{self.name} waits for {other.name}")
-
-
-def test_what_runs_beside_training_is_ordered_after_its_step_and_before_the_next(read_later, monkeypatch):
-    streams = Streams()
-    module = torch.get_device_module
-    monkeypatch.setattr(torch, "get_device_module", lambda d: streams if d == torch.device("cpu") else module(d))
-    places = [(IncrementSource, "form_believed", "increment"), (import_module("torch.optim.adam"), "adam", "update")]
-    for owner, name, note in places:
-        streams.note_calls(monkeypatch, owner, name, note)
-    now, later = (
-        train(OPTIMIZERS["adam with amsgrad"], immediate=now, side_stream=True, steps=8, diameter_every=0)
-        for now in (True, False)
-    )
-    assert_same(later, now)
-    ordinary = [
-        "side waits for main",
-        "increment on side",
-        "side waits for main",
-        "main waits for side",
-        "update on main",
-    ]
-    first = streams.notes.index("side waits for main")
-    assert streams.notes[first : first + 10] == ordinary * 2

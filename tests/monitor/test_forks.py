@@ -17,7 +17,6 @@ import hilbert_monitor
 from hilbert_monitor import HilbertMonitor, Prometheus, TrustRegion
 from hilbert_monitor.monitor.outputs import QueuedSink, TokenTexts
 from hilbert_monitor.monitor.runtime import Guard
-from hilbert_monitor.monitor.several_heads import SharedSink
 from hilbert_monitor.runs import process_bound
 from hilbert_monitor.runs.exposition import CollectorRegistry
 from hilbert_monitor.runs.reader import RunReader
@@ -108,8 +107,8 @@ def test_a_forked_child_waits_for_no_lock_of_its_parents_run(run, tmp_path):
     def use():
         assert run.session.outputs is None
         update(run, model, optimizer, LAYER_STEP)
-        run.validated(1.0)
-        run.alive()
+        run.log_validation(1.0)
+        run.heartbeat()
         assert run.state_dict()["step"] == LAYER_STEP  # as of the fork
         run.close(RuntimeError("a child's own"))
 
@@ -319,17 +318,3 @@ def test_a_child_that_a_response_forks_can_exit():
     except SystemExit as end:
         os._exit(end.code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-
-
-def test_a_sink_of_several_heads_is_free_in_a_forked_child():
-    kept = Recorder()
-    sink = SharedSink(kept)
-
-    def write():
-        for _ in range(2):
-            sink.write(StepRecord(step=1, time=0.0))
-        assert len(kept.records) == 1
-        assert outcome(lambda: sink.write(StepRecord(step=2, time=0.0))) == 0
-
-    with sink._lock:
-        assert outcome(write) == 0

@@ -153,6 +153,29 @@ def test_a_step_whose_record_comes_later_keeps_its_layers():
         assert layers.complete(record)[1] is None  # once
 
 
+class Own(AdamW):
+    """With a step of its own, so that nothing is known of its weight decay."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("decay", [None, "decoupled"])
+def test_layers_whose_decay_is_not_known_are_left_out_unless_the_user_says_what_it_is(decay):
+    model, remarks = Model(), []
+    optimizer = Own(model.parameters(), lr=0.1, weight_decay=0.5)
+    layers = monitor_of(model, optimizer, remark=remarks.append, decay=decay)
+    before = model.norm.weight.detach().double().clone()
+    record = measured(layers, 1, batches(1)[0], model, optimizer)
+    if decay is None:
+        assert record is None
+        assert remarks == ["the weight decay of 6 layers is not known, and neither are their steps: they are left out"]
+    else:
+        S = model.norm.weight.detach().double() - (1 - 0.05) * before
+        assert record.layers["norm.weight"].step == pytest.approx(float(SIZES["vector"](S)), rel=1e-5)
+        assert remarks == []
+
+
 def test_a_layer_that_cannot_be_measured_costs_numbers_and_not_the_run():
     model = Model()
     optimizer = AdamW(model.parameters(), lr=1e-2)

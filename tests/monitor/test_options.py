@@ -6,15 +6,9 @@ import math
 
 import pytest
 
-from hilbert_monitor import HilbertMonitor, Prometheus
+from hilbert_monitor import Advanced, HilbertMonitor, Prometheus
 from hilbert_monitor.monitor.options import MonitorOptions
 from tests.support.training import UPDATES, Module, fit
-
-
-@pytest.mark.parametrize("name", ["address", "tls", "registry", "stalled_after", "linger"])
-def test_an_argument_that_moved_is_refused_with_its_new_form(name):
-    with pytest.raises(TypeError, match=rf"prometheus_{name} has moved: give prometheus=Prometheus\(.*{name}="):
-        HilbertMonitor(**{f"prometheus_{name}": None})
 
 
 def test_an_argument_that_never_was_is_refused_as_python_does():
@@ -22,20 +16,21 @@ def test_an_argument_that_never_was_is_refused_as_python_does():
         HilbertMonitor(diameter_evry=3)
 
 
-def test_the_short_form_of_the_port_and_the_whole_settings_exclude_each_other():
-    assert HilbertMonitor(prometheus_port=9464).options.prometheus == Prometheus(port=9464)
-    with pytest.raises(ValueError, match="give one of the two"):
-        HilbertMonitor(prometheus_port=9464, prometheus=Prometheus(port=9465))
+def test_a_port_stands_for_the_settings_of_prometheus():
+    assert HilbertMonitor(prometheus=9464).options.prometheus == Prometheus(port=9464)
+    with pytest.raises(TypeError, match="prometheus is a port or Prometheus"):
+        HilbertMonitor(prometheus="9464")
 
 
-def test_the_two_forms_of_the_patience_with_a_silent_run_are_one():
-    exported = Prometheus(port=0, stalled_after=60.0)
-    assert HilbertMonitor(prometheus=exported).options.patience == 60.0
-    assert HilbertMonitor(prometheus=exported, stalled_after=60.0).options.patience == 60.0
-    assert HilbertMonitor(prometheus=Prometheus(port=0), stalled_after=5.0).options.patience == 5.0
-    assert HilbertMonitor(prometheus=Prometheus(port=0)).options.patience is None
-    with pytest.raises(ValueError, match=r"stalled_after=5.0 and Prometheus\(stalled_after=60.0\) .*one of the two"):
-        HilbertMonitor(prometheus=exported, stalled_after=5.0)
+def test_settings_that_few_runs_need_are_one_object_that_is_checked():
+    monitor = HilbertMonitor(advanced=Advanced(immediate=True, secrets=["pin"]))
+    assert (monitor.options.advanced.immediate, monitor.options.advanced.secrets) == (True, ["pin"])
+    with pytest.raises(ValueError, match=r"stalled_after is a number of seconds, zero or more, got -1\.0"):
+        Advanced(stalled_after=-1.0)
+    with pytest.raises(TypeError, match=r"secrets is a list of names in the config, got 'pin': write \['pin'\]"):
+        Advanced(secrets="pin")
+    with pytest.raises(TypeError, match=r"advanced is Advanced\(...\), got dict"):
+        HilbertMonitor(advanced={})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +58,6 @@ def test_settings_of_prometheus_are_checked_when_they_are_made(settings, sentenc
         ("perturbation_every", -5, "perturbation_every is a number of updates, 0 for never: .* got -5"),
         ("panel_size", 0, "panel_size is a number of validation positions: a whole number of at least 1, got 0"),
         ("vocab_size", 0, "vocab_size is a number of rows of the head, or None for all: .* at least 1, got 0"),
-        ("stalled_after", -1.0, "stalled_after is a number of seconds, zero or more, got -1.0"),
         ("on_blowup", "halt", 'takes "warn", "checkpoint", "stop", an http address, or a function .* got .halt.'),
         ("on_blowup", ["warn", "ftp://example.org/x"], "got 'ftp://example.org/x'"),
         ("on_blowup", ["no_such_module.function"], r"got 'no_such_module.function' \(ModuleNotFoundError"),
@@ -78,8 +72,8 @@ def test_an_option_that_cannot_be_is_refused_when_the_callback_is_made(option, v
 def test_options_of_the_callback_and_of_the_session_have_the_same_defaults():
     callback = inspect.signature(HilbertMonitor).parameters
     fields = {field.name: field.default for field in dataclasses.fields(MonitorOptions)}
-    assert fields.keys() - callback.keys() == {"named"}  # which the callback itself sets, for several heads
-    for name in fields.keys() & callback.keys():
+    assert fields.keys() == callback.keys()
+    for name in fields:
         assert callback[name].default == fields[name], name
 
 

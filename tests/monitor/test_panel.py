@@ -64,7 +64,8 @@ def test_a_sanity_check_that_delivers_too_few_positions_makes_no_panel():
 
 
 def test_a_saved_panel_is_the_same_with_all_that_its_batches_have(tmp_path):
-    batch = padded(TEXT.tolist(), width=9) | {"scale": torch.tensor([0.1, 1 / 3, -torch.inf]), "n": 3, "name": ["a", None]}
+    scale = torch.tensor([0.1, 1 / 3, -torch.inf])
+    batch = padded(TEXT.tolist(), width=9) | {"scale": scale, "n": 3, "name": ["a", None]}
     for panel in (Panel.of_batches([batch], 50), Panel.of_batches([("a", TEXT.to(torch.uint16))], 50)):
         text = msgspec.json.encode(panel.saved)
         (tmp_path / "panel.json").write_bytes(text)

@@ -16,7 +16,7 @@ import lightning
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
-from hilbert_monitor import HilbertMonitor
+from hilbert_monitor import Advanced, HilbertMonitor
 from hilbert_monitor.monitor import prometheus
 from hilbert_monitor.monitor.prometheus import Exporter, Prometheus
 from hilbert_monitor.runs.exposition import RunSamples
@@ -82,7 +82,7 @@ def test_a_run_serves_its_metrics_while_it_trains_and_trains_as_without_them(tmp
     settings, scraper = Prometheus(port=0, linger=0.1), Scraper()
     options = {"panel_size": 50, "strict": True, "run_dir": str(tmp_path), "run_name": "scraped"}
     module, plain = Module("adamw"), Module("adamw")
-    fit(module, HilbertMonitor(prometheus=settings, stalled_after=1234.0, **options), scraper)
+    fit(module, HilbertMonitor(prometheus=settings, advanced=Advanced(stalled_after=1234.0), **options), scraper)
     fit(plain)
     assert module.model.lm_head.weight.equal(plain.model.lm_head.weight)
     [run], last = find_runs(tmp_path), scraper.texts[-1]
@@ -133,8 +133,10 @@ def test_a_client_that_connects_and_stops_delays_neither_scrapes_nor_the_end_of_
             super().on_train_batch_end(trainer, *arguments)
 
     annoys = Annoys(ssl.create_default_context(cafile=certificate[0]) if secure else None)
-    settings = Prometheus(port=0, tls=certificate if secure else None, linger=0.5, stalled_after=90.0)
-    monitor = HilbertMonitor(perturbation_every=0, prometheus=settings, run_dir=str(tmp_path))
+    settings = Prometheus(port=0, tls=certificate if secure else None, linger=0.5)
+    monitor = HilbertMonitor(
+        perturbation_every=0, prometheus=settings, run_dir=str(tmp_path), advanced=Advanced(stalled_after=90.0)
+    )
     before = {thread for thread in threading.enumerate() if not thread.daemon}
     run = threading.Thread(target=fit, args=(Module("torch"), monitor, annoys), daemon=True)
     run.start()

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from hilbert_monitor import HilbertMonitor
+from hilbert_monitor import Advanced, HilbertMonitor
 from hilbert_monitor.runs.alerts import Judge, alerts_of
 from hilbert_monitor.runs.reader import RunReader, find_runs
 from hilbert_monitor.runs.record import StepRecord
@@ -25,7 +25,7 @@ import sys, time, warnings
 warnings.simplefilter("ignore")
 import lightning, torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from hilbert_monitor import HilbertMonitor
+from hilbert_monitor import Advanced, HilbertMonitor
 from tests.support.blowups import Module, fit
 class Slow(lightning.Callback):
     def on_train_batch_end(self, trainer, *_):
@@ -114,7 +114,9 @@ def test_a_branch_with_a_name_of_its_own_leaves_its_parent_alone(tmp_path):
 def test_a_page_is_responded_to_and_a_notice_is_only_logged(factor, severity):
     """A resumed run whose steps are so many times what its history says."""
     alerts, kept, module = [], Recorder(), Module("torch")
-    watch = HilbertMonitor(panel_size=50, on_blowup=alerts.append, run_name="resumed", immediate=True)
+    watch = HilbertMonitor(
+        panel_size=50, on_blowup=alerts.append, run_name="resumed", advanced=Advanced(immediate=True)
+    )
     watch.options.sinks = (kept,)
     trainer = fit(module, watch, steps=2)
     last = kept.records[-1]

@@ -275,6 +275,18 @@ def test_a_decay_by_another_name_is_not_taken_for_none():
     assert_unknown(records, weights)
 
 
+def test_a_decay_that_is_scheduled_later_is_not_known_from_then_on():
+    def make(params, lr):
+        optimizer, decays = Own(params, lr, weight_decay=0.0), iter((0.0, DECAY))
+        optimizer.register_step_pre_hook(lambda *_: optimizer.param_groups[0].update(weight_decay=next(decays)))
+        return optimizer
+
+    records, weights, remarks = measured(make, lrs=LRS[:2])
+    assert_known(records[:1], [weights[1] - weights[0]])
+    assert_unknown(records[1:], weights[1:])
+    assert [remark.partition(",")[0] for remark in remarks] == ["it is not known how Own uses weight_decay"]
+
+
 def test_what_needs_an_increment_is_not_measured_of_a_change():
     model = seeded(Plain, V=V, d=D)
     optimizer, panel = Own(model.parameters(), weight_decay=DECAY), Panel.of_tokens(torch.randint(V, (4, 9)), 20)

@@ -54,7 +54,7 @@ class Scrape(lightning.Callback):
         print(urllib.request.urlopen("http://127.0.0.1:PORT/metrics", timeout=10).read().decode())
 
 text = torch.randint(50, (32, 9))
-monitor = HilbertMonitor(panel_size=32, diameter_every=1, run_dir="runs", prometheus_port=PORT)
+monitor = HilbertMonitor(panel_size=32, diameter_every=1, run_dir="runs", prometheus=PORT)
 trainer = lightning.Trainer(max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
                             enable_progress_bar=False, callbacks=[Scrape(), monitor])
 batches = torch.utils.data.DataLoader(text, batch_size=8)

@@ -428,7 +428,8 @@ def test_growth_within_noise_is_a_notice_however_far_it_goes():
 def test_a_history_of_an_earlier_version_is_left_out():
     judge = Judge()
     for old in ({"diameter": [1.0, 2.0], "rates": []}, {"baselines": {"diameter": {}}, "rates": {"last": []}}):
-        judge.restore(old)
+        with pytest.raises(ValueError, match="another version of the rules"):
+            judge.restore(old)
     assert judge.state() == Judge().state()
 
 

@@ -136,7 +136,7 @@ def _watch(run):
             run.optimizer.zero_grad()
             watched.step(loss)
             if run.steps % 3 == 0:
-                watched.validated(1.5)
+                watched.log_validation(1.5)
 
         _loop(run, model, watched, lambda loss: (loss / ACCUMULATED).backward(), step)
 
@@ -189,7 +189,7 @@ def _accelerate(run):
                 optimizer.zero_grad()
                 watched.step(loss)
             if accelerator.sync_gradients and run.steps % 3 == 0:
-                watched.validated(1.5)
+                watched.log_validation(1.5)
             if watched.should_stop:
                 break
 
@@ -207,8 +207,6 @@ def _accelerate(run):
 
 @contextmanager
 def _fabric(run):
-    from hilbert_monitor.integrations import fabric as integration
-
     fabric = Fabric(accelerator="cpu", devices=run.world, strategy="ddp" if run.world > 1 else "auto")
     fabric.launch()
     model, optimizer = fabric.setup(run.model, run.optimizer)
@@ -223,7 +221,10 @@ def _fabric(run):
                 optimizer.step()
                 optimizer.zero_grad()
                 if run.steps % 3 == 0:
-                    watched.validated(1.5)
+                    watched.log_validation(1.5)
+                watched.step(loss)
+            else:
+                watched.accumulate(loss)
 
         _loop(run, model, watched, lambda loss: fabric.backward(loss / ACCUMULATED), step)
 
@@ -232,7 +233,8 @@ def _fabric(run):
         yield None
         return
     options = run.options | {"last_step": UPDATES, "state": state["monitor"] or None}
-    with integration.watch(fabric, model, optimizer, panel=run.validation, **options) as watched:
+    options |= {"autocast": fabric.autocast, "log": fabric.log_dict}
+    with hilbert_monitor.watch(model, optimizer, panel=run.validation, **options) as watched:
         loop(watched)
         if run.stop_at:
             state |= {"monitor": watched.state_dict()}

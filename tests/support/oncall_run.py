@@ -21,7 +21,7 @@ import lightning
 import torch
 from torch.utils.data import DataLoader
 
-from hilbert_monitor import HilbertMonitor, Prometheus
+from hilbert_monitor import Advanced, HilbertMonitor, Prometheus
 from tests.support.training import Module, Text
 
 STEPS, FAULT, ERROR = 160, 110, 150
@@ -58,7 +58,8 @@ def train(name, folder, certificate, key):
         run_dir=folder,
         run_name=name,
         on_blowup=[],
-        prometheus=Prometheus(port=0, tls=tls, stalled_after=90.0),
+        prometheus=Prometheus(port=0, tls=tls),
+        advanced=Advanced(stalled_after=90.0),
     )
     trainer = lightning.Trainer(
         accelerator="cpu",
