@@ -36,7 +36,7 @@ AutocastFactory = Callable[[], AbstractContextManager[Any]]
 OnLogits = Callable[[Tensor, Tensor], None]
 """Takes what the head returned and what the model returned, of one shape."""
 Undo = Callable[[], Any]
-"""Puts one thing back."""
+"""Restores one thing."""
 
 LOGIT_BYTES = 256_000_000
 """Logits of one forward pass, in fp32, unless one row has more."""
@@ -57,7 +57,7 @@ class HeadNotReached(RuntimeError):
 
 
 class SideEffects(RuntimeError):
-    """A forward pass may advance something that cannot be put back."""
+    """A forward pass may advance something that cannot be restored."""
 
 
 def hidden_states(
@@ -87,7 +87,7 @@ def hidden_states(
 
     Raises:
         HeadNotReached: if the head is not called, or not with a state for each token of a batch.
-        SideEffects: if the modules that would run have an iterator, which could not be put back.
+        SideEffects: if the modules that would run have an iterator, which could not be restored.
     """
     module = unwrapped(model)
     weight = weight_matrix(head) if isinstance(head, Module) else head  # (V, d), or (d, V)
@@ -274,12 +274,12 @@ def _calls(forward: Callable[..., Any], batch: Batch) -> Iterator[tuple[tuple[An
 
 
 def _refuse_iterators(caller: Module) -> None:
-    """Refuse a module with an iterator: what a forward pass takes from it cannot be put back."""
+    """Refuse a module with an iterator: what a forward pass takes from it cannot be restored."""
     for path, module in caller.named_modules(prefix=type(caller).__name__):
         for name, value in _held(module):
             if isinstance(value, Iterator):
                 raise SideEffects(
-                    f"{path}.{name}, a {type(value).__name__}, could not be put back after the forward pass of the"
+                    f"{path}.{name}, a {type(value).__name__}, could not be restored after the forward pass of the"
                     " panel: keep it outside of the model, or pass hidden=, a function that does not advance it"
                 )
 
@@ -288,9 +288,9 @@ def _refuse_iterators(caller: Module) -> None:
 def without_side_effects(model: Module) -> Iterator[None]:
     """Run eagerly, in eval mode, without gradients; afterwards all is as before.
 
-    Put back are random numbers, parameters, buffers and other attributes of modules: rebound, tensors written to, lists
-    and dicts changed. So are generators among them and among the global variables beside the modules' classes. What
-    lies deeper is not looked at.
+    It restores random numbers, parameters, buffers and other attributes of modules: rebound, tensors written to, lists
+    and dicts changed. So are generators among them and among the global variables next to the modules' classes.
+    It does not look deeper.
 
     Flags are set one by one: a module's own `train` may do more than that. Under torch.compile an exception would leave
     the module eager for good.
@@ -345,7 +345,7 @@ def _no_autocast_cache() -> Iterator[None]:
 
 
 def _undos(modules: dict[str, Module]) -> Iterator[Undo]:
-    """Yield functions that put back what a forward pass may change of modules, given by their paths."""
+    """Yield functions that restore what a forward pass may change of modules, given by their paths."""
     classes = {cls for m in modules.values() for cls in type(m).__mro__ if not cls.__module__.startswith("torch.")}
     globals_ = (vars(sys.modules[cls.__module__]) for cls in classes if cls.__module__ in sys.modules)
     generators = {id(x): x for names in globals_ for x in list(names.values()) if _is_generator(x)}
@@ -376,7 +376,7 @@ def _held(module: Module) -> Iterator[tuple[str, Any]]:
 
 
 def _undo_container(x: Any) -> Undo:
-    """Remember the entries of a container. They are put back by the methods of Python's own type."""
+    """Remember the entries of a container. They are restored by the methods of Python's own type."""
     kind: Any = next(t for t in CONTAINERS if isinstance(x, t))
     before = dict.copy(x) if isinstance(x, dict) else kind(x)
 
@@ -398,7 +398,7 @@ def _undo_tensor(name: str, x: Tensor, *, copied: bool) -> Undo:
         if before is None:
             if not x.is_inference() and x._version != version:
                 warn_user(
-                    f"the forward pass writes to {name}, too large to be put back: each measurement of the panel"
+                    f"the forward pass writes to {name}, too large to be restored: each measurement of the panel"
                     f" changes the run; {ASK}, and writes nothing"
                 )
         elif x.shape != before.shape or not _has_memory(x):

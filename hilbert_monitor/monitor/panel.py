@@ -15,7 +15,6 @@ import hashlib
 import os
 import re
 import struct
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
@@ -243,13 +242,9 @@ class Panel:
 
     @classmethod
     def of_tokens(cls, tokens: Tensor | Sequence[Any], size: int = 8192, context: int = 1024) -> Panel:
-        """Take the first positions of a text.
+        """Take the first `size` positions of the ids of one text, or of several of any lengths.
 
-        Args:
-            tokens: ids of one text, or of several: a tensor or list with one or two dimensions; rows of a list of lists
-                may have any lengths.
-            size: number of positions.
-            context: a text is cut into rows of this many tokens, no more than the model takes; the rest is a row too.
+        A text is cut into rows of `context` tokens, no more than the model takes; the rest is a row too.
         """
         if not context >= 1:
             raise ValueError(f"context must be at least one token, got {context}")
@@ -267,16 +262,11 @@ class Panel:
 
     @classmethod
     def of_batches(cls, batches: Iterable[Batch], size: int = 8192) -> Panel:
-        """Take the first positions of batches; ask for no more batches than are needed.
-
-        Args:
-            batches: as the model takes them, on any device; they are copied.
-            size: number of positions.
-        """
+        """Take the first `size` positions of batches, which are copied; ask for no more batches than are needed."""
         if not size >= 1:
             raise ValueError(f"a panel has at least one position, got size={size}")
         parts, missing = [], size
-        with torch.inference_mode(False):  # inference tensors could not be used outside of it
+        with torch.inference_mode(False):
             for batch in batches:
                 positions = positions_of(batch)[:missing]
                 if len(positions):
@@ -333,7 +323,7 @@ class Panel:
 
 
 def check_panel_folder(path: str | os.PathLike[str]) -> None:
-    """Refuse a path that is no folder of a run with a panel."""
+    """Refuse a path unless it is the folder of a run with a panel."""
     if not os.path.isfile(os.path.join(path, PANEL)):
         raise ValueError(
             f'panel takes "loader" or "paper" of a Trainer, token ids, or the folder of a run with a {PANEL}, got'
@@ -368,10 +358,7 @@ def _from_plain(x: Any) -> Any:
 
 def _warn_if_few(found: int, size: int) -> None:
     if found < size:
-        warnings.warn(
-            f"the validation text has {found} positions, fewer than the {size} asked for: the panel is of {found}",
-            stacklevel=3,
-        )
+        warn_user(f"the validation text has {found} positions, fewer than the {size} asked for", stacklevel=3)
 
 
 # Where it comes from
@@ -381,19 +368,10 @@ GivenPanel = Panel | Tensor | Iterable[Any] | str | os.PathLike[str]
 
 
 def panel_from(given: GivenPanel, size: int, *, ranks: Ranks, saved: dict[str, Any] | None = None) -> Panel | None:
-    """Make a panel of what a user gives. Called on every rank of `ranks`.
+    """Make a panel of what a user gives. Called on every rank of `ranks`; None if another rank could not make its own.
 
-    Ranks that give the same have it. Ranks that give batches of their own make a part of it each, row by row in turn.
-
-    Args:
-        given: see `GivenPanel`.
-        size: number of positions on all ranks together.
-        ranks: those that train together.
-        saved: the panel of the run that goes on, if it had one. It takes the place of batches, which may have been
-            shuffled, but not of token ids.
-
-    Returns:
-        The panel; None if another rank could not make its own.
+    The rows of ranks that give different text take turns. The panel that was `saved` of a run that goes on takes the
+    place of batches, which may have been shuffled, but not of token ids.
     """
     panel: Panel | None = None
     try:
@@ -431,15 +409,10 @@ def _is_text(x: Any) -> bool:
 def _share(
     mine: Panel | None, size: int, ranks: Ranks, *, reader: int, paper: bool = False, more_to_come: bool = False
 ) -> Panel | None:
-    """Return one panel of those that the ranks have, the same on all; None if a rank has none.
+    """Return one panel of `size` positions of those that all ranks have; None if a rank has none. Called on every rank.
 
-    Args:
-        mine: the panel of this rank, up to `size` positions.
-        size: number of positions of the result.
-        ranks: those that train together. Each of them calls this.
-        reader: number of this rank among those that read data of their own. Ranks that share data share it.
-        paper: take an equal part of each reader, one after the other. Otherwise the rows of different texts take turns.
-        more_to_come: return None also if there are too few positions.
+    The rows of different texts take turns. For the paper each reader has an equal part, one after the other. Too few
+    positions make no panel if there is `more_to_come`.
     """
     told = ranks.gather(None if mine is None else (reader, mine.hash, mine.positions_of_rows()))
     if mine is None or None in told:
@@ -465,12 +438,7 @@ def _share(
 
 
 def _turns(rows: list[list[int]], size: int) -> list[int]:
-    """Return how many positions each text has among the first, if their rows take turns.
-
-    Args:
-        rows: for each text the positions of its rows.
-        size: number of positions.
-    """
+    """Return how many of the first `size` positions each text has, if `rows`, the positions of its rows, take turns."""
     shares, missing = [0] * len(rows), size
     for _, text, count in sorted((row, text, n) for text, counts in enumerate(rows) for row, n in enumerate(counts)):
         shares[text] += min(count, missing)
@@ -489,21 +457,15 @@ class PanelCollector:
 
     def __init__(self, choice: PanelChoice, size: int) -> None:
         self.choice, self.size = choice, size
+        self._collects = isinstance(choice, str) and choice in NAMED
         self.panel: Panel | None = None
         """The panel, once there is one."""
         self._parts: list[tuple[Batch, Tensor]] | None = None  # what this rank has collected
 
-    @property
-    def _collects(self) -> bool:
-        return isinstance(self.choice, str) and self.choice in NAMED
-
     def take(self, saved: dict[str, Any] | None, *, validates: bool, ranks: Ranks) -> None:
-        """Take the panel that the user chose, or that of the run that goes on. Called on every rank.
+        """Take the panel that the user chose, or the `saved` one of a run that goes on. Called on every rank.
 
-        Args:
-            saved: the panel of the run that goes on, if it had one.
-            validates: whether validation will deliver batches, from which a panel can be collected.
-            ranks: those that train together.
+        If there is neither, and the run never `validates`, warn.
         """
         panel: Panel | None = None
         try:
@@ -528,17 +490,15 @@ class PanelCollector:
         """Collect a validation batch, as the model takes it, if this rank still lacks positions."""
         missing = self.size - sum(len(positions) for _, positions in self._parts or ())
         if self._parts is not None and missing > 0:
-            positions = positions_of(batch)[:missing]
-            if len(positions):
-                self._parts.append(select_rows(batch, positions))
+            with torch.inference_mode(False):  # inference tensors could not be used outside of it
+                positions = positions_of(batch)[:missing]
+                if len(positions):
+                    self._parts.append(select_rows(batch, positions))
 
     def finish(self, *, ranks: Ranks, reader: int, more_to_come: bool = False) -> None:
         """Make the panel of what the ranks have collected. Called on every rank.
 
-        Args:
-            ranks: those that train together.
-            reader: number of this rank among those that read data of their own; ranks that share data share it.
-            more_to_come: a later validation will deliver more: too few positions make no panel yet.
+        Ranks with the same `reader` share their data. Too few positions make no panel if there is `more_to_come`.
         """
         if self._parts is None:
             return

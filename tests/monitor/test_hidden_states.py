@@ -336,7 +336,7 @@ def test_a_model_with_an_iterator_that_would_advance_is_refused_in_one_sentence(
     model.blocks[0].numbers = make()
     states = hidden_states(model, model.lm_head, panel, hidden=lambda module, batch: Plain.hidden(module, batch))
     assert torch.equal(states, Plain.hidden(model, TEXT[:8]).flatten(0, 1)[:50].detach())
-    with pytest.raises(SideEffects, match=r"\ANumbered\.blocks\.0\.numbers, a \w+, could not be put back [^.]*\Z"):
+    with pytest.raises(SideEffects, match=r"\ANumbered\.blocks\.0\.numbers, a \w+, could not be restored [^.]*\Z"):
         hidden_states(model, model.lm_head, panel)
 
 

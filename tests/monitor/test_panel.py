@@ -196,8 +196,8 @@ def test_of_a_batch_of_any_form_the_rows_with_positions_are_kept(form):
 
 def test_panel_taken_in_inference_mode_serves_outside_of_it():
     with torch.inference_mode():
-        panel = Panel.of_batches([TEXT.clone()], 50)
-    assert not panel.batches[0].is_inference()
+        panels = Panel.of_batches([TEXT.clone()], 50), collected(0, 1, batch_size=5, text=TEXT.clone())
+    assert not any(batch.is_inference() for panel in panels for batch in panel.batches)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
