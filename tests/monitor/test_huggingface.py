@@ -274,32 +274,21 @@ def test_an_encoder_decoder_is_refused_in_one_sentence_that_says_what_to_pass():
     assert hidden_states(model, model.lm_head, panel, hidden=decoder_states).shape == (POSITIONS, 16)
 
 
+SMALL = {
+    **{"vocab_size": V, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "max_position_embeddings": WIDTH},
+}
+
+
 def mixtral():
-    config = transformers.MixtralConfig(
-        vocab_size=V,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=WIDTH,
-        output_router_logits=True,
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SMALL, num_local_experts=4, output_router_logits=True)
     )
-    return transformers.MixtralForCausalLM(config)
 
 
 def llama():
-    config = transformers.LlamaConfig(
-        vocab_size=V,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=WIDTH,
-        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
-    )
-    return transformers.LlamaForCausalLM(config)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, rope_parameters=rope))
 
 
 @pytest.mark.parametrize("make", [gpt2, mixtral, llama])
