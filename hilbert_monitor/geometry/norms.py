@@ -19,9 +19,7 @@ _MARGINS = (2.0**-30, 2.0**-25, 2.0**-20, 2.0**-15, 2.0**-10, 2.0**-5)
 
 @full_precision
 def center_rows(A: Tensor, *, max_bytes: int = MAX_BYTES) -> Tensor:
-    """Subtract the mean row: P A with P = I - 11'/V.
-
-    Changes neither D(A) nor softmax(A h).
+    """Subtract the mean row, which changes neither D(A) nor softmax(A h): P A with P = I - 11'/V.
 
     Args:
         A: (V, d); a DTensor may be sharded by rows. The result has its dtype and placements.

@@ -117,8 +117,7 @@ class RowSource:
         """Yield slices and their rows (n, d), as many at a time as the memory allows; on a CPU, as fit its cache.
 
         Args:
-            max_bytes: bound on scratch memory.
-            share: divisor of max_bytes that gives the memory for one chunk.
+            share: divisor of `max_bytes`, the bound on scratch memory, that gives the memory for one chunk.
             dtype: of the chunks; by default that of the source.
             copies: chunks in memory at once: this one and those that the caller makes of it.
             extra: bytes of scratch that the caller needs for each row.

@@ -135,6 +135,13 @@ class MonitorOptions:
         return [_action(action) for action in given]
 
     @property
+    def shared(self) -> str:
+        """What all ranks must have alike to measure together."""
+        names = ("head", "panel_size", "diameter_every", "perturbation_every", "vocab_size", "logit_scale")
+        values = [getattr(self, name) for name in (*names, "layers", "efficiency", "strict")]
+        return repr([value if isinstance(value, str | Real | None) else type(value).__name__ for value in values])
+
+    @property
     def acts(self) -> bool:
         """Whether an action on a blow-up may change the run, so that it has to come before the next step."""
         return any(callable(action) or action in ON_ALL_RANKS for action in self.actions)

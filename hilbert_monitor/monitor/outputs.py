@@ -256,6 +256,8 @@ class RunOutputs:
         self._actions = BlowUpActions(options.actions, guard, self._texts, run=lambda: self.id)
         self._info, self._heartbeat = RunInfo(), 0.0
         self._pages: list[Alert] = []  # on which all ranks have not acted yet
+        self.alone = ""
+        """Why ranks cannot act together, or empty."""
 
     @property
     def id(self) -> str:
@@ -309,6 +311,8 @@ class RunOutputs:
     def act(self, step: int) -> None:
         """Do what all ranks do on pages since the last call. Called on every rank after every update."""
         pages, self._pages = self._pages, []
+        if self.alone:
+            return
         folder = self.loop.folder if self._writer is None else self._writer.folder
         self._actions.on_all_ranks(self.loop, pages, os.path.join(folder, f"blow-up-step-{step}.ckpt"))
 

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -129,6 +130,39 @@ class Ranks:
         numbers = torch.tensor(mine, dtype=torch.float64, device=self.device)
         dist.all_reduce(numbers, op=operation, group=self.group)
         return numbers.tolist()
+
+
+MEETING_SECONDS = 60.0
+"""How long ranks wait for each other before they measure together for the first time."""
+
+
+def meet(ranks: Ranks, purpose: str, settings: str) -> str:
+    """Return an empty text if every rank has come here with the same settings, or else a sentence that says what is so.
+
+    It goes through the store of the process group, so that a rank that never comes is waited for no longer than
+    MEETING_SECONDS. All ranks that came in time get the same answer; one that comes later is alone.
+    """
+    if ranks.world == 1:
+        return ""
+    store: Any = dist.distributed_c10d._get_default_store()
+    members = dist.get_process_group_ranks(ranks.group or dist.group.WORLD)
+    key = f"hilbert_monitor/{purpose}/{members[0]}"
+    key += f"/{store.add(key, 0)}"  # the number of meetings that have ended
+    everyone = [f"{key}/{rank}" for rank in range(ranks.world)]
+    store.set(everyone[ranks.rank], settings)
+    end = time.monotonic() + MEETING_SECONDS
+    while not store.check([f"{key}/verdict"]):
+        all_here = store.check(everyone)
+        if (all_here or time.monotonic() > end) and store.add(f"{key}/judge", 1) == 1:
+            here = [rank for rank in everyone if store.check([rank])]
+            verdict = "" if all_here else f"only {len(here)} of {ranks.world} ranks have the monitor"
+            if len({store.get(rank) for rank in here}) > 1:
+                verdict = "the ranks have monitors with different settings"
+            store.add(key.rpartition("/")[0], 1)
+            store.set(f"{key}/verdict", verdict or "all")
+        time.sleep(0.01)
+    verdict = store.get(f"{key}/verdict").decode()
+    return "" if verdict == "all" else verdict
 
 
 def compute_device(weight: Tensor) -> torch.device:

@@ -24,11 +24,11 @@ from hilbert_monitor.runs.stops import requested_stop
 
 from .head import NobodyMovesIt
 from .layers import LayerMonitor
-from .options import MonitorOptions
+from .options import ON_ALL_RANKS, MonitorOptions
 from .outputs import RunOutputs
 from .panel import Panel, PanelCollector, SampleIndices
 from .probe import Judged, Probe, is_sharded
-from .runtime import Guard, Ranks, warn_user
+from .runtime import Guard, Ranks, meet, warn_user
 from .training_loop import TrainingLoop
 
 _parents_runs: list[Any] = []
@@ -69,6 +69,11 @@ class RunSession(ProcessBound):
         self.probe, self._waits_for_groups = None, None
         self.find_panel(loop.ranks, updates=loop.updates, validates=loop.validates)
         self.outputs = RunOutputs(loop, self.options, self.guard)
+        if together := [action for action in self.options.actions if action in ON_ALL_RANKS]:
+            self.outputs.alone = meet(loop.ranks, "actions", repr(together))
+            if self.outputs.alone and loop.ranks.rank == 0:
+                why = f"{self.outputs.alone}, and it takes all ranks"
+                warn_user(f"on_blowup={together!r} is left out: {why}", stacklevel=4)
         self._begin(loop)
 
     def find_panel(self, ranks: Ranks, *, updates: int, validates: bool) -> None:
@@ -88,6 +93,10 @@ class RunSession(ProcessBound):
     def _begin(self, loop: TrainingLoop) -> None:
         sharded = is_sharded(loop.model)
         if loop.ranks.rank != 0 and not sharded:
+            return
+        if sharded and (apart := meet(loop.ranks, "sharded head", self.options.shared)):
+            if loop.ranks.rank == 0:
+                warn_user(f"nothing is measured: {apart}, and a sharded head takes all of them alike", stacklevel=4)
             return
         why, started = "", False
         with self.guard("start"):

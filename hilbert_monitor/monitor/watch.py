@@ -25,7 +25,7 @@ from .options import MonitorOptions, chosen_options, with_options
 from .panel import Batch, GivenPanel, panel_from, sample_indices, token_count
 from .plain_loop import Log, PlainLoop
 from .probe import is_sharded
-from .runtime import Ranks, warn_user
+from .runtime import Ranks, meet, warn_user
 from .session import RunSession
 
 
@@ -164,7 +164,7 @@ class Watch:
         if self._panel is not None and session.options.perturbation_every:
             with session.guard("panel", user_code=True):
                 session.panels.panel = panel_from(
-                    self._panel, session.options.panel_size, ranks=self._panel_ranks, saved=self._state.get("panel")
+                    self._panel, session.options.panel_size, ranks=self._panel_ranks(), saved=self._state.get("panel")
                 )
             if session.panels.panel is None:
                 session.options.perturbation_every = 0
@@ -209,11 +209,11 @@ class Watch:
     ) -> None:
         self.close(error)
 
-    @property
     def _panel_ranks(self) -> Ranks:
-        """Those that measure the panel: rank zero alone, unless they have parts of the model."""
+        """Return those that measure the panel: rank zero alone, unless they have parts of the model."""
         ranks = self.loop.ranks
-        return ranks if is_sharded(self.loop.model) else Ranks.of(ranks.device, 1)
+        together = is_sharded(self.loop.model) and not meet(ranks, "panel", str(self.session.options.panel_size))
+        return ranks if together else Ranks.of(ranks.device, 1)
 
     def _hand_over_batches(self) -> None:
         """Give the session the loss and the tokens of the update."""

@@ -120,8 +120,7 @@ class MatrixOptimizer(Optimizer, ABC):
         """Return the increment S of the last step on `param`, without the decoupled weight decay.
 
         U' = (1 - lr decay) U + S: signed, and scaled by the learning rate of that step. Zero if the parameter had no
-        gradient in the last step. A step that a GradScaler skipped does not count. The increment is formed here from
-        the optimizer's state, so a step itself costs nothing more.
+        gradient in the last step. A step that a GradScaler skipped does not count.
 
         The result (m, n) has the dtype of the optimizer's state, and the layout of `param` if that is sharded. All
         ranks of the mesh must call this together where the formula needs the other shards: for Muon, for RowNorm with
@@ -135,9 +134,10 @@ class MatrixOptimizer(Optimizer, ABC):
         if not any(param is p for group in self.param_groups for p in group["params"]):
             raise ValueError(f"the parameter of shape {tuple(param.shape)} is not one of this {type(self).__name__}'s")
         if param not in self._last:
-            raise RuntimeError(
+            why = (
                 "no step has moved this parameter since the optimizer was made, loaded or given it: call this after one"
             )
+            raise RuntimeError(why)
         last, dtype = self._last[param], compute_dtype(param)
         if last is None:
             return RowSource(local(param.detach()), form=lambda u: torch.zeros_like(u, dtype=dtype), dtype=dtype)

@@ -218,7 +218,7 @@ def test_the_effective_weight_is_formed_on_measured_steps_alone():
     model = made(MEASURED["custom"])
     optimizer, parts = SGD(model.parameters(), lr=0.1), model.lm_head.parametrizations.weight[0]
     calls, tick = int(parts.calls), itertools.count()
-    parts.register_forward_pre_hook(lambda *_: next(tick) and None)
+    parts.register_forward_pre_hook(lambda *_: (next(tick), None)[1])
     with Probe(model, optimizer, diameter_every=4, perturbation_every=0, strict=True) as probe:
         numbers = [next(tick)]
         for update in range(8):

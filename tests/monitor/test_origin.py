@@ -256,7 +256,7 @@ def test_a_resumed_run_goes_on_with_batch_schedule_and_the_whole_history_of_the_
     assert all(record.scheduled for record in [*first.records.values(), *second.records.values()])
     assert [record.batch for record in second.records.values()] == [5, 6, 7]
     assert [call for call, _ in calls] == ["restore"]
-    saved = torch.load(tmp_path / "run.ckpt", weights_only=False)["hilbert_monitor"][""]
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=False)["callbacks"][HilbertMonitor().state_key]
     assert calls[0][1] == saved["history"]
 
 

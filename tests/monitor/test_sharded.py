@@ -20,14 +20,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
+import hilbert_monitor
 from hilbert_monitor import ChainedOptimizer, Muon, RowNorm
 from hilbert_monitor.geometry.points import CentredRows
+from hilbert_monitor.monitor import runtime
 from hilbert_monitor.monitor.head import Head
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from tests.support import warm
 from tests.support.decoders import Plain, Tied
 from tests.support.ranks import in_ranks
+from tests.support.sinks import Recorder
 from tests.support.tried import OURS, tried
 from tests.support.ways import assert_same_way
 
@@ -152,6 +155,7 @@ def all_of_a_rank(rank, world):
         if world == 2:
             found |= {case: team(rank, world, case) for case in TEAMS}
             found |= {act.__name__: act(rank, world) for act in (columns_sharded, work)}
+            found["apart"] = {case: apart(rank, world, case) for case in ("absent", "settings")}
             found |= {where: failing_rank(rank, world, where) for where in PLACES}
         if world == 4:
             found["pipeline"] = pipeline(rank, world)
@@ -328,6 +332,39 @@ def test_under_ddp_a_probe_measures_alone_and_the_end_measures_nothing_again(ran
         assert first == work(0, 1)
     assert first[1:] == ([True] * UPDATES, None)
     assert second == first
+
+
+def apart(rank, world, case):
+    """Watch a sharded model with a monitor that only rank zero has, or that has other settings there."""
+    runtime.MEETING_SECONDS = 2.0
+    model, kept = Plain(**SIZE), Recorder()
+    fsdp(model, init_device_mesh("cpu", (world,)))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    every = 1 + (rank if case == "settings" else 0)
+    run = hilbert_monitor.watch(model, optimizer, diameter_every=every, sinks=[kept], run_dir=None, strict=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if case != "absent" or rank == 0:
+            run.start()
+        for update in range(2):
+            ids = TEXT[8 * update : 8 * update + 8]
+            optimizer.zero_grad()
+            cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+            optimizer.step()
+            if case != "absent" or rank == 0:
+                run.step()
+        run.close()
+    return len(kept.records), [str(w.message) for w in caught if "nothing is measured" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("case", "why"), [("absent", "only 1 of 2 ranks have"), ("settings", "monitors with different settings")]
+)
+def test_ranks_whose_monitors_differ_measure_nothing_and_say_so_once(case, why, ranks_of):
+    (records, told), (others, _) = (rank["apart"][case] for rank in ranks_of(2))
+    assert records == others == 0
+    assert len(told) == 1
+    assert why in told[0]
 
 
 def pipeline(rank, world):

@@ -107,4 +107,4 @@ def test_a_stop_that_is_asked_for_is_a_state_of_its_own_and_quick(tmp_path):
     again.close()
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
     [checkpoint] = (tmp_path / "slurm").glob("hpc_ckpt_*.ckpt")
-    assert torch.load(checkpoint, weights_only=False)["hilbert_monitor"][""]["run"] == "slurm"
+    assert torch.load(checkpoint, weights_only=False)["callbacks"][HilbertMonitor().state_key]["run"] == "slurm"
