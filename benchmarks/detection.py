@@ -1,7 +1,7 @@
 """Blow-up rules on synthetic series with known faults, against z-score and MAD at equal false alarms.
 
 A series is the logarithm of D(S) over the learning rate in a run of 20,000 steps at a constant rate. Each noise has
-four such runs, with seeds on which nothing was tuned. The rules judge every step through their usual entry,
+four such runs. The rules judge every step through their usual entry,
 `Judge.judge`, and their alerts in these clean runs are false alarms. At 30 places of each run, from step 2,000 on,
 copies of the judge go on with a fault in the series:
 
@@ -9,8 +9,12 @@ copies of the judge go on with a fault in the series:
 - growth with a doubling every 5 to 300 steps. It counts as told if an alert comes before a factor of 4 is reached.
 
 Three tables follow from this: the faults above, one accident after 400 to 900 clean steps of 80 runs, and the false
-notices and false pages of all series of a run together (D(S), two series of the panel, twelve layers) in 15 runs of
-20,000 clean steps. Baselines are in the first two.
+notices of all series of a run together (D(S), two series of the panel, twelve layers) in 15 runs of 20,000 clean steps.
+Baselines are in the first two. False pages are counted in all clean steps.
+
+Constants were chosen on seeds below 10,000. A first run on clean seeds 13,000 to 13,014 had 1.07 false notices in
+10,000 steps over Student t3 x 0.3. The shares of layers and panel were made smaller for that, and the clean seeds are
+new since.
 
 The baselines compare a value with the last 200: their mean and standard deviation (z-score), or their median and MAD
 (median absolute deviation). For each noise, their thresholds give them as many false alarms on the same clean runs as
@@ -104,13 +108,13 @@ class Plan:
     """Which series are drawn, and where faults are put into them."""
 
     noises: tuple[str, ...] = tuple(NOISES)
-    seeds: tuple[int, ...] = tuple(range(2000, 2004))
+    seeds: tuple[int, ...] = tuple(range(12_000, 12_004))
     steps: int = 20_000
     places: int = 30
     first_place: int = 2_000
     doublings: tuple[int, ...] = (5, 20, 50, 100, 200, 300)
-    clean_seeds: tuple[int, ...] = tuple(range(3000, 3015))
-    short_seeds: tuple[int, ...] = tuple(range(7000, 7080))
+    clean_seeds: tuple[int, ...] = tuple(range(23_000, 23_015))
+    short_seeds: tuple[int, ...] = tuple(range(17_000, 17_080))
 
     def begins(self) -> list[int]:
         """The steps at which faults begin."""
@@ -163,6 +167,7 @@ class SeriesRun:
     noise: str
     steps: int
     alarms: list[int]
+    false_pages: int
     seconds: float
     scores: dict[str, Array]
     told: dict[str, Flags]
@@ -174,11 +179,14 @@ def measure(noise: str, seed: int, plan: Plan, detector: Callable[[], Judge] = J
     x, exact = series(noise, seed, plan.steps)
     records = [_record(step, value, is_exact) for step, (value, is_exact) in enumerate(zip(x, exact, strict=True))]
     begins, judge = plan.begins(), detector()
-    one = SeriesRun(noise, plan.steps, [], 0.0, baseline_scores(x), {}, {})
+    one = SeriesRun(noise, plan.steps, [], 0, 0.0, baseline_scores(x), {}, {})
     saved = []
     for begin, end in zip([0, *begins], [*begins, plan.steps], strict=True):
         started = time.process_time()
-        one.alarms += [record.step for record in records[begin:end] if judge.judge(record)]
+        for record in records[begin:end]:
+            alerts = judge.judge(record)
+            one.alarms += [record.step] if alerts else []
+            one.false_pages += _pages(alerts)
         one.seconds += time.process_time() - started
         saved.append(pickle.dumps(judge))  # to load it is ten times as fast as a deep copy
     for heights, faults in plan.paths(noise):
@@ -404,9 +412,12 @@ def run(*, quick: bool) -> list[Result]:
         own = [one for one in clean if one[0] == noise]
         alarms, steps = sum(count_alarms(steps) for _, _, steps, _ in own), sum(one[1] for one in own)
         results.append(Result("false notices of all series", noise, alarms, "the dial", steps / 1e4 * DIAL, ""))
-    pages = sum(one[3] for one in clean) + sum(one.false_pages for one in shorts)
-    steps = sum(one[1] for one in clean) + sum(one.steps for one in shorts)
-    results.append(Result("false pages", f"{steps:,} steps", pages, "one in a million", steps / 1e6, ""))
+    judged: list[SeriesRun | ShortRun] = [*runs, *shorts]
+    pages = [(one.noise, one.steps, one.false_pages) for one in judged]
+    pages += [(noise, steps, false) for noise, steps, _, false in clean]
+    steps, count = sum(p[1] for p in pages), sum(p[2] for p in pages)
+    note = ", ".join(noise for noise, _, false in pages if false)
+    results.append(Result("false pages", f"{steps:,} steps", count, "one in a million", steps / 1e6, "", note))
     return results
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hilbert_monitor import TrustRegion
 from hilbert_monitor.geometry import center_rows
-from hilbert_monitor.monitor.finite_gradients import NonFiniteGradients
+from hilbert_monitor.monitor.trust_region import NonFiniteGradients
 from hilbert_monitor.optim import pretraining_optimizer, warmup_cosine_scale
 from hilbert_monitor.pretrain.recipe import HEADS, Head
 
@@ -86,7 +86,7 @@ class GuardedRun(SmallRun):
         self.arm, self.head, self.limit, self.clipped = arm, head, limit, 0
         self.region = TrustRegion(limit=lambda step: self.limit * self.scale)
         if arm == REGION:
-            self.region.attach(self.model, self.optimizer)
+            self.region.watch(self.model, self.optimizer)
 
     @property
     def scale(self) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,10 +24,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hilbert_monitor.monitor.options import MonitorOptions, chosen_options, with_options
 from hilbert_monitor.monitor.panel import GivenPanel, token_count
-from hilbert_monitor.monitor.region import Region
+from hilbert_monitor.monitor.runtime import warn_user
 from hilbert_monitor.monitor.watch import Watch, sigterm_raises
 
 from .transformers_loop import TransformersLoop
+
+if TYPE_CHECKING:
+    from hilbert_monitor.monitor.trust_region import TrustRegion
 
 STATE = "hilbert_monitor.pt"
 """The file in a checkpoint's folder that has the state of the monitor."""
@@ -233,38 +236,43 @@ class HilbertCallback(TrainerCallback):
 with_options(HilbertCallback)
 
 
-class RegionCallback(TrainerCallback):
+class TrustRegionCallback(TrainerCallback):
     """Lets a `TrustRegion` hold the steps of a Trainer's head.
 
     Example:
-        ``Trainer(model, args, ..., callbacks=[HilbertCallback(), RegionCallback(TrustRegion(limit=0.02))])``
+        ``Trainer(model, args, ..., callbacks=[HilbertCallback(), TrustRegionCallback(TrustRegion(limit=0.02))])``
 
     Args:
-        region: what holds them.
+        region: the TrustRegion.
     """
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: TrustRegion) -> None:
         self.region = region
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Find the head and its optimizer, and begin to hold; go on counting where a run was saved."""
+        """Find the head and its optimizer, and hold steps; continue the counts of a run that is resumed."""
         if getattr(args, "deepspeed", None):
             raise ValueError("TrustRegion cannot hold a head under DeepSpeed, which steps no optimizer of torch's")
-        path = os.path.join(_checkpoint_folder(args, state), REGION)
-        if state.global_step and os.path.isfile(path):
-            self.region.load_state_dict(_saved_state(path))
-        self.region.attach(parts["model"], parts["optimizer"])
+        if state.global_step:
+            path = os.path.join(_checkpoint_folder(args, state), REGION)
+            try:
+                self.region.load_state_dict(torch.load(path, weights_only=True))
+            except Exception as error:  # of a damaged file, or of a checkpoint in another folder
+                self.region.step = state.global_step
+                why = f"{path} cannot be read ({type(error).__name__})"
+                warn_user(f"{why}: TrustRegion resumes at step {state.global_step}, and counts its held steps anew")
+        self.region.watch(parts["model"], parts["optimizer"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save the region's counts beside the checkpoint's own files."""
+        """Save the region's counts in the checkpoint's folder."""
         folder = _checkpoint_folder(args, state)
         if state.is_world_process_zero and os.path.isdir(folder):
             torch.save(self.region.state_dict(), os.path.join(folder, REGION))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Let go of the optimizer."""
+        """Detach."""
         self.region.detach()
 
 

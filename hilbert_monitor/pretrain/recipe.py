@@ -59,8 +59,6 @@ class Recipe:
 
     trust_region: float | None = None
     """Limit of the diameter of the head's steps. The paper has none."""
-    trust_how: Literal["rows", "scale"] = "rows"
-    """Method for a longer step: "rows" projects its centred rows onto a ball, "scale" scales the whole step."""
 
     diameter_every: int = 10
     perturbation_every: int = 500

@@ -243,7 +243,7 @@ def _callbacks(r: Recipe, paths: RunPaths, monitor: dict[str, Any]) -> list[Call
         save_on_train_epoch_end=False,
         enable_version_counter=False,
     )
-    region = [] if r.trust_region is None else [TrustRegion(r.trust_region, how=r.trust_how)]
+    region = [] if r.trust_region is None else [TrustRegion(r.trust_region)]
     return [HilbertMonitor(**options | monitor), *region, LastValidation(r), checkpoint]
 
 

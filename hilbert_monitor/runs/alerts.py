@@ -35,11 +35,11 @@ SEVERITIES |= {"nonfinite": ("page",), "ceiling": ("page",), "rate": ("page",), 
 CEILING_FACTOR, CALM = 1.01, 5
 """D(S) may exceed its ceiling by this factor, for rounding. So many normal values in a row end a blow-up; while it
 lasts, only a value twice as large is reported again."""
-PANEL: dict[str, Any] = {"share": 0.03, "min_history": 8, "floor": math.log(3)}
+PANEL: dict[str, Any] = {"share": 0.01, "min_history": 8, "floor": math.log(3)}
 BASELINES: dict[Kind, dict[str, Any]] = {"diameter": {"share": 0.4}, "perturbation": PANEL, "precision": PANEL}
-LAYERS: dict[str, Any] = {"share": 0.03, "floor": math.log(4)}
-"""What is compared with its history. The shares sum to less than one: tails are heavier than hundreds of values show.
-All layers have one share."""
+LAYERS: dict[str, Any] = {"share": 0.003, "floor": math.log(4)}
+"""What is compared with its history. Shares of the panel and of all layers together are small: they have hundreds of
+values, too few to know a heavy tail, and then give many times their share of false alarms."""
 
 ADVICE = {
     "nonfinite": "look at the batch, the loss scale and the gradient norm of this step, and go back to the last"

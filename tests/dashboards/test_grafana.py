@@ -243,6 +243,7 @@ JOBS = ("hilbert-runs", "hilbert-service")
 """Both scrape the same runs, as a service does that another Prometheus's targets are known to."""
 PLAIN = {
     "hilbert_attention_logit_max": "its model has no attention",
+    "hilbert_change_diameter": "its weight decay is known",
 }
 FP32 = PLAIN | dict.fromkeys(
     ("hilbert_stored_diameter", "hilbert_moved_share", "hilbert_precision_loss_rms"), "its head is in fp32"
