@@ -263,7 +263,7 @@ def grown(record, factors):
 def test_the_layer_that_moved_first_is_named_once():
     judge, alerts = LayerJudge(), []
     for record in layer_records(100):
-        factors = {"b": 25.0} if record.step >= 800 else {}  # eight times might be the tail of 80 values
+        factors = {"b": 25.0} if record.step >= 800 else {}  # eight times may be the tail of 80 values
         factors |= {"c": 60.0} if record.step >= 820 else {}
         alerts += judge.judge(grown(record, factors))
     assert [(alert.step, alert.kind) for alert in alerts] == [(800, "layer")]
