@@ -14,7 +14,8 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -25,10 +26,11 @@ from hilbert_monitor.runs.process_bound import ProcessBound, end_child
 from hilbert_monitor.runs.reader import STALLED_AFTER
 from hilbert_monitor.runs.record import Alert, LayerRecord, RunInfo, StepRecord
 
-from .options import ON_ALL_RANKS, Action, MonitorOptions
 from .prometheus import Exporter, Prometheus
 from .runtime import Guard, describe, warn_user
-from .training_loop import TrainingLoop
+
+if TYPE_CHECKING:
+    from .session import MonitorOptions, TrainingLoop
 
 T = TypeVar("T", contravariant=True)
 Item = TypeVar("Item")
@@ -368,6 +370,32 @@ class RunOutputs:
 
     def _queues(self) -> list[QueuedSink[Any]]:
         return [*([] if self._log_queue is None else [self._log_queue]), *self._sinks, *self._actions.webhooks]
+
+
+Action = str | Callable[[Alert], Any]
+ON_ALL_RANKS = ("checkpoint", "stop")
+"""Actions on a blow-up that all ranks take together."""
+
+
+def action_of(action: Any) -> Any:
+    """Return an action on a blow-up, or the function of that name."""
+    if callable(action) or action in ("warn", *ON_ALL_RANKS):
+        return action
+    if isinstance(action, str) and action.startswith(("http://", "https://")):
+        return action
+    place, _, name = action.rpartition(".") if isinstance(action, str) else ("", "", "")
+    why = ""
+    if place:
+        try:
+            function = getattr(import_module(place), name, None)
+        except Exception as error:  # the import runs code of the user
+            function, why = None, f" ({type(error).__name__}: {error})"
+        if callable(function):
+            return function
+    raise ValueError(
+        'on_blowup takes "warn", "checkpoint", "stop", an http address, or a function of the alert or its full'
+        f" name, got {action!r}{why}"
+    )
 
 
 class BlowUpActions:
