@@ -350,7 +350,7 @@ class TransformersLoop(PlainLoop):
             versions={"transformers": transformers.__version__},
         )
 
-    def log(self, record: StepRecord, *, final: bool) -> None:
+    def log(self, record: StepRecord, *, behind: int, final: bool) -> None:
         """Give what was measured exactly to the Trainer's loggers: every record would be a line on the screen.
 
         The Trainer's own `log` is called, as subclasses empty their metrics in theirs. It clears `control.should_log`,

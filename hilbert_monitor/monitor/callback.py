@@ -316,11 +316,12 @@ class LightningLoop:
             versions={"lightning": lightning.__version__},
         )
 
-    def log(self, record: StepRecord, *, final: bool) -> None:
+    def log(self, record: StepRecord, *, behind: int, final: bool) -> None:
         """Give a record to the trainer's loggers and the progress bar."""
         numbers = {metric.logged_of(self.label): float(value) for metric, value in measured(record)}
+        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped - behind
         for logger in self._trainer.loggers:
-            logger.log_metrics(numbers, step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(numbers, step=step)
         if self._progress_bar and not final and record.diameter is not None:
             self._module.log(
                 f"D(S) {self.label}".strip(), record.diameter, prog_bar=True, logger=False, rank_zero_only=True

@@ -298,14 +298,21 @@ class RunOutputs:
             info = msgspec.structs.replace(info, port=self.exporter.port, address=settings.address, scheme=scheme)
         self.write_log(info)
 
-    def write(self, record: StepRecord, alerts: list[Alert], *, final: bool) -> None:
-        """Write a record with its alerts on rank zero, and do what that does alone on pages."""
+    def write(self, record: StepRecord, alerts: list[Alert], *, behind: int = 0, final: bool) -> None:
+        """Write a record with its alerts on rank zero, and do what that does alone on pages.
+
+        Args:
+            record: of a step.
+            alerts: about it.
+            behind: steps that were made since: an accelerator's records come later.
+            final: there is no next step.
+        """
         if self.loop.ranks.rank != 0:
             return
         with self.guard("outputs"):
             self.put(record, alerts)
         with self.guard("loggers"):
-            self.loop.log(record, final=final)
+            self.loop.log(record, behind=behind, final=final)
         pages = [alert for alert in alerts if alert.severity == "page"]
         self._actions.on_rank_zero(pages)
         self._pages += pages

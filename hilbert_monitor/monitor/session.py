@@ -260,8 +260,8 @@ class TrainingLoop(Protocol):
     def describe(self) -> RunInfo:
         """Say what the loop knows of the run: model, seed, configuration, versions."""
 
-    def log(self, record: StepRecord, *, final: bool) -> None:
-        """Give a record to the loop's own loggers, on rank zero."""
+    def log(self, record: StepRecord, *, behind: int, final: bool) -> None:
+        """Give a record to the loop's own loggers, on rank zero. `behind` steps were made since."""
 
     def make_checkpoint(self) -> Any:
         """Collect what a checkpoint holds; called on every rank."""
@@ -365,8 +365,9 @@ class RunSession(ProcessBound):
         assert self.probe is not None
         self._waits_for_groups = None
         schedule, has_panel = self.probe.schedule, self.panels.panel is not None
-        if sharded and not loop.ranks.all_agree(math.isfinite(schedule.last)):
-            schedule.last = math.inf
+        if sharded:
+            least, minus_most = loop.ranks.all_min([schedule.last, -schedule.last])
+            schedule.last = least if least == -minus_most else math.inf
         if not loop.validates and not (loop.ranks.all_agree(has_panel) if sharded else has_panel):
             schedule.perturbation_every = 0  # there is no panel, and none to come
 
@@ -448,7 +449,7 @@ class RunSession(ProcessBound):
                 alerts = [*alerts, *more]
                 if layers is not None:
                     outputs.write_log(layers)
-            outputs.write(self._labelled(record), alerts, final=final)
+            outputs.write(self._labelled(record), alerts, behind=probe.step - record.step, final=final)
 
     @property
     def _known(self) -> tuple[int, bool]:
@@ -507,7 +508,8 @@ class RunSession(ProcessBound):
             with self.guard("record"):
                 self.flush()
             self._resumed = self.state_dict()
-            self.probe.finish()
+            with self.guard("record"):
+                self.probe.finish()
         if self._layers is not None:
             self._layers.close()
         self._layers = None

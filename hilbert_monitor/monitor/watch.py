@@ -190,7 +190,7 @@ class PlainLoop:
         """Name the model's class and the seed."""
         return RunInfo(model=type(unwrapped(self.model)).__name__, seed=self.seed)
 
-    def log(self, record: StepRecord, *, final: bool) -> None:
+    def log(self, record: StepRecord, *, behind: int, final: bool) -> None:
         """Give a record to the user's function."""
         if self._log is not None:
             self._log(logged_numbers(record), record.step)
