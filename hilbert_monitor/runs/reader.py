@@ -20,7 +20,7 @@ from .files import LONGEST, Heartbeat, Line, Marker, decode_lines, is_locked, re
 from .record import Alert, LayerRecord, RunInfo, StepRecord
 
 INFO, STEPS, ALERTS = "info.jsonl", "steps.jsonl", "alerts.jsonl"
-LAYERS, END, HEARTBEAT = "layers.jsonl", "end.jsonl", "heartbeat"
+LAYERS, PANEL, END, HEARTBEAT = "layers.jsonl", "panel.json", "end.jsonl", "heartbeat"
 Status = Literal["running", "stalled", "failed", "killed", "stopped", "finished"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 LIVE: tuple[Status, ...] = ("running", "stalled")
