@@ -11,8 +11,9 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -44,6 +45,7 @@ class Family:
 
 
 RULE = ("kind", "severity")
+# fmt: off
 FAMILIES = (
     Family("run", "info", "What the run is, in labels: its name, model, seed, validation panel, host and versions."),
     Family("run_status", "gauge", "1 for the state that the run is in, 0 for the others.", ("status",)),
@@ -53,45 +55,31 @@ FAMILIES = (
     Family("step", "gauge", "Number of the last optimizer step."),
     Family("steps", "counter", "Optimizer steps that were recorded."),
     *(Family(metric.name, "counter", metric.help) for metric in METRICS if metric.counted),
-    Family(
-        "step_diameter_distribution",
-        "histogram",
-        "Row diameters D(S) of all steps: exact where that was computed, else the certified lower bound.",
-    ),
-    Family(
-        "blowups",
-        "counter",
+    Family("step_diameter_distribution", "histogram",
+        "Row diameters D(S) of all steps: exact where that was computed, else the certified lower bound."),
+    Family("blowups", "counter",
         "Blow-ups: steps that broke one of the monitor's rules, by the rule's kind and its severity, page or notice.",
-        RULE,
-    ),
+        RULE),
     Family("blowup_value", "gauge", "Value measured at the last blow-up of each kind and severity.", RULE),
-    Family(
-        "blowup_expected",
-        "gauge",
+    Family("blowup_expected", "gauge",
         "Usual value before the last blow-up of each kind and severity, at its learning rate; the ceiling for kind"
-        " ceiling, the expected learning rate for kind rate, 0 for kind nonfinite.",
-        RULE,
-    ),
+        " ceiling, the expected learning rate for kind rate, 0 for kind nonfinite.", RULE),
     Family("blowup_step", "gauge", "Step of the last blow-up of each kind and severity.", RULE),
     Family("nonfinite_increments", "counter", "Steps whose increment of the LM head held a nan or an infinity."),
     Family("skipped_steps", "counter", "Steps at which the optimizer moved nothing."),
     Family("clipped_steps", "counter", "Steps of which a TrustRegion held something back."),
     Family("monitor_seconds", "counter", "Seconds that the monitor's measurements took, by part.", ("part",)),
-    Family(
-        "monitor_failures",
-        "counter",
-        "Failures of the monitor, by the part that raised an exception or the sink that dropped records.",
-        ("sink",),
-    ),
+    Family("monitor_failures", "counter",
+        "Failures of the monitor, by the part that raised an exception or the sink that dropped records.", ("sink",)),
 )
+# fmt: on
 
-
-def _ends(first: int, last: int, parts: int) -> Iterator[float]:
-    """Yield the ends of buckets from one power of ten to another, without the last, `parts` to a decade."""
-    yield from (float(f"{10 ** (part / parts):.3e}") for part in range(first * parts, last * parts))
-
-
-BUCKETS = (*_ends(-6, -5, 4), *_ends(-5, 0, 12), *_ends(0, 2, 4), 100.0, math.inf)
+_ENDS = (
+    10 ** (n / parts)
+    for first, last, parts in ((-6, -5, 4), (-5, 0, 12), (0, 2, 4))
+    for n in range(first * parts, last * parts)
+)
+BUCKETS = (*(float(f"{end:.3e}") for end in _ENDS), 100.0, math.inf)
 """Upper ends of the histogram's buckets: twelve to a decade from 1e-5 to 1, where the steps of runs are, each 1.21
 times the one before; four to a decade elsewhere, from 1e-6 to 100."""
 
@@ -113,7 +101,7 @@ class Samples:
     latest: dict[str, float] = field(default_factory=dict)
     """The last number of each metric, by its name."""
     seconds: Counter[str] = field(default_factory=Counter)
-    buckets: Sequence[int] = (0,) * len(BUCKETS)
+    buckets: list[int] = field(default_factory=lambda: [0] * len(BUCKETS))
     """Number of diameters in each bucket, not cumulative."""
     total: float = 0.0
     """Sum of the diameters."""
@@ -126,11 +114,8 @@ class Samples:
 class RunSamples(ProcessBound):
     """Collects the samples of a run while it is trained: a sink of its records and alerts, safe between threads.
 
-    Args:
-        info: returns the present RunInfo.
-        failures: returns how often each part or sink has failed.
-        stalled_after: seconds without a heartbeat after which the run counts as stalled; slow steps get more.
-        clock: returns seconds since the epoch.
+    `failures` returns how often each part or sink has failed. `stalled_after` is the number of seconds without a
+    heartbeat after which the run counts as stalled; slow steps get more.
     """
 
     def __init__(
@@ -143,8 +128,7 @@ class RunSamples(ProcessBound):
     ) -> None:
         self._info, self._failures, self._clock, self._lock = info, failures, clock, threading.Lock()
         self._samples = Samples(info=info(), heartbeat=clock(), stalled_after=stalled_after)
-        self._times, self._buckets = deque[float](maxlen=RECENT_STEPS), [0] * len(BUCKETS)
-        self._measured_at: dict[str, int] = {}
+        self._times, self._measured_at = deque[float](maxlen=RECENT_STEPS), dict[str, int]()
         self.bind_to_process()
 
     def write(self, record: StepRecord | Alert) -> None:
@@ -172,9 +156,9 @@ class RunSamples(ProcessBound):
     def samples(self) -> Samples:
         """Return a copy of the present state."""
         with self._lock:
-            samples = replace(self._samples, buckets=tuple(self._buckets))
-            samples.latest, samples.alerts = dict(samples.latest), dict(samples.alerts)
-            samples.seconds, samples.blowups = Counter(samples.seconds), Counter(samples.blowups)
+            samples = copy(self._samples)
+            for name in ("latest", "seconds", "buckets", "alerts", "blowups"):
+                setattr(samples, name, copy(getattr(samples, name)))
             samples.stalled_after = stall_limit(tuple(self._times), self._samples.stalled_after)
         samples.info, samples.failures = self._info(), Counter(self._failures())
         return samples
@@ -196,16 +180,12 @@ class RunSamples(ProcessBound):
         samples.seconds.update(record.seconds)
         diameter = record.diameter if record.diameter is not None else record.diameter_lower
         if diameter is not None and math.isfinite(diameter):
-            self._buckets[bisect_left(BUCKETS, diameter)] += 1
+            samples.buckets[bisect_left(BUCKETS, diameter)] += 1
             samples.total += diameter
 
 
 class Exposition(Collector):
-    """A Prometheus collector of some runs. It does not register itself.
-
-    Args:
-        runs: returns the samples of the present runs.
-    """
+    """A Prometheus collector. It does not register itself. `runs` returns the samples of the present runs."""
 
     def __init__(self, runs: Callable[[], Iterable[Samples]]) -> None:
         self.runs = runs
@@ -220,17 +200,12 @@ class Exposition(Collector):
 
 
 def _families(runs: Iterable[Samples]) -> dict[str, Any]:
-    kinds = {
-        "gauge": core.GaugeMetricFamily,
-        "counter": core.CounterMetricFamily,
-        "histogram": core.HistogramMetricFamily,
-        "info": core.InfoMetricFamily,
-    }
     gauges = [Family(metric.exposed or metric.name, "gauge", metric.help) for metric in METRICS if not metric.counted]
     families = {}
     for family in (*FAMILIES, *gauges):
         labels = ["run", "head", *family.labels]
-        families[family.name] = kinds[family.kind](f"hilbert_{family.name}", family.help, labels=labels)
+        make = getattr(core, f"{family.kind.title()}MetricFamily")
+        families[family.name] = make(f"hilbert_{family.name}", family.help, labels=labels)
     for run in runs:
         who = (run.info.id, run.info.head_optimizer or "unknown")
         for name, labels, *sample in _samples(run):
@@ -241,23 +216,22 @@ def _families(runs: Iterable[Samples]) -> dict[str, Any]:
 def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
     """Yield the samples of a run: the name of a family, labels besides `run` and `head`, value."""
     yield "run", (), _about(run.info)
-    yield "step_diameter_distribution", (), _cumulative(run.buckets), run.total
+    counts = zip(map(floatToGoString, BUCKETS), map(float, accumulate(run.buckets)), strict=True)
+    yield "step_diameter_distribution", (), list(counts), run.total
     for metric in METRICS:
         if metric.name in run.latest:
             yield metric.exposed or metric.name, (), run.latest[metric.name]
     for status in STATUSES:
         yield "run_status", (status,), float(run.status == status)
-    numbers = {
-        "run_start_timestamp_seconds": run.info.started,
-        "heartbeat_timestamp_seconds": run.heartbeat,
-        "stalled_after_seconds": run.stalled_after,
-        "step": run.step,
-        "steps": run.steps,
-        "nonfinite_increments": run.nonfinite,
-        "skipped_steps": run.skipped,
-        "clipped_steps": run.clipped,
-    }
-    yield from ((name, (), number) for name, number in numbers.items() if number is not None)
+    yield "run_start_timestamp_seconds", (), run.info.started
+    yield "heartbeat_timestamp_seconds", (), run.heartbeat
+    yield "stalled_after_seconds", (), run.stalled_after
+    if run.step is not None:
+        yield "step", (), run.step
+    yield "steps", (), run.steps
+    yield "nonfinite_increments", (), run.nonfinite
+    yield "skipped_steps", (), run.skipped
+    yield "clipped_steps", (), run.clipped
     known = {(kind, severity) for kind, severities in SEVERITIES.items() for severity in severities}
     for key in {*known, *run.blowups}:  # from zero: a counter that appears with its first count has no increase
         yield "blowups", key, run.blowups[key]
@@ -273,20 +247,7 @@ def _samples(run: Samples) -> Iterator[tuple[Any, ...]]:
 
 
 def _about(info: RunInfo) -> dict[str, str]:
-    return {
-        "name": info.name,
-        "model": info.model,
-        "seed": "" if info.seed is None else str(info.seed),
-        "panel": info.panel_hash,
-        "host": info.host,
-        "attempt": str(info.attempt),
-        "ranks": str(info.world_size),
-        "port": "" if info.port is None else str(info.port),
-        "torch": info.versions.get("torch", ""),
-        "version": info.versions.get("hilbert_monitor", ""),
-    }
-
-
-def _cumulative(buckets: Sequence[int]) -> list[tuple[str, float]]:
-    ends = [str(floatToGoString(end)) for end in BUCKETS]  # type: ignore[no-untyped-call]
-    return list(zip(ends, map(float, accumulate(buckets)), strict=True))
+    labels = {"name": info.name, "model": info.model, "seed": info.seed, "panel": info.panel_hash, "host": info.host}
+    labels |= {"attempt": info.attempt, "ranks": info.world_size, "port": info.port}
+    labels |= {"torch": info.versions.get("torch"), "version": info.versions.get("hilbert_monitor")}
+    return {name: "" if value is None else str(value) for name, value in labels.items()}

@@ -46,7 +46,7 @@ class Marker(Struct, frozen=True):
     first_step: Step
 
 
-# Values
+_markers = msgspec.json.Decoder(Marker)
 
 
 def replace_surrogates(text: str) -> str:
@@ -81,16 +81,10 @@ def to_json(value: Any, depth: int = 16) -> Any:
     return to_json(msgspec.to_builtins(value), depth) if isinstance(value, Struct) else safe_repr(value)
 
 
-# Lines
-
-_markers = msgspec.json.Decoder(Marker)
-_encoder = msgspec.json.Encoder()
-
-
 def encode_line(record: Struct) -> bytes:
     """Encode a record as one line of JSON, without a newline."""
     values = {name: to_json(value) for name, value in msgspec.structs.asdict(record).items()}
-    return _encoder.encode(msgspec.structs.replace(record, **values))
+    return msgspec.json.encode(msgspec.structs.replace(record, **values))
 
 
 def decode_lines(block: bytes, decoder: msgspec.json.Decoder[Line]) -> list[Line | Marker | None]:
@@ -149,17 +143,12 @@ class LineFile(ProcessBound):
     """A file that this process appends lines to.
 
     A forked child would share the file's lock, and a data loader's worker may outlive its killed parent, so a child
-    closes the file as soon as it is forked.
-
-    Args:
-        path: of the file.
-        head: a line that is written together with the first one.
+    closes the file as soon as it is forked. `head` is a line that is written together with the first one.
     """
 
     def __init__(self, path: Path, head: bytes = b"") -> None:
-        self.path, self._head = path, head
-        self._guard = threading.Lock()
-        self._fd = -1
+        self.path, self._head = path, head + b"\n" if head else b""
+        self._guard, self._fd = threading.Lock(), -1
         self._reason = "is closed or was opened before this process was forked: write from the process that opened it"
         self.bind_to_process()
         while self._fd < 0:
@@ -184,7 +173,7 @@ class LineFile(ProcessBound):
         """Lock the file for as long as it is open. Return False if another process has it, None without locks.
 
         The lock is flock's: it holds between threads too, and is not lost when the file is copied or read. Readers
-        test the lock, so it takes several tries.
+        test it, so several tries are made.
         """
         for _ in range(10):
             try:
@@ -197,24 +186,20 @@ class LineFile(ProcessBound):
         return False
 
     def append(self, line: bytes) -> None:
-        """Write one line at once, or raise OSError; the file stays usable."""
+        """Write one line at once, or nothing and raise OSError; the file stays usable."""
         with self._guard:
             self._refuse_closed()
-            data = self._head + b"\n" * bool(self._head) + line + b"\n"
-            self._write(b"\n" + data if self._torn else data)
+            data = b"\n" * self._torn + self._head + line + b"\n"
+            size, torn, self._torn = os.fstat(self._fd).st_size, self._torn, True
+            try:
+                if os.write(self._fd, data) < len(data):
+                    raise OSError(errno.ENOSPC, "no room for a whole line", str(self.path))
+            except OSError:
+                with contextlib.suppress(OSError):  # what a full disk let through is taken back
+                    os.ftruncate(self._fd, size)
+                    self._torn = torn
+                raise
             self._torn, self._head = False, b""
-
-    def _write(self, data: bytes) -> None:
-        """Write all of it or nothing; what a full disk lets through in part is taken back."""
-        size, torn, self._torn = os.fstat(self._fd).st_size, self._torn, True
-        try:
-            if os.write(self._fd, data) < len(data):
-                raise OSError(errno.ENOSPC, "no room for a whole line", str(self.path))
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, size)
-                self._torn = torn
-            raise
 
     def touch(self) -> None:
         """Set the time of the last change."""
@@ -223,11 +208,7 @@ class LineFile(ProcessBound):
             os.utime(self._fd)
 
     def close(self, reason: str = "") -> None:
-        """Force the lines to the disk and close the file.
-
-        Args:
-            reason: for the error that a later write raises.
-        """
+        """Force the lines to the disk and close the file. A later write raises an error with the reason."""
         with self._guard:
             fd, self._fd, self._reason = self._fd, -1, reason or self._reason
         if fd >= 0:
@@ -245,9 +226,6 @@ class LineFile(ProcessBound):
         fd, self._fd, self._guard = self._fd, -1, threading.Lock()
         if fd >= 0:
             os.close(fd)
-
-
-# Who writes a run, and is it alive?
 
 
 def is_locked(path: Path) -> bool | None:
@@ -318,9 +296,6 @@ class Heartbeat:
 
     A reader judges it by the reader's clock. The clock of the other machine may be wrong, so only a change between two
     looks is a sign of life; at the first look, a time close to the reader's is.
-
-    Args:
-        path: of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -328,12 +303,7 @@ class Heartbeat:
         self.time = -math.inf
         """Time of the file's last change by its own clock, in seconds since the epoch; minus infinity without one."""
         self._mark: tuple[int, int] | None = None
-        self._seen = -math.inf
-        self._is_sign = False
-
-    def take(self, owner: Owner) -> None:
-        """Write that a process owns the run."""
-        self.path.write_bytes(_encoder.encode(owner))
+        self._seen, self._is_sign = -math.inf, False
 
     def beat(self, owner: Owner) -> bool:
         """Show that the owner is alive; return False, and do nothing, if another process has taken the run."""
@@ -347,7 +317,7 @@ class Heartbeat:
     def owner(self) -> Owner:
         """The process that it names; raises OSError without the file. Older versions wrote no owner."""
         with _open_regular(self.path) as file:
-            return _decode(file.read(1000) or b"", _owners) or Owner()
+            return _decode(file.read(1000), msgspec.json.Decoder(Owner)) or Owner()
 
     def silence(self, now: float) -> float:
         """Return the seconds for which it has not been seen to change; 0 at the first look."""
@@ -366,6 +336,3 @@ class Heartbeat:
         """Return True if it was a sign of life in the last `lost_after` seconds."""
         silence = self.silence(now)
         return self._is_sign and silence <= lost_after
-
-
-_owners = msgspec.json.Decoder(Owner)

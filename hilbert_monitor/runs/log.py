@@ -4,13 +4,13 @@ ROOT/RUN/info.jsonl     one RunInfo an attempt; a later line for the same attemp
          steps.jsonl    the StepRecords; each attempt begins with a line like {"attempt": 2, "first_step": 120}
          alerts.jsonl   the Alerts, in the same form
          layers.jsonl   the LayerRecords, in the same form, if layers are measured
+         panel.json     the validation panel
          end.jsonl      how each attempt ended; no line for one that was killed
          heartbeat      the process; it sets the time of change every few seconds
          reserve        32 KiB that are freed for the last line if the disk is full
 
-Every record is one unbuffered write, so a killed process loses none. Only closing forces them to the disk: a machine
-that loses its power may lose the last seconds. The process that holds the lock on steps.jsonl is the one that writes;
-without locks, the one that `heartbeat` names.
+Only closing forces the records to the disk: a machine that loses its power may lose the last seconds. The process that
+holds the lock on steps.jsonl is the one that writes; without locks, the one that `heartbeat` names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -58,12 +58,20 @@ class RunWriter:
     def __init__(self, folder: Path, info: RunInfo, steps: LineFile, owner: Owner) -> None:
         self.folder, self.info, self._steps, self._owner = folder, info, steps, owner
         self._closing = threading.Event()
-        self._marker = encode_line(Marker(info.attempt, info.first_step))
+        self._marker, about = encode_line(Marker(info.attempt, info.first_step)), _readable(info)
         self._layers: LineFile | None = None
         with ExitStack() as self._files:
             self._files.callback(steps.close)
             self._alerts, self._info, self._end = map(self._open, (ALERTS, INFO, END))
-            self._begin()
+            for file in (steps, self._alerts):
+                file.append(self._marker)
+            if (folder / LAYERS).exists():  # an earlier attempt's, of which some may no longer count
+                self._layers = self._open(LAYERS)
+                self._layers.append(self._marker)
+            self._info.append(about)  # last: now it is a run
+            with suppress(OSError):
+                (folder / RESERVE).write_bytes(b"\0" * ROOM)
+            threading.Thread(target=self._beat, name=f"hilbert-monitor {self.id}", daemon=True).start()
             self._files = self._files.pop_all()
 
     @classmethod
@@ -102,16 +110,9 @@ class RunWriter:
             if private:
                 folder.chmod(0o700)
             attempts = RunReader(folder).attempts
-            known = msgspec.structs.replace(
-                info,
-                id=folder.name,
-                attempt=attempts[-1].attempt + 1 if attempts else 1,
-                first_step=first_step,
-                started=time.time(),
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                heartbeat=heartbeat,
-            )
+            attempt = attempts[-1].attempt + 1 if attempts else 1
+            process = {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "heartbeat": heartbeat}
+            known = msgspec.structs.replace(info, id=folder.name, attempt=attempt, first_step=first_step, **process)
             writer = cls(folder, known, steps, owner)
             undo.pop_all()
             return writer
@@ -149,8 +150,7 @@ class RunWriter:
 
     def describe(self, **changes: Any) -> None:
         """Write new values of fields of the run's RunInfo."""
-        fixed = {"id", "name", "attempt", "first_step", "host", "pid"} & changes.keys()
-        if fixed:
+        if fixed := {"id", "name", "attempt", "first_step", "host", "pid"} & changes.keys():
             raise ValueError(f"{', '.join(sorted(fixed))} of a run cannot change while it is written: leave it out")
         info = msgspec.structs.replace(self.info, **changes)
         self._info.append(_readable(info))
@@ -181,18 +181,6 @@ class RunWriter:
 
     def _open(self, name: str, head: bytes = b"") -> LineFile:
         return self._files.enter_context(closing(LineFile(self.folder / name, head)))
-
-    def _begin(self) -> None:
-        about = _readable(self.info)
-        for file in (self._steps, self._alerts):
-            file.append(self._marker)
-        if (self.folder / LAYERS).exists():  # an earlier attempt's, of which some may no longer count
-            self._layers = self._open(LAYERS)
-            self._layers.append(self._marker)
-        self._info.append(about)  # last: now it is a run
-        with suppress(OSError):
-            (self.folder / RESERVE).write_bytes(b"\0" * ROOM)
-        threading.Thread(target=self._beat, name=f"hilbert-monitor {self.id}", daemon=True).start()
 
     def _beat(self) -> None:
         heartbeat = Heartbeat(self.folder / HEARTBEAT)
@@ -256,18 +244,14 @@ def _choose_folder(
 def _take(folder: Path, steps: LineFile, owner: Owner, is_mine: bool) -> bool:
     """Take a run by a lock, or without locks by its heartbeat. Return False if another process has it.
 
-    Args:
-        folder: of the run.
-        steps: its log.
-        owner: this process.
-        is_mine: True if this process has created the folder, as only one can.
+    `is_mine` says that this process has created the folder, as only one can.
     """
     locked, heartbeat = steps.lock(), Heartbeat(folder / HEARTBEAT)
     if locked is None:
         warnings.warn(f"no locks in '{folder}': only a heartbeat tells whether a run is being written", stacklevel=4)
     if locked is False or (locked is None and not is_mine and _is_alive(folder, heartbeat)):
         return False
-    heartbeat.take(owner)
+    heartbeat.path.write_bytes(encode_line(owner))
     if locked is None and not is_mine:
         time.sleep(SETTLE)
     return heartbeat.owner == owner
@@ -302,26 +286,18 @@ def _candidates(root: Path, info: RunInfo) -> Iterator[Path]:
     def numbered(n: int) -> Path:
         return root / (wanted if n == 1 else f"{wanted}-{n}")
 
-    def exists(n: int) -> bool:
-        return os.path.lexists(numbered(n))
+    def is_free(n: int) -> bool:
+        return not os.path.lexists(numbered(n))
 
-    last = _last_number(exists)
+    free = 1  # the last number is found in about 2 log2(last) lookups
+    while not is_free(free):
+        free *= 2
+    last = free // 2 + bisect_left(range(free // 2 + 1, free), True, key=is_free)
     if info.id and last:
         yield numbered(1)  # an id says exactly which run is meant
     newest = (n for n in range(last, max(last - NEWEST, 0), -1) if n > 1 or not info.id)
-    yield from sorted((numbered(n) for n in newest if exists(n)), key=_is_finished)
+    yield from sorted((numbered(n) for n in newest if not is_free(n)), key=_is_finished)
     yield from map(numbered, itertools.count(last + 1))
-
-
-def _last_number(exists: Callable[[int], bool]) -> int:
-    """Return the last of the numbers 1, 2, 3 and so on that exists; 0 if none does.
-
-    Cost: about 2 log2(last) lookups.
-    """
-    free = 1
-    while exists(free):
-        free *= 2
-    return free // 2 + bisect_left(range(free // 2 + 1, free), True, key=lambda n: not exists(n))
 
 
 def _suits(folder: Path, info: RunInfo, first_step: int) -> bool:
@@ -339,13 +315,11 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _id(info: RunInfo) -> str:
-    """Return a file name from the run's id or name; without one, from the time, optimizer, seed and random digits."""
-    if info.id or info.name:
-        return file_name(info.id or info.name)
+    """Return a file name from the run's id or name; without one, from the time, optimizer, seed and random digits.
+
+    It is safe on any file system and has at most 80 characters.
+    """
     moment, seed = time.strftime("%Y%m%d-%H%M%S"), "" if info.seed is None else f"seed{info.seed}"
-    return file_name("-".join(filter(None, (moment, info.head_optimizer[:30], seed, os.urandom(3).hex()))))
-
-
-def file_name(text: str) -> str:
-    """Return a name that is safe on any file system, of at most 80 characters."""
+    unnamed = "-".join(filter(None, (moment, info.head_optimizer[:30], seed, os.urandom(3).hex())))
+    text = info.id or info.name or unnamed
     return re.sub(r"[^A-Za-z0-9._=+-]+", "-", text)[:80].strip("-.") or "run"

@@ -41,8 +41,7 @@ def forks() -> int:
 def end_child(error: BaseException | None = None) -> NoReturn:
     """End a child that was forked by a function of the user's in a thread of ours: the thread has nothing to do there.
 
-    Args:
-        error: what the function raised, if it did.
+    `error` is what the function raised, if it did.
     """
     status = 0 if error is None else 1
     if isinstance(error, SystemExit):

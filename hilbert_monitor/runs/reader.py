@@ -1,8 +1,4 @@
-"""Reads a run's folder: the records that count, and the state of the run.
-
-A run that is resumed from a checkpoint begins a further attempt. Records of earlier attempts beyond the step it goes on
-from no longer count.
-"""
+"""Reads a run's folder: the records that count, and the state of the run."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Struct
@@ -23,18 +19,10 @@ from msgspec import Struct
 from .files import LONGEST, Heartbeat, Line, Marker, decode_lines, is_locked, read_blocks, replace_surrogates
 from .record import Alert, LayerRecord, RunInfo, StepRecord
 
-INFO, STEPS, ALERTS, LAYERS, PANEL, END, HEARTBEAT = (
-    "info.jsonl",
-    "steps.jsonl",
-    "alerts.jsonl",
-    "layers.jsonl",
-    "panel.json",
-    "end.jsonl",
-    "heartbeat",
-)
+INFO, STEPS, ALERTS = "info.jsonl", "steps.jsonl", "alerts.jsonl"
+LAYERS, PANEL, END, HEARTBEAT = "layers.jsonl", "panel.json", "end.jsonl", "heartbeat"
 Status = Literal["running", "stalled", "failed", "killed", "stopped", "finished"]
 STATUSES: tuple[Status, ...] = get_args(Status)
-"""The states of a run, in the order in which they are listed."""
 LIVE: tuple[Status, ...] = ("running", "stalled")
 """States of a run whose process is alive."""
 ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
@@ -60,9 +48,7 @@ Record = TypeVar("Record", StepRecord, Alert, LayerRecord)
 def stall_limit(times: Sequence[float], least: float = STALLED_AFTER) -> float:
     """Return the seconds without a step after which a run is stalled.
 
-    Args:
-        times: of the last RECENT_STEPS steps of its present attempt, in seconds.
-        least: what it has asked for.
+    `times` are those of the steps of its present attempt, in seconds, of which the last RECENT_STEPS count.
     """
     gaps = [after - before for before, after in pairwise(times[-RECENT_STEPS:]) if 0 < after - before < math.inf]
     return max(least, STALLED_STEPS * median(gaps), STALLED_PAUSES * max(gaps)) if gaps else least
@@ -119,12 +105,8 @@ class Batch(Struct, Generic[Record], frozen=True, kw_only=True):
         return [record for record in earlier if self.keep is None or record.step <= self.keep]
 
 
-class Progress(NamedTuple):
-    """The last step of a run, its time (without one, the time of the start), and the usual silence in seconds."""
-
-    step: int | None
-    time: float
-    usual_silence: float = 0.0
+Progress = tuple[int | None, float, float]
+"""The last step of a run, its time (without one, the time of the start), and the usual silence in seconds."""
 
 
 class RunReader:
@@ -181,20 +163,18 @@ class RunReader:
     def state(self, now: float | None = None, info: RunInfo | None = None) -> RunState:
         """Return the state of the run at `now`, in seconds since the epoch. No other code decides it.
 
-        Args:
-            now: by default, the present.
-            info: of the newest attempt, if the caller has read it already.
+        `info` is that of the newest attempt, if the caller has read it already.
         """
         now, info = time.time() if now is None else now, self.info if info is None else info
-        progress = self._read_progress(info)
-        known: dict[str, Any] = {"step": progress.step, "time": progress.time}
+        step, moment, usual_silence = self._read_progress(info)
+        known: dict[str, Any] = {"step": step, "time": moment}
         end = self._end_of(info)
         if end is not None:
             return RunState(status=end.status, error=end.error, message=end.message, ended=end.time, **known)
         if not self._is_alive(now, info):
             return RunState(status="killed", ended=max(self.heartbeat.time, 0.0), **known)
         least = STALLED_AFTER if info.stalled_after is None else info.stalled_after
-        is_stalled = self._age_of_steps(now) > max(least, progress.usual_silence)
+        is_stalled = self._age_of_steps(now) > max(least, usual_silence)
         return RunState(status="stalled" if is_stalled else "running", **known)
 
     def _is_alive(self, now: float, info: RunInfo) -> bool:
@@ -257,7 +237,7 @@ class RunReader:
                 lines = [line for _, block in blocks for line in decode_lines(block, as_record)]
                 self._progress = source, _progress(lines, info)
             return self._progress[1]
-        return Progress(None, info.started)
+        return None, info.started, 0.0
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[RunReader]:
@@ -287,6 +267,6 @@ def _progress(lines: list[StepRecord | Marker | None], info: RunInfo) -> Progres
     batch = _batch(lines)
     records = sorted({record.step: record for record in batch.records}.values(), key=lambda record: record.step)
     if not records:
-        return Progress(batch.keep or None, info.started)
+        return batch.keep or None, info.started, 0.0
     times = [record.time for record in records if record.step > info.first_step]
-    return Progress(records[-1].step, records[-1].time, stall_limit(times, 0.0))
+    return records[-1].step, records[-1].time, stall_limit(times, 0.0)

@@ -125,9 +125,8 @@ class RunInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
     world_size: int = 1
     """Ranks that train together."""
     port: int | None = None
-    """Port at which the run serves its own metrics."""
     address: str = ""
-    """Address of its host at which it serves them."""
+    """Port and address at which the run serves its own metrics."""
     scheme: str = "http"
     """"https" if it serves them with TLS."""
     stalled_after: float | None = None
@@ -445,8 +444,7 @@ class Alert(Struct, frozen=True, kw_only=True, omit_defaults=True):
     rarity: float | None = None
     """Steps of this run among which one such is expected by chance."""
     batch: int | None = None
-    """Index of the step's batch in its epoch."""
     samples: tuple[int, ...] | None = None
-    """Indices of its samples, where the batch tells them: the first ones."""
+    """Those of the step's record."""
     message: str = ""
     """The alert in a sentence or two."""

@@ -31,7 +31,6 @@ Axis = Literal["updates", "tokens", "time"]
 """The x axis of a curve: optimizer steps, training tokens, or hours since the run started."""
 ShownStatus = Literal[Status, "unreadable"]
 SHOWN_STATUSES: tuple[ShownStatus, ...] = get_args(ShownStatus)
-"""The states of a Run; "unreadable" for a log that cannot be read."""
 UNKNOWN = RunState(status="killed", step=None, time=0.0)
 """The state of a run that cannot be read; its `problem` says why."""
 SIZES = {"190M": 185_680_896, "380M": 379_184_640, "640M": 639_797_248}
@@ -39,8 +38,7 @@ SIZES = {"190M": 185_680_896, "380M": 379_184_640, "640M": 639_797_248}
 
 DEPTH, TEXT, COUNT = 8, 500, 2000
 """Levels of a configuration that become keys; characters of a key or a value; settings of a run. At most."""
-WHOLE = re.compile(r"-?\d+\.0")
-"""A whole number that is written as a fraction."""
+WHOLE = re.compile(r"-?\d+\.0")  # a whole number that is written as a fraction
 RECENT, PARTS = 5000, 5
 """Records that the speed follows from, and the parts of them whose median it is, so that pauses in two of them do not
 count. A part is long enough to contain its share of validation."""
@@ -138,7 +136,7 @@ class Run:
     table: Table = field(default_factory=Table, repr=False)
     """The records that count, as numpy columns."""
     alerts: tuple[Alert, ...] = ()
-    """The alerts that count, the oldest first."""
+    """Those that count, the oldest first."""
     torn: int = 0
     """Lines that were skipped because they were not whole."""
     heartbeat: float = 0.0
@@ -175,8 +173,8 @@ class Run:
         """The model's name. Only runs of one model are compared.
 
         A model with as many parameters as one of the paper's has the paper's name. Otherwise the name is the `size` of
-        the run's configuration, or else the model's class and its number of parameters. A `size` that is a name of the
-        paper's, on a model with another number of parameters, gets that number added.
+        the run's configuration, or else the model's class; without a `size`, or with one of the paper's, the number of
+        parameters is added.
         """
         size, parameters = self.info.config.get("size"), self.info.config.get("parameters")
         label = str(size).strip() if type(size) in (str, int) else ""
@@ -222,7 +220,7 @@ class Run:
     def curve(self, name: str) -> Curve:
         """Return the curve of a column, such as "diameter"; empty if no record has it."""
         if name not in self.curves:
-            return self.curves.setdefault(name, Curve.of(self.table, self.table.column(name), self.start_time))
+            self.curves.setdefault(name, Curve.of(self.table, self.table.column(name), self.start_time))
         return self.curves[name]
 
     @property
@@ -242,12 +240,7 @@ class Run:
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
-    """Return the run of a folder.
-
-    Raises:
-        ValueError: the folder is not a run.
-        OSError: it cannot be read.
-    """
+    """Return the run of a folder; raises ValueError if it is not a run, and OSError if it cannot be read."""
     reader = RunReader(folder)
     attempts = tuple(reader.attempts)
     if not attempts:
@@ -310,15 +303,11 @@ def _flatten(values: dict[str, Any], prefix: str = "", depth: int = DEPTH) -> It
     for key, value in values.items():
         if isinstance(value, dict) and value and depth:
             yield from _flatten(value, f"{prefix}{key}.", depth - 1)
-        else:
-            yield f"{prefix}{key}", _text(value)
-
-
-def _text(value: Any) -> str:
-    try:
-        return value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    except RecursionError:
-        return "nested too deeply to be shown"
+            continue
+        try:
+            yield f"{prefix}{key}", value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        except RecursionError:
+            yield f"{prefix}{key}", "nested too deeply to be shown"
 
 
 def _median_rate(amounts: NDArray[Any], seconds: Floats) -> float | None:

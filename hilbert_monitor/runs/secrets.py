@@ -13,21 +13,14 @@ from typing import Any
 
 MASK = "***"
 ANY_VALUE = (
-    "password",
-    "passwords",
-    "passwd",
-    "passphrase",
-    "passcode",
-    "secret",
-    "secrets",
-    "credential",
-    "credentials",
+    *("password", "passwords", "passwd", "passphrase", "passcode"),
+    *("secret", "secrets", "credential", "credentials"),
 )
 """Words of a name, or ends of them, whose value is a secret, whatever it is."""
 TEXT = ("apikey", "secretkey", "privatekey", "accesskey", "token", "authorization")
 """Words of a name, or ends of them, whose value is a secret unless it is a small number."""
 SHORT_TEXT = {"auth", "bearer", "jwt", "cookie", "sig", "signature", "pwd"}
-"""Words of a name whose value is a secret unless it is a small number."""
+"""Whole words of the same effect."""
 SECRET_KEYS = {"api", "access", "secret", "private", "auth", "ssh", "encryption", "signing"}
 """Words before `key` or `keys` that say that it is a secret. Without one, `text_key="caption"` names a column."""
 SPECIAL_TOKENS = {
@@ -65,12 +58,7 @@ BARE = re.compile(r"[^\s&;,'\")\]}]*")
 
 
 def mask_secrets(value: Any, names: Collection[str] = ()) -> Any:
-    """Return a value of plain types in which secrets are replaced by `***`.
-
-    Args:
-        value: dicts, lists, texts and numbers.
-        names: further names of secrets.
-    """
+    """Return dicts, lists, texts and numbers in which secrets are replaced by `***`; `names` are further names."""
     if isinstance(value, dict):
         masked = {mask_urls(name): _masked(name, item, names) for name, item in value.items()}
         said = next((value[name] for name in ("name", "key") if isinstance(value.get(name), str)), "")

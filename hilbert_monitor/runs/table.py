@@ -6,7 +6,6 @@ and a loss that was not measured stay different.
 
 from __future__ import annotations
 
-import operator
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,8 +46,6 @@ SECONDS, PARTS = "seconds.", 16
 """Seconds that a part of measuring took are the column "seconds.PART". A run has at most 16 of them."""
 TEXT, BLOCK = 80, 4096
 """Characters of a token's text that are stored, at most, and rows that are searched at once for a last value."""
-
-_step = operator.attrgetter("step")
 
 
 def present(values: Floats) -> NDArray[np.bool_]:
@@ -107,44 +104,33 @@ class Table:
 
 
 class TableBuilder:
-    """Builds the Tables of a run. A Table that was handed out never changes: rows are added behind its end.
-
-    Args:
-        table: the rows to start from.
-    """
+    """Builds the Tables of a run. A Table that was handed out never changes: rows are added behind its end."""
 
     def __init__(self, table: Table | None = None) -> None:
         table = table or Table()
-        self._rows = len(table)
+        self.rows = len(table)
         self._steps, self._columns, self._texts = table.steps, dict(table.columns), dict(table.texts)
         self._is_shared = False
         """True if a Table holds the dictionary of texts."""
         self._expected = 0
 
     @property
-    def rows(self) -> int:
-        """Rows so far."""
-        return self._rows
-
-    @property
     def table(self) -> Table:
         """All rows so far."""
-        columns = {name: values[: self._rows] for name, values in self._columns.items()}
+        columns = {name: values[: self.rows] for name, values in self._columns.items()}
         self._is_shared = True
-        return Table(self._steps[: self._rows], columns, self._texts)
+        return Table(self._steps[: self.rows], columns, self._texts)
 
     def append(self, batch: Batch[StepRecord], expected: int = 0) -> int:
         """Add the new records of a log; return how many were skipped because a number in them is too large.
 
-        Args:
-            batch: the records.
-            expected: an estimate of the number of rows in the end: room for them is reserved, so that a long log is
-                not copied as it grows. Room that is never filled takes no memory.
+        `expected` estimates the number of rows in the end. Room for them is reserved, so that a long log is not copied
+        as it grows. Room that is never filled takes no memory.
         """
         self._expected = expected
         if batch.keep is not None:
-            self._truncate(int(np.searchsorted(self._steps[: self._rows], batch.keep, "right")))
-        return self._add_fitting(sorted(batch.records, key=_step)) if batch.records else 0
+            self._truncate(int(np.searchsorted(self._steps[: self.rows], batch.keep, "right")))
+        return self._add_fitting(sorted(batch.records, key=lambda record: record.step)) if batch.records else 0
 
     def _add_fitting(self, records: list[StepRecord]) -> int:
         try:
@@ -162,42 +148,41 @@ class TableBuilder:
             del new[name]
         texts = _texts(fields["pair"], fields["pair_text"])
         texts |= _texts(fields["perturbation_pair"], fields["perturbation_pair_text"])
-        known = self._texts
-        news = {token: intern(text[:TEXT]) for token, text in texts.items() if token not in known}
+        news = {token: intern(text[:TEXT]) for token, text in texts.items() if token not in self._texts}
         if news and self._is_shared:
-            self._texts, self._is_shared = dict(known), False
+            self._texts, self._is_shared = dict(self._texts), False
         self._texts |= news
-        first = int(np.searchsorted(self._steps[: self._rows], steps[0]))
-        if first < self._rows:
+        first = int(np.searchsorted(self._steps[: self.rows], steps[0]))
+        if first < self.rows:
             steps, new = self._merged(first, steps, new)
             self._truncate(first)
-        start, self._rows = self._rows, self._rows + len(steps)
+        start, self.rows = self.rows, self.rows + len(steps)
         if not start:  # most runs of a large folder are short
             self._steps, self._columns = steps, new
             return
-        self._steps = _room(self._steps, start, self._rows, self._expected)
-        self._steps[start : self._rows] = steps
+        self._steps = _room(self._steps, start, self.rows, self._expected)
+        self._steps[start : self.rows] = steps
         for name in {*self._columns, *new}:
-            values = _room(self._columns.get(name, np.empty(0)), start, self._rows, self._expected)
-            values[start : self._rows] = new.get(name, MISSING)
+            values = _room(self._columns.get(name, np.empty(0)), start, self.rows, self._expected)
+            values[start : self.rows] = new.get(name, MISSING)
             self._columns[name] = values
 
     def _merged(self, first: int, steps: Steps, new: dict[str, Floats]) -> tuple[Steps, dict[str, Floats]]:
         """Return the rows from `first`, merged with new rows; of two with the same step the new one counts."""
-        old = slice(first, self._rows)
+        old = slice(first, self.rows)
         both = np.concatenate([self._steps[old], steps])
         order = np.argsort(both, kind="stable")
         rows = order[np.append(np.diff(both[order]) > 0, True)]  # the last of each step
         columns = {}
         for name in {*self._columns, *new}:
-            before = self._columns[name][old] if name in self._columns else np.full(self._rows - first, MISSING)
+            before = self._columns[name][old] if name in self._columns else np.full(self.rows - first, MISSING)
             columns[name] = np.concatenate([before, new.get(name, np.full(len(steps), MISSING))])[rows]
         return both[rows], columns
 
     def _truncate(self, rows: int) -> None:
         """Drop all but the first rows, in new arrays: Tables that were handed out still hold the old ones."""
-        if rows < self._rows:
-            self._rows = rows
+        if rows < self.rows:
+            self.rows = rows
             self._steps = self._steps[:rows].copy()
             self._columns = {name: values[:rows].copy() for name, values in self._columns.items()}
 
@@ -232,11 +217,7 @@ def _any(values: Values) -> bool:
 
 
 def _floats(values: Sequence[Any]) -> Floats:
-    """Return numbers as a column, None as MISSING.
-
-    Raises:
-        OverflowError: for a whole number that is too large.
-    """
+    """Return numbers as a column, None as MISSING. A whole number that is too large raises OverflowError."""
     try:
         return np.frombuffer(struct.pack(f"{len(values)}d", *values))  # half the time of an array of a list
     except struct.error:  # a None among them, or a number that is too large
@@ -244,10 +225,7 @@ def _floats(values: Sequence[Any]) -> Floats:
 
 
 def _room(values: Any, rows: int, wanted: int, expected: int) -> Any:
-    """Return an array with room for `wanted` rows, or more, that keeps the first `rows`; MISSING fills a new column.
-
-    Pages behind the last row are not touched, and so take no memory.
-    """
+    """Return an array with room for `wanted` rows, or more, that keeps the first `rows`; MISSING fills a new column."""
     if wanted <= len(values) and values.flags.writeable:
         return values
     grown = np.empty(max(wanted, expected, rows + rows // 2 if rows > 64 else wanted), values.dtype)

@@ -12,7 +12,8 @@ def begin(tmp_path):
     opened = []
 
     def open_run(name="a", **options):
-        opened.append(RunWriter.open(tmp_path, RunInfo(name=name), **options))
+        info = name if isinstance(name, RunInfo) else RunInfo(name=name)
+        opened.append(RunWriter.open(tmp_path, info, **options))
         return opened[-1]
 
     yield open_run

@@ -78,12 +78,6 @@ def test_values_that_json_has_no_form_for_become_text():
     assert to_json(nested.layers) == {"a": {"kind": "vector", "step": "nan", "weight": 1.0}}
 
 
-def test_lines_that_are_not_whole_count_as_torn_and_cost_no_other():
-    whole = encode_line(step(3))
-    for broken in (b'{"step": 3, "ti', b"\x00\x00", b"[1, 2]", b'{"time": 3}', b"[" * 5000, whole + whole):
-        assert decode_lines(whole + b"\n" + broken + b"\n" + whole + b"\n", as_record) == [step(3), None, step(3)]
-
-
 def test_a_line_without_an_end_takes_no_memory(tmp_path):
     path = tmp_path / "steps.jsonl"
     with path.open("wb") as file:
@@ -93,25 +87,6 @@ def test_a_line_without_an_end_takes_no_memory(tmp_path):
     blocks = [block for _, block in read_blocks(path)]
     assert sum(map(len, blocks)) < (1 << 24) + (1 << 18)
     assert decode_lines(b"".join(blocks), as_record)[-1] == step(1)
-
-
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path, make):
-    make(tmp_path / "steps.jsonl")
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match=r"regular|directory"):
-        list(read_blocks(tmp_path / "steps.jsonl"))
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_line_after_a_torn_one_begins_on_a_line_of_its_own(tmp_path):
-    path = tmp_path / "steps.jsonl"
-    path.write_bytes(b'{"torn')
-    file = LineFile(path, head=b"head")
-    file.append(b"first")
-    file.append(b"second")
-    file.close()
-    assert path.read_bytes() == b'{"torn\nhead\nfirst\nsecond\n'
 
 
 def test_a_file_that_opens_but_cannot_be_read_stays_open_no_longer(tmp_path, monkeypatch):

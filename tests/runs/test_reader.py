@@ -20,7 +20,7 @@ from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.reader import RunReader, find_runs
 from hilbert_monitor.runs.record import LayerRecord, RunInfo, StepRecord
 from tests.support.draws import draws
-from tests.support.run_logs import aged, alert, by_hand, kill, living_writer, no_locks, numbers, step
+from tests.support.run_logs import aged, alert, by_hand, no_locks, numbers, step
 
 FILES = ["info.jsonl", "steps.jsonl", "alerts.jsonl", "end.jsonl", "heartbeat"]
 
@@ -50,11 +50,12 @@ def test_a_later_attempt_undoes_what_earlier_ones_did_beyond_its_first_step(begi
     assert [(info.attempt, info.first_step) for info in reader.attempts] == [(1, 0), (2, 3), (3, 2), (4, 3)]
 
 
+TORN = ['{"step": 3, "ti', "\x00\x00", "[1, 2]", '{"time": 3}', "\ud800", "[" * 5000, 2 * '{"step": 3, "time": 0.0}']
 lines = st.lists(
     st.one_of(
         *3 * [st.tuples(st.just("step"), st.integers(0, 5))],
         *2 * [st.tuples(st.just("attempt"), st.integers(0, 5))],
-        st.tuples(st.just("torn"), st.sampled_from(['{"step": 3, "ti', "\x00\x00", "[1, 2]", '{"time": 3}', "\ud800"])),
+        st.tuples(st.just("torn"), st.sampled_from(TORN)),
         st.just(("empty", 0)),
     ),
     min_size=4,
@@ -144,6 +145,13 @@ def test_a_log_that_was_replaced_is_followed_from_its_beginning(begin):
 # States
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+    __repr__ = __str__
+
+
 def test_a_run_is_running_then_finished_or_failed_and_running_again(begin):
     writer = begin()
     reader = RunReader(writer.folder)
@@ -155,32 +163,11 @@ def test_a_run_is_running_then_finished_or_failed_and_running_again(begin):
     writer.close(ZeroDivisionError("by zero"))
     state = reader.state()
     assert (state.status, state.error, state.message, state.step) == ("failed", "ZeroDivisionError", "by zero", 1)
-    again = begin(first_step=1)
-    assert (reader.state().status, reader.state().step) == ("running", 1)
-    again.close()
-    assert reader.state().status == "finished"
-
-
-def test_an_exception_that_cannot_be_shown_is_still_a_failure(begin):
-    class Mute(Exception):
-        def __str__(self):
-            raise RuntimeError
-
-        __repr__ = __str__
-
-    writer = begin()
-    writer.close(Mute())
-    state = RunReader(writer.folder).state()
-    assert (state.status, state.error) == ("failed", "Mute")
-
-
-def test_a_killed_process_is_known_at_once_on_its_own_host(tmp_path):
-    with living_writer(tmp_path) as (pid, _):
-        reader = RunReader(tmp_path / "a")
-        assert reader.state().status == "running"
-        kill(pid)
-        assert reader.state().status == "killed"
-        assert reader.state().step == 1
+    for error, status in ((Mute(), "failed"), (None, "finished")):
+        again = begin(first_step=1)
+        assert (reader.state().status, reader.state().step) == ("running", 1)
+        again.close(error)
+        assert (reader.state().status, reader.state().error) == (status, "Mute" if error else "")
 
 
 def test_on_another_machine_the_heartbeat_tells_by_its_changes(tmp_path):

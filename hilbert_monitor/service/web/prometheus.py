@@ -107,7 +107,7 @@ def samples(run: Run) -> Samples:
         clipped=_count(table, "held_share"),
         latest={name: value for name, value in latest.items() if value is not None},
         seconds=Counter({name: _sum(values) for name, values in _parts(table)}),
-        buckets=tuple(np.bincount(places, minlength=len(BUCKETS)).tolist()),
+        buckets=np.bincount(places, minlength=len(BUCKETS)).tolist(),
         total=float(diameters.sum()),
         alerts={(alert.kind, alert.severity): alert for alert in run.alerts},
         blowups=Counter((alert.kind, alert.severity) for alert in run.alerts),
