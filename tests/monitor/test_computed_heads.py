@@ -156,19 +156,6 @@ def test_a_weight_that_is_computed_in_another_way_is_refused(change, sentence):
         Probe(model, adamw(model), head=head_of(model))
 
 
-def test_a_trained_copy_of_the_head_is_an_ordinary_one():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=RANK, target_modules=["up"], modules_to_save=["lm_head"])
-    model = made(lambda m: peft.get_peft_model(m, config))
-    optimizer = adamw(model)
-    probe = Probe(model, optimizer, diameter_every=1, perturbation_every=0, strict=True).attach()
-    before = probe.head.weight.detach().double().clone()
-    record, _ = train(model, [optimizer], probe, updates=1)
-    change = probe.head.weight.detach().double() - (1 - 1e-3) * before
-    assert record.diameter == pytest.approx(all_pairs_diameter(change), rel=1e-4)
-    assert record.increment_from == "state"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_lora_on_a_llama_is_what_peft_itself_merges(dtype):
     """A step below the spacing of the frozen bf16 weight is seen: the frozen weight cancels."""

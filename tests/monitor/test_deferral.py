@@ -193,12 +193,3 @@ def test_of_ranks_that_all_have_the_head_each_measures_alone_and_nothing_is_sent
         assert judged == [(without_cost(record), alerts) for record, alerts in now]
         assert len(copies) == 4  # the first five steps are compared with the weights
         assert collectives == []
-
-
-def test_an_unknown_optimizer_is_measured_as_before(read_later):
-    class Unknown(AdamW):
-        def step(self, closure=None):
-            return super().step(closure)
-
-    now = train(lambda p: Unknown(p, lr=1e-2), immediate=True)
-    assert_same(train(lambda p: Unknown(p, lr=1e-2)), now)

@@ -7,14 +7,13 @@ import sys
 import threading
 import time
 
-import lightning
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import hilbert_monitor
-from hilbert_monitor import HilbertMonitor, Prometheus, TrustRegion
+from hilbert_monitor import Prometheus, TrustRegion
 from hilbert_monitor.monitor.outputs import QueuedSink, TokenTexts
 from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.runs import process_bound
@@ -25,7 +24,7 @@ from tests.support.decoders import Plain, batch, loss_of, seeded
 from tests.support.forks import forked, outcome
 from tests.support.ports import free_port
 from tests.support.sinks import Recorder
-from tests.support.training import Module, Text
+from tests.support.training import Text
 
 LAYER_STEP = 10  # the first step at which layers are measured
 
@@ -196,26 +195,6 @@ def test_workers_of_a_loader_leave_a_watched_run_alone(tmp_path):
                 run.step()
     log = only_run(tmp_path)
     assert (log.state().status, len(list(log.steps())), len(kept.records)) == ("finished", 12, 12)
-
-
-def test_workers_of_a_loader_leave_a_run_of_lightnings_alone(tmp_path):
-    port = free_port()
-    monitor = HilbertMonitor(
-        run_dir=str(tmp_path), panel_size=50, sinks=[Recorder()], prometheus=Prometheus(port=port), strict=True
-    )
-    data = Worker(tmp_path, port)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=[monitor],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
-    trainer.fit(Module("torch"), DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork"))
-    log = only_run(tmp_path)
-    assert (log.state().status, len(list(log.steps()))) == ("finished", 12)
 
 
 def test_a_trust_region_also_holds_the_steps_of_a_forked_child():

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.optim import SGD, AdamW, RMSprop
 from torch.utils.data import DataLoader
 
-from hilbert_monitor import HilbertMonitor, Probe, RowNorm, watch
+from hilbert_monitor import HilbertMonitor, Probe, RowNorm
 from hilbert_monitor.monitor.head import LogitTransform, check_logit_scale, logit_transform
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.runs.alerts import Judge
@@ -22,7 +22,7 @@ from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import StepRecord
 from tests.support.causal_models import causal_model
 from tests.support.decoders import Plain, loss_of, seeded
-from tests.support.references import all_pairs_diameter, deltas
+from tests.support.references import all_pairs_diameter
 from tests.support.sinks import Recorder
 from tests.support.training import UPDATES, Module, Text, V, fit
 
@@ -58,24 +58,6 @@ def train(model, probe, optimizer, updates=3):
     return record, weight.detach().double() - before
 
 
-@pytest.mark.parametrize(("transposed", "autocast"), [(False, False), (True, True)])
-def test_a_head_that_is_a_bare_parameter_is_measured_on_the_panel_too(transposed, autocast):
-    model = seeded(Bare, transposed=transposed)
-    optimizer, tokens = SGD(model.parameters(), lr=0.1), torch.randint(0, V, (6, 9))
-    context = (lambda: torch.autocast("cpu", torch.bfloat16)) if autocast else None
-    with Probe(
-        model, optimizer, head="unembed", panel=Panel.of_tokens(tokens, 40), diameter_every=1, perturbation_every=1,
-        autocast=context, strict=True,
-    ) as probe:  # fmt: skip
-        record, S = train(model, probe, optimizer)
-    S = S.T if transposed else S
-    assert record.diameter == pytest.approx(all_pairs_diameter(S), rel=1e-5)
-    assert (record.stored_diameter, record.moved_share) == (None, None)  # in fp32 the step stored is the one intended
-    H = model.hidden(tokens[:5]).detach().reshape(-1, D)[:40].double()
-    expected = float(deltas(S, H).square().mean().sqrt())
-    assert record.perturbation_rms == pytest.approx(expected, rel=0.02 if autocast else 1e-4)
-
-
 def test_a_matrix_that_may_be_stored_either_way_is_asked_about():
     class Odd(Bare):
         def __init__(self):
@@ -99,44 +81,6 @@ def test_a_padded_matrix_is_told_by_its_tokens_however_it_is_stored(transposed, 
     told = f"vocab_size is at most the {V + 9} rows of the head 'unembed', got 1,000"
     with pytest.raises(ValueError, match=told if embedded > V else "vocab_size=1000 does not tell: look at it"):
         Probe(model, optimizer, head="unembed", vocab_size=1000)
-
-
-def test_a_module_of_the_transformers_kind_that_stores_d_by_V_is_measured():
-    class Conv1D(nn.Module):
-        """x W, as in GPT-2."""
-
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(D, V))
-
-        def forward(self, x):
-            return x @ self.weight
-
-    model = seeded(Plain, V=V, d=D)
-    model.lm_head = Conv1D()
-    optimizer = AdamW(model.parameters(), weight_decay=0.0)
-    with Probe(model, optimizer, head="lm_head", diameter_every=1, perturbation_every=0, strict=True) as probe:
-        record, S = train(model, probe, optimizer)
-    assert record.diameter == pytest.approx(all_pairs_diameter(S.T), rel=1e-4)
-    assert record.ceiling is None
-
-
-@pytest.mark.parametrize("bias", ["frozen", "other"])
-def test_a_bias_that_is_frozen_or_anothers_is_no_obstacle(bias):
-    model = seeded(Plain, V=V, d=D, bias=True)
-    head = model.lm_head
-    rest = [p for p in model.parameters() if p is not head.bias]
-    head.bias.requires_grad_(bias == "other")
-    optimizers = [SGD(rest, lr=0.1), *([SGD([head.bias], lr=0.3)] if bias == "other" else [])]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        probe = Probe(model, optimizers, diameter_every=1, perturbation_every=0, strict=True).attach()
-    before = torch.cat([head.weight, head.bias[:, None]], 1).detach().double()
-    loss_of(model, 0, V).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    S = torch.cat([head.weight, head.bias[:, None]], 1).detach().double() - before
-    assert probe.record().diameter == pytest.approx(all_pairs_diameter(S), rel=1e-5)
 
 
 # Below fp32
@@ -488,9 +432,3 @@ def test_a_scale_that_nobody_told_of_is_found_on_the_panel():
         record, _ = train(model, probe, optimizer)
     assert record.perturbation_rms > 0
     assert len(probe.remarks) == 1
-
-
-def test_where_one_head_is_watched_a_list_is_refused_with_what_to_do():
-    model = seeded(Plain, V=V, d=D)
-    with pytest.raises(ValueError, match=r"a monitor watches one head, got \['a', 'b'\]"):
-        watch(model, SGD(model.parameters(), lr=0.1), head=["a", "b"])

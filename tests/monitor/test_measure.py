@@ -14,16 +14,11 @@ from torch.optim import AdamW
 from hilbert_monitor import Probe
 from hilbert_monitor.geometry import (
     Interval,
-    center_rows,
-    diameter_oracle,
-    jung_ratio,
-    projected_row_norm,
     row_diameter,
     row_diameter_bracket,
 )
 from hilbert_monitor.monitor import measure
 from hilbert_monitor.monitor.batches import next_tokens
-from hilbert_monitor.monitor.deferred import HOST_COPIES, DeviceNumbers
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.runs.record import StepRecord
 from tests.support.decoders import Plain, loss_of, seeded
@@ -225,16 +220,6 @@ def test_the_efficiency_of_one_column_is_within_its_bounds_in_exact_arithmetic(d
         assert fields["efficiency_upper"] - fields["efficiency_lower"] < 1e-5
 
 
-def test_projected_row_norm_has_at_least_the_efficiency_that_is_guaranteed():
-    G = center_rows(normal(0, 20, 4).float())
-    S = -projected_row_norm(G)
-    D = row_diameter(S)
-    fields = measure.efficiencies(S, G, {}, Interval(D.lower, D.upper), budget=0.5)
-    exact = float((-G.double() * S.double()).sum()) / (D.value * diameter_oracle(G, 1.0).value)
-    assert fields["efficiency_lower"] * (1 - 1e-6) <= exact <= fields["efficiency_upper"] * (1 + 1e-6)
-    assert fields["efficiency_upper"] >= jung_ratio(4)
-
-
 def test_a_run_measures_efficiency_only_where_it_is_asked_to():
     asked, _ = last_record(Model(), efficiency=True, diameter_every=1)
     assert 0 <= asked.gauge_waste < 1
@@ -244,46 +229,3 @@ def test_a_run_measures_efficiency_only_where_it_is_asked_to():
     plain, _ = last_record(Model(), diameter_every=1)
     assert plain.efficiency_lower is None
     assert plain.spectral_norm > 0
-
-
-# Numbers of a device
-
-
-NUMBERS = [0.1, -3e300, float("inf")]
-
-
-class Queue:
-    """A device's queue: nothing is copied before somebody waits for it."""
-
-    def __init__(self):
-        self.waiting, self.waits, self.copies = [], 0, 0
-
-    def copy(self, numbers):
-        copy = torch.full_like(numbers, torch.nan)
-        self.waiting.append(lambda: copy.copy_(numbers))
-        self.copies += 1
-        return copy, self
-
-    def synchronize(self):
-        self.waits += 1
-        while self.waiting:
-            self.waiting.pop(0)()
-
-
-def added():
-    device, numbers = torch.tensor(NUMBERS, dtype=torch.float64), DeviceNumbers()
-    for name, x in {"several": device, "one": torch.tensor(2.5), "host": 7, "nothing": None}.items():
-        numbers.add(name, x)
-    device.zero_()  # its owner goes on
-    numbers.send()
-    return numbers
-
-
-def test_numbers_of_a_device_travel_in_one_copy_and_are_waited_for_once(monkeypatch):
-    queue, expected = Queue(), {"several": NUMBERS, "one": [2.5], "host": [7.0]}
-    assert added().read() == expected  # a CPU's are there at once
-    monkeypatch.setitem(HOST_COPIES, "cpu", queue.copy)
-    numbers = added()
-    assert (queue.copies, queue.waits) == (1, 0)
-    assert numbers.read() == numbers.read() == expected
-    assert (queue.copies, queue.waits) == (1, 1)

@@ -14,7 +14,7 @@ from hilbert_monitor import HilbertMonitor, Probe, pretraining_optimizer, warmup
 from hilbert_monitor.monitor.samples import sample_indices
 from hilbert_monitor.runs.alerts import Judge
 from tests.support.decoders import Plain, loss_of, seeded
-from tests.support.training import Module, Text, fit
+from tests.support.training import Module, Text
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 STEPS, FAULT = 8, 5
@@ -139,30 +139,6 @@ def test_a_rate_of_zero_in_the_warm_up_is_the_schedulers():
     assert said == [True] * STEPS
 
 
-def test_a_schedule_of_tensors_is_read_in_one_go(monkeypatch):
-    """On a GPU every reading waits for the device."""
-    waits = []
-    for name in ("item", "__float__", "tolist"):
-        original = getattr(torch.Tensor, name)
-        monkeypatch.setattr(
-            torch.Tensor, name, lambda x, *a, _o=original, _n=name: waits.append(_n) or _o(x, *a), raising=False
-        )
-    model = seeded(Plain)
-    optimizer = SGD(model.parameters(), lr=torch.tensor(0.1))
-    counts = {}
-    for scheduler in (None, torch_schedulers.ExponentialLR(optimizer, 0.9)):
-        with Probe(
-            model, optimizer, diameter_every=0, perturbation_every=0, bounds=False, schedulers=scheduler
-        ) as probe:
-            for step in range(2):
-                loss_of(model, step).backward()
-                waits.clear()
-                optimizer.step()
-                counts[scheduler is None] = len(waits)
-                probe.record()
-    assert counts[True] == counts[False]
-
-
 class Scheduled(Module):
     """A module with a schedule, a fault in its rate, and a step too large at a batch of the second epoch."""
 
@@ -234,36 +210,6 @@ def test_lightning_says_batch_schedule_and_the_samples_of_an_alert(tmp_path):
     assert sink.records[30].samples == tuple(index for _, samples in batches[30] for index in samples)
     assert all(record.samples is None for step, record in sink.records.items() if step != 30)
     assert pickle.loads(pickle.dumps(monitor)).session.state_dict()["step"] == 34  # it holds on to no scheduler
-
-
-def test_a_resumed_run_goes_on_with_batch_schedule_and_the_whole_history_of_the_rules(tmp_path, monkeypatch):
-    first, second, calls = Keep(), Keep(), []
-    monkeypatch.setattr(Judge, "restore", lambda judge, state: calls.append(("restore", state)))
-
-    def run(sink, steps, **where):
-        monitor = HilbertMonitor(run_dir=None, perturbation_every=0, sinks=[sink])
-        trainer = lightning.Trainer(
-            accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[monitor],
-        )  # fmt: skip
-        trainer.fit(Scheduled("adamw"), DataLoader(Text(0), batch_size=4), **where)
-        return trainer
-
-    run(first, 5).save_checkpoint(tmp_path / "run.ckpt")
-    assert calls == []
-    run(second, 8, ckpt_path=str(tmp_path / "run.ckpt"))
-    assert [*first.records, *second.records] == [*range(1, 9)]
-    assert all(record.scheduled for record in [*first.records.values(), *second.records.values()])
-    assert [record.batch for record in second.records.values()] == [5, 6, 7]
-    assert [call for call, _ in calls] == ["restore"]
-    saved = torch.load(tmp_path / "run.ckpt", weights_only=False)["callbacks"][HilbertMonitor().state_key]
-    assert calls[0][1] == saved["history"]
-
-
-def test_without_schedulers_lightning_says_that_it_is_not_known():
-    sink = Keep()
-    fit(Module("torch"), HilbertMonitor(run_dir=None, perturbation_every=0, sinks=[sink]))
-    assert {record.scheduled for record in sink.records.values()} == {None}
 
 
 def test_samples_are_read_only_for_an_alert_and_64_at_most():

@@ -1,15 +1,12 @@
 """What a run writes, what sinks and `decode` may do to it, and the actions on a blow-up."""
 
 import json
-import resource
-import signal
 import sys
 import threading
 import time
 import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import lightning
 import msgspec
 import pytest
 import torch
@@ -111,17 +108,6 @@ def test_a_log_that_cannot_be_opened_costs_the_log_and_not_the_run(tmp_path):
     said = said_in(lambda: fit(Jumps(), watched))
     assert sum("the run log failed (NotADirectoryError" in text for text in said) == 1
     assert len(kept.records) == STEPS
-
-
-def test_two_runs_of_one_name_at_once_have_two_logs():
-    class Second(lightning.Callback):
-        def on_train_batch_start(self, trainer, module, batch, index):
-            if index == 2:
-                fit(Module("torch"), HilbertMonitor(panel_size=50, run_name="same"), steps=3)
-
-    with pytest.warns(UserWarning, match="run 'same' is being written by another process: this is 'same-2'"):
-        fit(Module("torch"), Second(), HilbertMonitor(panel_size=50, run_name="same"), steps=6)
-    assert {run.info.id: len(list(run.steps())) for run in find_runs("runs")} == {"same": 6, "same-2": 3}
 
 
 # Sinks
@@ -346,28 +332,6 @@ def test_stop_and_checkpoint_take_both_of_two_ranks(tmp_path):
     assert steps[JUMP].perturbation_rms > 0
     assert (run.state(time.time()).status, run.info.world_size) == ("finished", 2)
     assert torch.load(run.folder / f"blow-up-step-{JUMP}.ckpt", weights_only=True)["global_step"] == JUMP
-
-
-class FullDisk(lightning.Callback):
-    """Rank zero cannot write more than a few bytes to any file during the step that blows up."""
-
-    def on_train_batch_start(self, trainer, *_):
-        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if trainer.is_global_zero and trainer.global_step in (JUMP - 1, JUMP):
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100 if trainer.global_step == JUMP - 1 else most, most))
-
-
-@pytest.mark.sweep
-@pytest.mark.usefixtures("warm_ranks")
-def test_a_checkpoint_that_cannot_be_written_makes_nobody_wait(tmp_path):
-    watched = monitor(on_blowup=["checkpoint"], run_name="full", run_dir=str(tmp_path / "runs"), strict=False)
-    trainer = fit(Jumps(), FullDisk(), watched, strategy="ddp_spawn", devices=2, default_root_dir=tmp_path)
-    assert trainer.state.finished
-    run = RunReader(tmp_path / "runs" / "full")
-    assert {*range(1, STEPS + 1)} - {r.step for r in run.steps()} <= {JUMP, JUMP + 1}  # no room for those either
-    assert run.state(time.time()).status == "finished"
-    assert not (run.folder / f"blow-up-step-{JUMP}.ckpt").exists()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from hilbert_monitor.monitor import prometheus
 from hilbert_monitor.monitor.prometheus import Exporter, Prometheus
 from hilbert_monitor.runs.exposition import RunSamples
 from hilbert_monitor.runs.reader import find_runs
-from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
+from hilbert_monitor.runs.record import RunInfo, StepRecord
 from tests.support.sinks import Recorder
 from tests.support.training import UPDATES, Module, fit
 
@@ -243,24 +243,6 @@ def gone(port):
     return time.monotonic()
 
 
-def test_every_step_is_counted_while_it_is_scraped_and_late_ones_overwrite_nothing(export):
-    samples = samples_of()
-    port = export(samples).port
-    thread = threading.Thread(target=lambda: [get(port) for _ in range(50)])
-    thread.start()
-    for step in range(2, 2000):
-        samples.write(StepRecord(step=step, time=0.0, diameter=0.1))
-    for step in (1999, 1998):
-        samples.write(Alert(step=step, time=0.0, kind="diameter", severity="page", value=step, message=""))
-        samples.write(StepRecord(step=step, time=0.0, diameter=step / 1000))
-    thread.join()
-    text = get(port)
-    assert 'hilbert_steps_total{head="AdamW",run="run"} 1999.0' in text
-    assert 'hilbert_step_diameter{head="AdamW",run="run"} 1.999' in text
-    assert 'hilbert_blowup_step{head="AdamW",kind="diameter",run="run",severity="page"} 1999.0' in text
-    assert 'hilbert_blowups_total{head="AdamW",kind="diameter",run="run",severity="page"} 2.0' in text
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("secure", [True, False])
 def test_the_server_closes_connections_that_stay_silent_or_are_too_many(export, certificate, secure, monkeypatch):
@@ -288,21 +270,6 @@ from hilbert_monitor.runs.exposition import RunSamples
 from hilbert_monitor.runs.record import RunInfo
 exporter = Exporter(RunSamples(lambda: RunInfo(id="run")), Prometheus(port=0, linger=300))
 """
-
-
-@pytest.mark.sweep
-def test_a_process_that_was_scraped_stays_for_its_last_scrape():
-    code = EXPORT + "print(exporter.port, flush=True); input(); exporter.end('failed')"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
-        port = int(process.stdout.readline())
-        get(port)
-        process.stdin.write("\n")
-        process.stdin.flush()
-        time.sleep(0.5)
-        assert process.poll() is None
-        assert 'status="failed"} 1.0' in get(port)
-        assert process.wait(100) == 0
 
 
 def test_a_killed_process_frees_its_port_though_its_forked_workers_live():

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from hilbert_monitor import HilbertMonitor
 from hilbert_monitor.monitor import loader_items, measure
 from hilbert_monitor.monitor.runtime import Guard
-from hilbert_monitor.runs.reader import RunReader
 from tests.support.decoders import Plain
 from tests.support.sinks import Recorder
 from tests.support.training import UPDATES, Module, Text, V, fit
@@ -204,51 +203,3 @@ def test_a_validation_set_that_panics_when_the_panel_is_taken_costs_the_panel():
 
 def quick(**options):
     return HilbertMonitor(**{"diameter_every": 1, "perturbation_every": 0, "panel_size": 20} | options)
-
-
-def test_the_exit_of_a_signal_handler_that_arrives_while_a_step_is_measured_ends_the_run(usr2, monkeypatch):
-    def interrupted(S):
-        os.kill(os.getpid(), signal.SIGUSR2)
-        time.sleep(1)
-
-    usr2(lambda *_: sys.exit(7))
-    monkeypatch.setattr(measure, "row_diameter", interrupted)
-    with pytest.raises(SystemExit) as end:
-        fit(Module("torch"), quick())
-    assert end.value.code == 7
-
-
-def only_on(rank, fail):
-    if int(os.environ.get("LOCAL_RANK", 0)) == rank:
-        fail()
-
-
-def decode_on_rank_zero(token):
-    only_on(0, panics)
-    return str(token)
-
-
-def hidden_on_rank_one(module, batch):
-    only_on(1, panics)
-    return module.model.hidden(batch)
-
-
-@pytest.mark.sweep
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.usefixtures("warm_ranks")
-def test_panics_on_one_of_two_ranks_end_neither(tmp_path):
-    monitor = quick(
-        perturbation_every=4,
-        decode=decode_on_rank_zero,
-        hidden=hidden_on_rank_one,
-        run_dir=str(tmp_path / "runs"),
-        run_name="two",
-    )
-    fit(Module("torch"), monitor, strategy="ddp_spawn", devices=2)
-    run = RunReader(tmp_path / "runs" / "two")
-    steps = list(run.steps())
-    assert run.info.world_size == 2
-    assert run.info.last_step == UPDATES
-    assert [record.step for record in steps] == list(range(1, UPDATES + 1))
-    assert all(record.diameter > 0 and record.perturbation_rms is None for record in steps)
-    assert run.state(time.time()).status == "finished"
