@@ -1,4 +1,4 @@
-"""Heads of all kinds are measured, or it is said why not: bare parameters, (d, V), biases, frozen, in bf16, two."""
+"""Heads of all kinds are measured, or it is said why not: told apart by their rows, frozen, in bf16, two."""
 
 import csv
 import warnings
