@@ -22,26 +22,12 @@ from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import Alert, StepRecord
 from tests.support.decoders import Plain, batch, loss_of, seeded
 from tests.support.forks import forked, outcome
+from tests.support.loops import only_run, steps, watched
 from tests.support.ports import free_port
 from tests.support.sinks import Recorder
 from tests.support.training import Text
 
 LAYER_STEP = 10  # the first step at which layers are measured
-
-
-def watched(folder, **options):
-    model = seeded(Plain)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = {"run_dir": str(folder), "strict": True, "diameter_every": 1} | options
-    return hilbert_monitor.watch(model, optimizer, **options), model, optimizer
-
-
-def update(run, model, optimizer, count=1):
-    for number in range(count):
-        loss_of(model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.step(loss=1.0)
 
 
 def locks(item):
@@ -80,7 +66,7 @@ def every_lock_held():
 def run(tmp_path):
     """A run that uses every output, after its layers were measured."""
     run, model, optimizer = watched(
-        tmp_path / "runs",
+        run_dir=str(tmp_path / "runs"),
         sinks=[Recorder()],
         panel_size=50,
         panel=[batch(number) for number in range(2)],
@@ -90,14 +76,9 @@ def run(tmp_path):
         prometheus=Prometheus(port=0, registry=CollectorRegistry(), linger=0.0),
     )
     run.start()
-    update(run, model, optimizer, LAYER_STEP)
+    steps(run, model, optimizer, range(LAYER_STEP), loss=1.0)
     yield run, model, optimizer
     run.close()
-
-
-def only_run(folder):
-    (path,) = folder.iterdir()
-    return RunReader(path)
 
 
 def test_a_forked_child_waits_for_no_lock_of_its_parents_run(run, tmp_path):
@@ -105,7 +86,7 @@ def test_a_forked_child_waits_for_no_lock_of_its_parents_run(run, tmp_path):
 
     def use():
         assert run.session.outputs is None
-        update(run, model, optimizer, LAYER_STEP)
+        steps(run, model, optimizer, range(LAYER_STEP), loss=1.0)
         run.log_validation(1.0)
         run.heartbeat()
         assert run.state_dict()["step"] == LAYER_STEP  # as of the fork
@@ -131,7 +112,7 @@ def test_a_forked_child_waits_for_no_lock_of_its_parents_run(run, tmp_path):
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert codes == [0, 0, 0]
     assert only_run(tmp_path / "runs").state().status == "running"
-    update(run, model, optimizer)
+    steps(run, model, optimizer, range(1))
     run.close()
     log = only_run(tmp_path / "runs")
     assert log.state().status == "finished"
@@ -147,7 +128,7 @@ def test_a_forked_child_can_watch_a_run_itself(run, tmp_path):
             model, optimizer, run_dir=str(tmp_path / "own"), prometheus=Prometheus(port=0), decode=str, strict=True
         )
         with own:
-            update(own, model, optimizer, 3)
+            steps(own, model, optimizer, range(3))
 
     with every_lock_held():
         assert outcome(train) == 0

@@ -23,7 +23,7 @@ from hilbert_monitor.runs.reader import RunReader, find_runs
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
 from tests.support.blowups import JUMP, STEPS, Jumps, Overwrites, fit, monitor
 from tests.support.decoders import Plain
-from tests.support.sinks import Recorder
+from tests.support.sinks import Recorder, Sink, panics
 from tests.support.training import Module, V
 from tests.support.warm import warm_ranks_fixture  # noqa: F401
 
@@ -34,14 +34,6 @@ def said_in(function):
         warnings.simplefilter("always")
         function()
     return [str(warning.message) for warning in caught]
-
-
-class Panic(BaseException):
-    """As a Rust extension raises it."""
-
-
-def panics(*_):
-    raise Panic("a panic in Rust")
 
 
 def fails(*_):
@@ -111,11 +103,6 @@ def test_a_log_that_cannot_be_opened_costs_the_log_and_not_the_run(tmp_path):
 
 
 # Sinks
-
-
-class Sink:
-    def __init__(self, write):
-        self.write = write
 
 
 def test_a_sink_that_raises_or_exits_gets_the_next_record_and_the_end_is_in_its_thread():

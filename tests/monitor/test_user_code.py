@@ -16,14 +16,9 @@ from hilbert_monitor import HilbertMonitor
 from hilbert_monitor.monitor import loader_items, measure
 from hilbert_monitor.monitor.runtime import Guard
 from tests.support.decoders import Plain
-from tests.support.sinks import Recorder
+from tests.support.sinks import Panic, Recorder, Sink, panics
 from tests.support.training import UPDATES, Module, Text, V, fit
 from tests.support.warm import warm_ranks_fixture  # noqa: F401
-
-
-class Panic(BaseException):
-    """As a Rust extension raises it."""
-
 
 # What is caught, and what passes
 
@@ -150,17 +145,8 @@ def test_what_is_no_exception_is_caught_around_functions_of_the_user_alone(error
 # Whole runs
 
 
-def panics(*_):
-    raise Panic("a panic in Rust")
-
-
 def exits(*_):
     sys.exit(3)
-
-
-class Sink:
-    def __init__(self, write):
-        self.write = write
 
 
 class Fragile(Text):

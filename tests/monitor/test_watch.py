@@ -22,6 +22,7 @@ from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import RunInfo
 from tests.support.decoders import Plain, batch, loss_of, seeded
+from tests.support.loops import only_run, steps, watched
 from tests.support.ranks import in_ranks
 from tests.support.sinks import Recorder
 from tests.support.warm import Program
@@ -29,26 +30,6 @@ from tests.support.warm import Program
 V = 23
 IDS = torch.arange(60).view(6, 10) % V
 ALONE = Ranks.of(torch.device("cpu"), 1)
-
-
-def steps(run, model, optimizer, numbers, **loss):
-    for number in numbers:
-        loss_of(model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.step(**loss)
-
-
-def watched(model=None, **options):
-    model = model or seeded(Plain)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = {"run_dir": None, "strict": True, "diameter_every": 1} | options
-    return hilbert_monitor.watch(model, optimizer, **options), model, optimizer
-
-
-def only_run(folder):
-    (run,) = folder.iterdir()
-    return RunReader(run)
 
 
 def test_a_short_run_whose_optimizer_does_not_have_the_head_says_so_at_its_end():
@@ -274,7 +255,7 @@ def test_what_leaves_the_block_is_in_the_log_of_the_run(tmp_path):
 
 TERMINATED = """
 import os, signal, sys
-from tests.monitor.test_watch import watched, steps
+from tests.support.loops import watched, steps
 run, model, optimizer = watched(run_dir=sys.argv[1])
 with run:
     steps(run, model, optimizer, range(2))
@@ -293,7 +274,7 @@ def test_a_run_that_is_terminated_says_so(tmp_path):
 PREEMPTED = """
 import os, signal, sys, time
 from hilbert_monitor.monitor import measure
-from tests.monitor.test_watch import watched, steps
+from tests.support.loops import watched, steps
 
 _, folder, place, then, end = sys.argv
 
