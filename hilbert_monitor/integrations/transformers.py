@@ -22,9 +22,8 @@ from torch.nn import Module
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hilbert_monitor.monitor.batches import token_count
-from hilbert_monitor.monitor.given_panel import GivenPanel
 from hilbert_monitor.monitor.options import MonitorOptions, chosen_options, with_options
+from hilbert_monitor.monitor.panel import GivenPanel, token_count
 from hilbert_monitor.monitor.runtime import warn_user
 from hilbert_monitor.monitor.watch import Watch, sigterm_raises
 
@@ -47,7 +46,8 @@ class HilbertCallback(TrainerCallback):
         also logs by the Trainer's loggers and notes what ends a run by an exception.
 
     Args:
-        panel: "loader" for the first positions of the evaluation set; token ids, batches or a DataLoader of your own.
+        panel: "loader" for the first positions that an evaluation delivers; token ids, batches or a DataLoader of your
+            own; or the folder of a run that has a panel.
         **options: those of `HilbertMonitor`.
     """
 
@@ -113,23 +113,11 @@ class HilbertCallback(TrainerCallback):
             self.run.step()
 
     def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Take the panel from the evaluation set, as soon as its loader is known."""
-        if self.run is None:
-            return
-        self.run.heartbeat()
-        session = self.run.session
-        loader = parts.get("eval_dataloader")
-        if (
-            session.panels.panel is None
-            and session.options.perturbation_every
-            and self._loop.validation_loaders is None
-        ):
-            self._loop.validation_loaders = loader
-            with session.guard("panel", user_code=True):
-                session.panels.take(loader, validates=True, ranks=self._loop.ranks, model=self._loop.model)
-            session.update_panel()
+        """Write a heartbeat."""
+        if self.run is not None:
+            self.run.heartbeat()
 
     def on_evaluate(
         self,
@@ -139,13 +127,13 @@ class HilbertCallback(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        """Note the loss of the first evaluation set, and make the panel of what a stream has delivered."""
+        """Note the loss of the first evaluation set, and make the panel of what was delivered."""
         if self.run is None:
             return
         session, ranks = self.run.session, self._loop.ranks
         with session.guard("panel"):
             if session.panels.panel is None and session.options.perturbation_every:
-                session.panels.finish(ranks=ranks, reader=ranks.rank, readers=ranks.world)
+                session.panels.finish(ranks=ranks, reader=ranks.rank)
                 session.update_panel()
             self._collect()
         losses = [name for name in metrics or {} if name.startswith("eval_") and name.endswith("loss")]
@@ -213,7 +201,7 @@ class HilbertCallback(TrainerCallback):
         with run.session.guard("batch"):
             if not module.training:
                 if "labels" in kwargs:  # not a step of a generation
-                    run.session.panels.offer(_batch_of(kwargs), readers=self._loop.ranks.world)
+                    run.session.panels.offer(_batch_of(kwargs))
             elif self._trainer is None:
                 loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
                 tokens = token_count(kwargs)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch.nn import Module
-from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from hilbert_monitor.monitor.hidden import AutocastFactory
+from hilbert_monitor.monitor.hidden_states import AutocastFactory
 from hilbert_monitor.monitor.plain_loop import DEEPSPEED, PlainLoop, logged_numbers
 from hilbert_monitor.runs.record import RunInfo, StepRecord
 
@@ -54,7 +52,6 @@ class TransformersLoop(PlainLoop):
             **arguments,
         )
         self.validates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
-        self.validation_loaders = None if trainer is None else _validation_loader(trainer)
 
     def refusal(self) -> str:
         """Why nothing can be measured."""
@@ -99,18 +96,3 @@ def _autocast(args: TrainingArguments) -> AutocastFactory | None:
     """The context in which Accelerate runs the model's forward pass."""
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     return None if dtype is None else lambda: torch.autocast(args.device.type, dtype)
-
-
-def _validation_loader(trainer: Trainer) -> Any:
-    """A loader over a trainer's first evaluation set: never iterated, it only says how items become batches."""
-    data = trainer.eval_dataset
-    if isinstance(data, dict):
-        data = next(iter(data.values()), None)
-    if data is None or isinstance(data, torch.utils.data.IterableDataset):
-        return None
-    collate: Callable[..., Any] = trainer.data_collator
-    if hasattr(data, "column_names"):  # of the datasets library
-        data = trainer._remove_unused_columns(data, description="Evaluation")
-    else:
-        collate = trainer._get_collator_with_removed_columns(collate, description="Evaluation")
-    return DataLoader(data, batch_size=trainer.args.eval_batch_size, collate_fn=collate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -13,13 +13,12 @@ from torch.nn import Module, Parameter
 from hilbert_monitor.runs.alerts import Rules
 from hilbert_monitor.runs.record import Alert
 
-from .batches import Batch, token_count
 from .head import locate_head
 from .lightning_loop import LightningLoop
 from .options import Advanced, MonitorOptions
+from .panel import Batch, sample_indices, token_count
 from .prometheus import Prometheus
 from .runtime import Ranks, warn_user
-from .samples import sample_indices
 from .session import RunSession
 
 VALIDATION_LOSSES = ("val_loss", "validation_loss", "val/loss", "valid_loss")
@@ -42,8 +41,9 @@ class HilbertMonitor(Callback):
         panel_size: validation positions of the Hilbert perturbation.
         diameter_every: updates between exact diameters; 0 for none.
         perturbation_every: updates between perturbations of the panel; 0 for none.
-        panel: "loader" for the first positions of the validation data; "paper" for an equal part of the first
-            validation batches of each rank, as in the paper; or your own token ids.
+        panel: "loader" for the first positions that validation delivers, once for the whole run; "paper" for an equal
+            part of the first validation batches of each rank, as in the paper; the folder of another run, to use its
+            panel; or your own token ids.
         hidden: (module, batch) -> hidden states, for a model whose forward pass never calls its head.
         decay: how the head's optimizer uses weight_decay: "decoupled", "coupled", or the share of the weights that a
             step takes away, a number or a function of the parameter's group. By default what is known of its class.
@@ -75,7 +75,7 @@ class HilbertMonitor(Callback):
         diameter_every: int = 10,
         perturbation_every: int = 500,
         *,
-        panel: Literal["loader", "paper"] | list[int] | list[list[int]] | Tensor = "loader",
+        panel: str | list[int] | list[list[int]] | Tensor = "loader",
         hidden: Callable[[Module, Batch], Any] | None = None,
         decay: str | float | Callable[[dict[str, Any]], Any] | None = None,
         vocab_size: int | None = None,
@@ -151,31 +151,29 @@ class HilbertMonitor(Callback):
             session.record(updated=bool(weight))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the panel, or begin to collect what the validation delivers."""
-        panels = self.session.panels
-        if trainer.state.fn == "fit" and panels.panel is None and self.options.perturbation_every:
+        """Begin to collect what the validation delivers, if there is no panel yet."""
+        session = self.session
+        if trainer.state.fn == "fit" and session.panels.panel is None and self.options.perturbation_every:
             ranks = Ranks.of(pl_module.device, trainer.world_size)
-            with self.session.guard("panel", user_code=True):
-                loaders = trainer.val_dataloaders
-                panels.take(loaders, validates=trainer.enable_validation, ranks=ranks, model=pl_module)
-            panels.collect()
-            self.session.update_panel()
+            session.find_panel(ranks, updates=trainer.global_step, validates=True)
+            session.panels.collect()
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Collect what the first validation delivers, where the data are a stream or the rule is the paper's."""
+        """Collect what the validation delivers."""
         self.session.heartbeat()
         if dataloader_idx == 0:
             with self.session.guard("panel"):
-                self.session.panels.offer(batch, readers=_reader(trainer)[1])
+                self.session.panels.offer(batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the panel of what was collected, and note the validation loss."""
         with self.session.guard("panel"):
-            ranks, (reader, readers) = Ranks.of(pl_module.device, trainer.world_size), _reader(trainer)
             self.session.panels.finish(
-                ranks=ranks, reader=reader, readers=readers, more_to_come=trainer.sanity_checking
+                ranks=Ranks.of(pl_module.device, trainer.world_size),
+                reader=_reader(trainer)[0],
+                more_to_come=trainer.sanity_checking,
             )
             self.session.update_panel()
         with self.session.guard("validation loss"):

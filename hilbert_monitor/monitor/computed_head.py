@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from hilbert_monitor.geometry import RowSource, compute_dtype, full_precision
 from hilbert_monitor.optim.recipe import parameter_of
 
-from .hidden import undisturbed
+from .hidden_states import without_side_effects
 from .increment import Basis, IncrementSource, LocalRows, SampledRows, largest
 from .optimizers import Rate, owner_of
 
@@ -103,7 +103,7 @@ def computed_weight(module: Module) -> ComputedWeight | None:
         chain: Any = module.parametrizations["weight"]  # type: ignore[index]
 
         def parametrized() -> tuple[Tensor, None]:
-            with undisturbed(module):
+            with without_side_effects(module):
                 return chain(), None
 
         return ComputedWeight(module, "parametrized", chain.parameters(), parametrized)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hilbert_monitor.runs.record import RunInfo, StepRecord, measured
 
-from .hidden import AutocastFactory
+from .hidden_states import AutocastFactory
 from .runtime import Ranks
 
 
@@ -56,11 +56,6 @@ class LightningLoop:
     def last_update(self) -> float:
         """Global step at the end of training, as the trainer estimates it."""
         return self._trainer.estimated_stepping_batches
-
-    @property
-    def validation_loaders(self) -> Any:
-        """Those of the trainer, or None before it has made them."""
-        return self._trainer.val_dataloaders
 
     @property
     def validates(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from .panel import Panel
+from .panel import Panel, check_panel_folder
 
 
 def check_loop_arguments(
@@ -40,7 +41,9 @@ def check_loop_arguments(
             "the optimizer has to be the one that moves the head, or a list of optimizers, got"
             f" {wrong[0] if wrong else 'none'}: watch(model, optimizer, ...)"
         )
-    if isinstance(panel, str | bytes) or not isinstance(panel, Panel | Tensor | Iterable | None):
+    if isinstance(panel, str | os.PathLike):
+        check_panel_folder(panel)
+    elif isinstance(panel, bytes) or not isinstance(panel, Panel | Tensor | Iterable | None):
         raise TypeError(
             f"panel takes token ids, batches or a DataLoader of validation text, got {_kind(panel)}: a text has to be"
             " tokenized first"

@@ -33,13 +33,12 @@ from hilbert_monitor.geometry import (
     uniform_backward_bound,
 )
 
-from .batches import next_tokens
 from .head import Head, HeadIncrement, check_logit_scale
-from .hidden import AutocastFactory, HiddenStates, hidden_states
+from .hidden_states import AutocastFactory, HiddenStates, hidden_states
 from .increment import Basis, held
 from .layers import AttentionLogits
 from .optimizers import state_of
-from .panel import Panel
+from .panel import Panel, next_tokens
 from .runtime import Guard, Ranks
 
 Fields = dict[str, Any]

@@ -17,17 +17,15 @@ from torch.nn import Module, Parameter
 from hilbert_monitor.runs.alerts import Rules
 from hilbert_monitor.runs.record import Alert
 
-from .hidden import HiddenStates
+from .hidden_states import HiddenStates
 from .optimizers import Decay
-from .panel_source import PanelChoice
+from .panel import NAMED, PanelChoice, check_panel_folder
 from .prometheus import Prometheus
 
 Action = str | Callable[[Alert], Any]
 ON_ALL_RANKS = ("checkpoint", "stop")
 """Actions on a blow-up that all ranks take together."""
 F = TypeVar("F", bound=Callable[..., Any])
-PANELS = ("loader", "paper")
-"""The panels that have a name."""
 KINDS: dict[str, tuple[Any, str]] = {
     "hidden": (Callable, "a function of the model and a batch"),
     "decode": (Callable, "a function of a token id, such as tokenizer.decode"),
@@ -125,8 +123,8 @@ class MonitorOptions:
         _check_count("panel_size", self.panel_size, "a number of validation positions", least=1)
         if self.vocab_size is not None:
             _check_count("vocab_size", self.vocab_size, "a number of rows of the head, or None for all", least=1)
-        if isinstance(self.panel, str) and self.panel not in PANELS:
-            raise ValueError(f"panel takes {', '.join(map(repr, PANELS))} or token ids, got {self.panel!r}")
+        if isinstance(self.panel, str) and self.panel not in NAMED:
+            check_panel_folder(self.panel)
         self.sinks = _checked_sinks(self.sinks)
         _ = self.actions  # refuses anything else
 

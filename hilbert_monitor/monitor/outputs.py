@@ -32,8 +32,8 @@ from .training_loop import TrainingLoop
 
 T = TypeVar("T", contravariant=True)
 Item = TypeVar("Item")
-LogItem = StepRecord | Alert | LayerRecord | RunInfo | None
-"""What the log takes. None is a heartbeat."""
+LogItem = StepRecord | Alert | LayerRecord | RunInfo | bytes | None
+"""What the log takes. Bytes are the panel, None is a heartbeat."""
 
 HEARTBEAT = 10.0  # seconds between two heartbeats while the run makes no step
 CLOSE = 5.0  # seconds that all sinks together have to finish at the end of a run
@@ -144,6 +144,8 @@ class RunLog:
             self.writer.alert(record)
         elif isinstance(record, LayerRecord):
             self.writer.layers(record)
+        elif isinstance(record, bytes):
+            self.writer.panel(record)
         elif record is None:
             self.writer.progress()
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hilbert_monitor.runs.record import RunInfo, StepRecord, measured
 
-from .hidden import AutocastFactory, unwrapped
+from .hidden_states import AutocastFactory, unwrapped
 from .runtime import Ranks, compute_device
 
 Log = Callable[..., Any]
@@ -34,7 +34,6 @@ FSDP1 = (
 class PlainLoop:
     """A loop that tells what happens in it, and is not asked. The arguments are those of `watch`."""
 
-    validation_loaders: Any = None
     validates = False
     label = ""
     keeps_log = True

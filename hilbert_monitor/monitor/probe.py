@@ -24,7 +24,7 @@ from hilbert_monitor.runs.record import Alert, StepRecord
 
 from .deferred import DeferredStep, reads_later
 from .head import Head
-from .hidden import AutocastFactory, HiddenStates, reshard
+from .hidden_states import AutocastFactory, HiddenStates, reshard
 from .increment import Basis, IncrementSource, StepPlan, held
 from .measure import Fields, Measurer, bounds_of, limit_fields, stored_fields
 from .optimizers import (
@@ -38,15 +38,16 @@ from .optimizers import (
     stepping_optimizer,
     unknown_decay,
 )
-from .panel import Panel
+from .panel import Panel, SampleIndices
 from .runtime import Guard, Ranks, compute_device, warn_user
-from .samples import SampleIndices, first_samples
 
 Judged = tuple[StepRecord, list[Alert]]
 """A record, and the alerts that the rules raised about it."""
 
 CHECKED = 5
 """How many of the first steps are compared with what the weights did; later ones where D(S) or the panel is due."""
+SAMPLES = 64
+"""Indices of samples that a record with an alert keeps."""
 QUIET = 20
 """Updates in which nothing was measured, after which the user is told why."""
 INCREMENT_FIELDS = (
@@ -621,7 +622,7 @@ class Probe(ProcessBound):
         indices: tuple[int, ...] | None = None
         if samples:
             with self.guard("samples"):
-                indices = first_samples(samples)
+                indices = _first_samples(samples)
         return indices
 
     def _end_batches(self) -> list[SampleIndices]:
@@ -796,6 +797,15 @@ class Probe(ProcessBound):
         number = max(1, round(updates))
         times = "1 update" if number == 1 else f"{number} updates"
         warn_user(f"the head '{head.name}' has not moved in {times}; {reason}", stacklevel=4)
+
+
+def _first_samples(batches: list[SampleIndices]) -> tuple[int, ...]:
+    """Read the first SAMPLES indices of some batches."""
+    read: list[int] = []
+    for indices in batches:
+        first = indices[: SAMPLES - len(read)]
+        read += first.tolist() if isinstance(first, Tensor) else first
+    return tuple(read)
 
 
 def is_sharded(model: Module) -> bool:

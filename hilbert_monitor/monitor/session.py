@@ -26,11 +26,9 @@ from .head import NobodyMovesIt
 from .layers import LayerMonitor
 from .options import ON_ALL_RANKS, MonitorOptions
 from .outputs import RunOutputs
-from .panel import Panel
-from .panel_source import PanelSource
+from .panel import Panel, PanelCollector, SampleIndices
 from .probe import Judged, Probe, is_sharded
-from .runtime import Guard, meet, warn_user
-from .samples import SampleIndices
+from .runtime import Guard, Ranks, meet, warn_user
 from .training_loop import TrainingLoop
 
 _parents_runs: list[Any] = []
@@ -50,7 +48,7 @@ class RunSession(ProcessBound):
     def __init__(self, options: MonitorOptions) -> None:
         self.options = options
         self.guard = Guard(strict=options.strict)
-        self.panels = PanelSource(options.panel, options.panel_size)
+        self.panels = PanelCollector(options.panel, options.panel_size)
         self.probe: Probe | None = None
         self.outputs: RunOutputs | None = None
         """Where the run is written, while it trains."""
@@ -69,18 +67,28 @@ class RunSession(ProcessBound):
         self.bind_to_process()
         self.guard.failures.clear()  # those of an earlier run
         self.probe, self._waits_for_groups = None, None
-        with self.guard("panel", user_code=True):
-            if self.panels.panel is None and self.options.perturbation_every:
-                self.panels.take(loop.validation_loaders, validates=loop.validates, ranks=loop.ranks, model=loop.model)
+        self.find_panel(loop.ranks, updates=loop.updates, validates=loop.validates)
         self.outputs = RunOutputs(loop, self.options, self.guard)
         if together := [action for action in self.options.actions if action in ON_ALL_RANKS]:
             self.outputs.alone = meet(loop.ranks, "actions", repr(together))
             if self.outputs.alone and loop.ranks.rank == 0:
                 why = f"{self.outputs.alone}, and it takes all ranks"
                 warn_user(f"on_blowup={together!r} is left out: {why}", stacklevel=4)
-        if loop.updates == 0:
-            self._resumed = {}
         self._begin(loop)
+
+    def find_panel(self, ranks: Ranks, *, updates: int, validates: bool) -> None:
+        """Take the panel that was given, or that of the run that goes on, if there is none yet. Called on every rank.
+
+        Args:
+            ranks: those that train together.
+            updates: optimizer updates so far.
+            validates: whether validation will deliver batches.
+        """
+        if updates == 0:
+            self._resumed = {}
+        if self.panels.panel is None and self.options.perturbation_every:
+            with self.guard("panel", user_code=True):
+                self.panels.take(self._resumed.get("panel"), validates=validates, ranks=ranks)
 
     def _begin(self, loop: TrainingLoop) -> None:
         sharded = is_sharded(loop.model)
@@ -229,9 +237,12 @@ class RunSession(ProcessBound):
             self.outputs.alive()
 
     def update_panel(self) -> None:
-        """Let the probe have the panel that was found."""
-        if self.probe is not None:
-            self.probe.panel = self.panels.panel
+        """Let the probe have the panel that was found, and save it in the run's folder."""
+        panel = self.panels.panel
+        if self.probe is not None and self.outputs is not None and panel is not self.probe.panel:
+            self.probe.panel = panel
+            if panel is not None:
+                self.outputs.write_log(msgspec.json.encode(panel.saved))
 
     def close(self, error: BaseException | None = None, *, stopped: str = "") -> None:
         """Let go of the optimizer and close the outputs; say what ended the run.
@@ -260,7 +271,7 @@ class RunSession(ProcessBound):
         self._layers = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return steps and tokens so far, the name of the log and the history of the rules, of plain types."""
+        """Return steps and tokens, the name of the log, the panel and the history of the rules, of plain types."""
         with self.guard("record"):
             self.flush()
         return self._state()
@@ -268,14 +279,16 @@ class RunSession(ProcessBound):
     def _state(self) -> dict[str, Any]:
         if self.probe is None or self.probe.judge is None:
             return dict(self._resumed)
-        layers = {} if self._layers is None else {"layers": self._layers.state()}
+        more = {} if self._layers is None else {"layers": self._layers.state()}
+        if self.probe.panel is not None:
+            more["panel"] = self.probe.panel.saved
         return {
             "step": self.probe.step,
             "tokens": self._tokens,
             "run": (self.outputs.id if self.outputs is not None else "") or self._resumed.get("run", ""),
             "name": self.options.run_name or "",
             "history": self.probe.judge.state(),
-            **layers,
+            **more,
         }
 
     def on_fork(self) -> None:
@@ -299,7 +312,6 @@ class RunSession(ProcessBound):
             loop.model,
             loop.optimizers,
             head=options.head,
-            panel=self.panels.panel,
             diameter_every=options.diameter_every,
             perturbation_every=options.perturbation_every,
             bounds=options.advanced.bounds,
@@ -326,6 +338,8 @@ class RunSession(ProcessBound):
             with self.guard("outputs"):
                 self._described = self._known
                 outputs.open(self._describe(probe, loop), first_step=probe.step)
+        with self.guard("panel"):
+            self.update_panel()
         probe.attach()
         if options.layers and loop.ranks.rank == 0:
             with self.guard("layers"):

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from hilbert_monitor.runs.record import RunInfo, StepRecord
 
-from .hidden import AutocastFactory
+from .hidden_states import AutocastFactory
 from .runtime import Ranks
 
 
@@ -40,10 +40,6 @@ class TrainingLoop(Protocol):
     @property
     def last_update(self) -> float:
         """Updates at the end of training, or infinity."""
-
-    @property
-    def validation_loaders(self) -> Any:
-        """Loaders of validation data, or None if they are not known yet."""
 
     @property
     def validates(self) -> bool:

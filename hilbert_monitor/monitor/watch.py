@@ -19,14 +19,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from .batches import Batch, token_count
-from .given_panel import GivenPanel, given_panel
-from .hidden import AutocastFactory
+from .hidden_states import AutocastFactory
 from .loop_arguments import check_loop_arguments, check_state
 from .options import MonitorOptions, chosen_options, with_options
+from .panel import Batch, GivenPanel, panel_from, sample_indices, token_count
 from .plain_loop import Log, PlainLoop
-from .runtime import warn_user
-from .samples import sample_indices
+from .probe import is_sharded
+from .runtime import Ranks, meet, warn_user
 from .session import RunSession
 
 
@@ -164,8 +163,8 @@ class Watch:
             return self
         if self._panel is not None and session.options.perturbation_every:
             with session.guard("panel", user_code=True):
-                session.panels.panel = given_panel(
-                    self._panel, session.options.panel_size, model=self.loop.model, ranks=self.loop.ranks
+                session.panels.panel = panel_from(
+                    self._panel, session.options.panel_size, ranks=self._panel_ranks(), saved=self._state.get("panel")
                 )
             if session.panels.panel is None:
                 session.options.perturbation_every = 0
@@ -209,6 +208,12 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(error)
+
+    def _panel_ranks(self) -> Ranks:
+        """Return those that measure the panel: rank zero alone, unless they have parts of the model."""
+        ranks = self.loop.ranks
+        together = is_sharded(self.loop.model) and not meet(ranks, "panel", str(self.session.options.panel_size))
+        return ranks if together else Ranks.of(ranks.device, 1)
 
     def _hand_over_batches(self) -> None:
         """Give the session the loss and the tokens of the update."""
@@ -299,7 +304,7 @@ def watch(
         model: a language model, also inside DistributedDataParallel, sharded by FSDP2, or prepared by Accelerate.
         optimizer: the one that moves the head, or several of which one does.
         panel: validation text for the Hilbert perturbation: an iterable of batches (tensors, tuples, dicts), a
-            DataLoader, or token ids. None measures the diameter alone.
+            DataLoader, token ids, or the folder of a run that has a panel. None measures the diameter alone.
         log: takes the numbers of each step, under the names that they have in Lightning's loggers: ``wandb.log``,
             ``trackio.log``, ``writer.add_scalar`` of TensorBoard's, or any function of a dict and a step.
         schedulers: of the learning rate, by default torch's own of these optimizers. Records say whether one of them

@@ -32,13 +32,13 @@ import msgspec
 from msgspec import Struct
 
 from .files import BROKEN, Heartbeat, LineFile, Marker, Owner, encode_line, replace_surrogates, safe_repr
-from .reader import ALERTS, END, HEARTBEAT, INFO, LAYERS, STEPS, End, RunReader
+from .reader import ALERTS, END, HEARTBEAT, INFO, LAYERS, PANEL, STEPS, End, RunReader
 from .record import Alert, LayerRecord, RunInfo, StepRecord
 from .secrets import mask_message
 from .stops import requested_stop
 
 RESERVE = "reserve"
-FILES = {INFO, STEPS, ALERTS, LAYERS, END, HEARTBEAT, RESERVE}
+FILES = {INFO, STEPS, ALERTS, LAYERS, PANEL, END, HEARTBEAT, RESERVE}
 ROOM, MESSAGE = 1 << 15, 4000
 """Bytes of the reserve, and characters of an error's message, which fit into them in any encoding."""
 NEWEST = 32
@@ -140,6 +140,12 @@ class RunWriter:
         if self._layers is None and not self._steps.closed:
             self._layers = self._open(LAYERS, head=self._marker)
         (self._layers or self._steps).append(_readable(record))
+
+    def panel(self, saved: bytes) -> None:
+        """Write the panel, as JSON."""
+        unfinished = self.folder / f".{PANEL}"
+        unfinished.write_bytes(saved)
+        unfinished.replace(self.folder / PANEL)
 
     def describe(self, **changes: Any) -> None:
         """Write new values of fields of the run's RunInfo."""

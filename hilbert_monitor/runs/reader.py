@@ -23,11 +23,12 @@ from msgspec import Struct
 from .files import LONGEST, Heartbeat, Line, Marker, decode_lines, is_locked, read_blocks, replace_surrogates
 from .record import Alert, LayerRecord, RunInfo, StepRecord
 
-INFO, STEPS, ALERTS, LAYERS, END, HEARTBEAT = (
+INFO, STEPS, ALERTS, LAYERS, PANEL, END, HEARTBEAT = (
     "info.jsonl",
     "steps.jsonl",
     "alerts.jsonl",
     "layers.jsonl",
+    "panel.json",
     "end.jsonl",
     "heartbeat",
 )

@@ -45,7 +45,8 @@ def train(folder, data, *callbacks):
     )  # fmt: skip
     arguments = trl.SFTConfig(
         output_dir=str(folder), max_steps=4, per_device_train_batch_size=4, eval_strategy="steps", eval_steps=2,
-        logging_steps=2, report_to=[], use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True,
+        eval_on_start=True, logging_steps=2, report_to=[], use_cpu=True, bf16=False, save_strategy="no",
+        disable_tqdm=True,
     )  # fmt: skip
     trainer = trl.SFTTrainer(
         transformers.GPT2LMHeadModel(config),

@@ -367,14 +367,6 @@ def test_the_papers_panel_is_the_first_validation_batches_as_they_come():
     assert seen[0].hash == Panel.of_batches(Text(1).ids.flip(0).split(4), 50).hash
 
 
-def test_validation_data_loaded_late_is_the_panel_from_then_on():
-    kept = Recorder()
-    monitor = HilbertMonitor(diameter_every=0, perturbation_every=4, panel_size=50, sinks=[kept], strict=True)
-    run_on(DataLoader(Text(1), batch_size=4, shuffle=True), monitor, num_sanity_val_steps=0)
-    assert monitor.session.probe.panel.hash == Panel.of_tokens(Text(1).ids, 50).hash
-    assert kept.records[-1].perturbation_rms > 0
-
-
 def test_without_validation_data_the_diameter_is_measured_alone_and_one_sentence_says_so():
     kept = Recorder()
     with pytest.warns(UserWarning, match="found no validation data and measures the diameter alone"):

@@ -18,8 +18,7 @@ from hilbert_monitor.geometry import (
     row_diameter_bracket,
 )
 from hilbert_monitor.monitor import measure
-from hilbert_monitor.monitor.batches import next_tokens
-from hilbert_monitor.monitor.panel import Panel
+from hilbert_monitor.monitor.panel import Panel, next_tokens
 from hilbert_monitor.runs.record import StepRecord
 from tests.support.decoders import Plain, loss_of, seeded
 from tests.support.references import all_pairs_diameter, deltas, logit_numbers, normal

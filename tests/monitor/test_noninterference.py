@@ -189,14 +189,13 @@ def run(make, folder, *monitors, updates=UPDATES, workers=1, world=1):
     options = {"num_workers": workers, "multiprocessing_context": fork, "drop_last": True}
     train = DataLoader(Text(0, 120, augmentation), batch_size=4, shuffle=True, **options)
     trainer.fit(module, train, DataLoader(Text(1, 40, augmentation), batch_size=4))
-    return everything.found | {"log": logged(folder), "data": augmentation.state()}
+    log = logged(folder) if trainer.is_global_zero else None  # which rank zero may still be writing
+    return everything.found | {"log": log, "data": augmentation.state()}
 
 
 def logged(folder):
     """What the run itself wrote to the log."""
     path = folder / "lightning_logs" / "version_0" / "metrics.csv"
-    if not path.exists():  # of another rank
-        return None
     with path.open() as file:
         rows = list(csv.DictReader(file))
     return {

@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler as torch_schedulers
 from torch.utils.data import DataLoader, Dataset
 
 from hilbert_monitor import HilbertMonitor, Probe, pretraining_optimizer, warmup_cosine
-from hilbert_monitor.monitor.samples import sample_indices
+from hilbert_monitor.monitor.panel import sample_indices
 from hilbert_monitor.runs.alerts import Judge
 from tests.support.decoders import Plain, loss_of, seeded
 from tests.support.training import Module, Text

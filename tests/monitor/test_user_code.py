@@ -5,19 +5,15 @@ import os
 import signal
 import sys
 import time
-import traceback
 
-import lightning
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
 from hilbert_monitor import HilbertMonitor
-from hilbert_monitor.monitor import loader_items, measure
+from hilbert_monitor.monitor import measure
 from hilbert_monitor.monitor.runtime import Guard
 from tests.support.decoders import Plain
 from tests.support.sinks import Panic, Recorder, Sink, panics
-from tests.support.training import UPDATES, Module, Text, V, fit
+from tests.support.training import UPDATES, Module, V, fit
 from tests.support.warm import warm_ranks_fixture  # noqa: F401
 
 # What is caught, and what passes
@@ -149,18 +145,6 @@ def exits(*_):
     sys.exit(3)
 
 
-class Fragile(Text):
-    """Validation data whose items cannot be had for the panel."""
-
-    def __init__(self, fail):
-        super().__init__(1)
-        self.fail = fail
-
-    def __getitem__(self, index):
-        asked_by = {frame.filename for frame in traceback.extract_stack()}
-        return self.fail() if loader_items.__file__ in asked_by else super().__getitem__(index)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("fail", [panics, exits])
 def test_functions_that_panic_or_exit_do_not_end_the_run(fail):
@@ -174,17 +158,6 @@ def test_functions_that_panic_or_exit_do_not_end_the_run(fail):
     assert all(record.diameter > 0 for record in kept.records)
     assert monitor.session.guard.failures["panel"] == UPDATES / 3 + 1  # once more at the end
     assert monitor.session.guard.failures["decode"] > 0
-
-
-def test_a_validation_set_that_panics_when_the_panel_is_taken_costs_the_panel():
-    monitor = quick(perturbation_every=2)
-    torch.manual_seed(1)
-    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(max_steps=3, enable_checkpointing=False, callbacks=[monitor], **options)
-    loaders = DataLoader(Text(0), batch_size=4), DataLoader(Fragile(panics), batch_size=4)
-    with pytest.warns(UserWarning, match=r"panel failed \(Panic: a panic in Rust\)"):
-        trainer.fit(Module("torch"), *loaders)
-    assert trainer.global_step == 3
 
 
 def quick(**options):

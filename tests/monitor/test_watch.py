@@ -15,8 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import hilbert_monitor
-from hilbert_monitor.monitor.given_panel import given_panel
-from hilbert_monitor.monitor.panel import Panel
+from hilbert_monitor.monitor.panel import Panel, panel_from
 from hilbert_monitor.monitor.runtime import Ranks
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.reader import RunReader
@@ -75,35 +74,39 @@ class Stream(IterableDataset):
         ({"input_ids": rows} for rows in IDS.split(2)),
         [(IDS, torch.ones_like(IDS))],
         {"input_ids": IDS},
-        DataLoader(IDS, batch_size=2, shuffle=True),
+        DataLoader(IDS, batch_size=2),
         DataLoader(Stream(), batch_size=4),
         Panel.of_tokens(IDS, 40),
     ],
     ids=["ids", "lists", "array", "texts", "batches", "dicts", "tuples", "a dict", "loader", "stream", "panel"],
 )
 def test_the_panel_is_made_of_whatever_text_the_user_has(given):
-    model, before = Plain(), torch.get_rng_state()
-    assert given_panel(given, 40, model=model, ranks=ALONE).hash == Panel.of_tokens(IDS, 40).hash
+    before = torch.get_rng_state()
+    assert panel_from(given, 40, ranks=ALONE).hash == Panel.of_tokens(IDS, 40).hash
     assert torch.equal(before, torch.get_rng_state())
 
 
 def panels_of_ranks(rank, world):
     ranks = Ranks.of(torch.device("cpu"))
-    same = given_panel([IDS], 40, model=Plain(), ranks=ranks)
-    own = given_panel([IDS[3 * rank :][:3]], 40, model=Plain(), ranks=ranks)
-    failed = None
     try:
-        failed = given_panel([IDS] if rank else [torch.ones(2)], 40, model=Plain(), ranks=ranks)
+        return panel_from([IDS] if rank else [torch.ones(2)], 40, ranks=ranks)
     except ValueError:
-        failed = "failed"
-    return same.hash, own.hash, failed
+        return "failed"
 
 
-def test_ranks_with_text_of_their_own_make_a_part_of_the_panel_each(tmp_path):
-    first, second = in_ranks(panels_of_ranks, tmp_path)
-    parts = Panel.joined([Panel.of_tokens(IDS[:3], 20), Panel.of_tokens(IDS[3:], 20)])
-    assert first[:2] == second[:2] == (Panel.of_tokens(IDS, 40).hash, parts.hash)
-    assert (first[2], second[2]) == ("failed", None)  # and nobody waits for the one that failed
+def test_no_rank_waits_for_one_whose_panel_fails(tmp_path):
+    assert in_ranks(panels_of_ranks, tmp_path) == ["failed", None]
+
+
+def test_a_run_that_goes_on_keeps_its_panel_though_its_batches_are_others_but_not_token_ids():
+    run, model, optimizer = watched(panel=[IDS], panel_size=20, perturbation_every=1)
+    with run:
+        steps(run, model, optimizer, range(1))
+        state = run.state_dict()
+    for given, ids in (([IDS.flip(0)], IDS), (IDS.flip(0), IDS.flip(0))):
+        run, model, optimizer = watched(panel=given, panel_size=20, perturbation_every=1, state=state)
+        with run:
+            assert run.session.probe.panel.hash == Panel.of_tokens(ids, 20).hash
 
 
 def test_without_a_panel_the_diameter_is_measured_alone():
@@ -358,7 +361,7 @@ def test_what_flattens_the_head_is_refused_in_a_sentence_and_trains_on(kind, wha
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"panel": "wikitext"}, TypeError, "tokenized first"),
+        ({"panel": "wikitext"}, ValueError, "tokenized first"),
         ({"panel": 5}, TypeError, "panel takes token ids"),
         ({"log": 5}, TypeError, "log takes a function"),
         ({"autocast": torch.autocast("cpu", torch.bfloat16)}, TypeError, "write lambda"),
