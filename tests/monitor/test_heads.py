@@ -24,7 +24,7 @@ from tests.support.causal_models import causal_model
 from tests.support.decoders import Plain, loss_of, seeded
 from tests.support.references import all_pairs_diameter
 from tests.support.sinks import Recorder
-from tests.support.training import UPDATES, Module, Text, V, fit
+from tests.support.training import QUIET, UPDATES, Module, Text, V, fit
 
 D = 16
 
@@ -183,27 +183,15 @@ def test_an_optimizer_that_is_rebuilt_is_followed():
     assert not monitor.session.guard.failures
 
 
-def compile_step(trainer, module):
-    (optimizer,) = trainer.optimizers
-    optimizer.step = torch.compile(optimizer.step, backend="eager")
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("action", [rebuild, compile_step])
 @pytest.mark.filterwarnings("ignore")
-def test_with_a_scaler_a_step_that_no_hook_saw_is_no_overflow(action):
-    sink = Recorder()
-    monitor = HilbertMonitor(
-        diameter_every=1, perturbation_every=5, panel_size=40, run_dir=None, sinks=[sink], on_blowup=[], strict=True
-    )
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+def test_with_a_scaler_a_step_that_no_hook_saw_is_no_overflow():
+    options = {"diameter_every": 1, "perturbation_every": 5, "panel_size": 40, "run_dir": None, "on_blowup": []}
+    monitor = HilbertMonitor(sinks=[sink := Recorder()], strict=True, **options)
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
     trainer = lightning.Trainer(
-        accelerator="cpu", max_steps=8, max_epochs=-1, plugins=[plugin], callbacks=[At(4, action), monitor],
-        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
-    loaders = [DataLoader(Text(seed), batch_size=4) for seed in (0, 1)]
-    trainer.fit(Loop(), *loaders)
+        max_steps=8, max_epochs=-1, plugins=[plugin], callbacks=[At(4, rebuild), monitor], **QUIET
+    )
+    trainer.fit(Loop(), *(DataLoader(Text(seed), batch_size=4) for seed in (0, 1)))
     assert {record.skipped for record in sink.records} == {""}
     assert {record.step for record in sink.records if record.diameter} >= {1, 2, 3, 4, 6, 7, 8}
 
@@ -256,38 +244,30 @@ class Two(Module):
         return sum(cross_entropy(logits.flatten(0, 1), targets.flatten()) for logits, targets in pairs)
 
 
-def test_two_monitors_log_under_the_names_of_their_heads(tmp_path):
+HEADS = ("model.lm_head", "second")
+
+
+def test_two_monitors_change_nothing_log_under_the_names_of_their_heads_and_have_states_of_their_own(tmp_path):
+    sinks = [Recorder(), Recorder()]
+    options = {"diameter_every": 2, "perturbation_every": 4, "panel_size": 20, "strict": True}
     monitors = [
-        HilbertMonitor(head, diameter_every=1, perturbation_every=0, run_name=head, strict=True)
-        for head in ("model.lm_head", "second")
+        HilbertMonitor(head, run_name=head, sinks=[sink], **options) for head, sink in zip(HEADS, sinks, strict=True)
     ]
-    logger = CSVLogger(tmp_path)
-    fit(Two(), *monitors, logger=logger, log_every_n_steps=1)
+    plain, module, logger = Two(), Two(), CSVLogger(tmp_path)
+    fit(plain)
+    fit(module, *monitors, logger=logger, log_every_n_steps=1)
+    assert all(map(torch.equal, plain.parameters(), module.parameters()))
     with open(f"{logger.log_dir}/metrics.csv") as file:
         names = set(csv.DictReader(file).fieldnames)
-    assert {"hilbert/model.lm_head/step_diameter", "hilbert/second/step_diameter"} <= names
+    assert {f"hilbert/{head}/step_diameter" for head in HEADS} <= names
     assert "hilbert/step_diameter" not in names
-    for head in ("model.lm_head", "second"):
-        assert RunReader(f"runs/{head}").info.head_name == head
-
-
-def test_two_monitors_name_their_records_and_go_on_from_a_checkpoint_each_with_its_state(tmp_path):
-    sinks = [Recorder(), Recorder()]
-    options = {"diameter_every": 2, "perturbation_every": 4, "panel_size": 20, "run_dir": None, "strict": True}
-    heads = ["model.lm_head", "second"]
-    monitors = [HilbertMonitor(head, sinks=[sink], **options) for head, sink in zip(heads, sinks, strict=True)]
-    modules = [Two(), Two()]
-    for module, callbacks in zip(modules, ([], monitors), strict=True):
-        fit(module, *callbacks)
-    assert all(map(torch.equal, modules[0].parameters(), modules[1].parameters()))
-    for head, sink in zip(heads, sinks, strict=True):
-        assert {record.head for record in sink.records} == {head}
+    for head, sink in zip(HEADS, sinks, strict=True):
+        assert {record.head for record in sink.records} == {RunReader(f"runs/{head}").info.head_name} == {head}
         assert sink.records[-1].perturbation_rms > 0
-    modules[1].trainer.save_checkpoint(tmp_path / "last.ckpt")
+    module.trainer.save_checkpoint(tmp_path / "last.ckpt")
     states = torch.load(tmp_path / "last.ckpt")["callbacks"]
-    assert {monitor.state_key for monitor in monitors} <= states.keys()
     assert [states[monitor.state_key]["step"] for monitor in monitors] == [UPDATES, UPDATES]
-    again = HilbertMonitor("second", **options)
+    again = HilbertMonitor("second", run_dir=None, **options)
     again.load_state_dict(states[again.state_key])
     fit(Two(), again)  # a second run
 
@@ -360,34 +340,24 @@ def test_the_config_is_that_of_the_module_that_has_the_head():
 
 
 CONFIGS = [
-    (SimpleNamespace(model_type="x", text_config=SimpleNamespace(final_logit_softcapping=30.0)), 1.0, 30.0),
-    ({"model_type": "granite4_vision", "text_config": {"logits_scaling": 4}}, 0.25, None),
-    (SimpleNamespace(model_type="cohere", logit_scale=torch.tensor(0.5)), 0.5, None),
-    ({"model_type": "muse_spark", "output_multiplier": 0.2, "final_logit_softcapping": 20.0}, 0.2, 20.0),
-    ({"model_type": "mpt", "logit_scale": "inv_sqrt_d_model"}, 1.0, None),
-    ({"model_type": "minicpm3", "logits_scaling": 10.0}, 1.0, None),
+    (SimpleNamespace(model_type="x", text_config=SimpleNamespace(final_logit_softcapping=30.0)), 1.0, 30.0, ""),
+    ({"model_type": "granite4_vision", "text_config": {"logits_scaling": 4}}, 0.25, None, ""),
+    (SimpleNamespace(model_type="cohere", logit_scale=torch.tensor(0.5)), 0.5, None, ""),
+    ({"model_type": "muse_spark", "output_multiplier": 0.2, "final_logit_softcapping": 20.0}, 0.2, 20.0, ""),
+    ({"model_type": "mpt", "logit_scale": "inv_sqrt_d_model"}, 1.0, None, ""),
+    ({"model_type": "minicpm3", "logits_scaling": 10.0}, 1.0, None, ""),
+    ({"model_type": "new", "logits_scaling": 8.0}, 1.0, None, "unknown for the model type 'new'"),
+    ({"model_type": "cohere", "logit_scale": "auto"}, 1.0, None, "logit_scale of the model's config is 'auto'"),
+    ({"model_type": "granite", "logits_scaling": 0}, 1.0, None, "is 0, not a number other than zero"),
+    ({"model_type": "cohere", "logit_scale": True}, 1.0, None, "is True, not"),
+    ({"model_type": "gemma2", "final_logit_softcapping": -3.0}, 1.0, None, "is -3.0, not a positive number"),
 ]
 
 
-@pytest.mark.parametrize(("config", "scale", "cap"), CONFIGS)
-def test_configs_of_every_form_are_read(config, scale, cap):
+@pytest.mark.parametrize(("config", "scale", "cap", "sentence"), CONFIGS)
+def test_configs_of_every_form_are_read_and_what_cannot_be_used_is_named(config, scale, cap, sentence):
     transform = logit_transform(With(nn.Linear(3, 5), config))
     assert (transform.scale, transform.softcap) == (scale, cap)
-
-
-UNUSED = [
-    ({"model_type": "new", "logits_scaling": 8.0}, "unknown for the model type 'new'"),
-    ({"model_type": "cohere", "logit_scale": "auto"}, "logit_scale of the model's config is 'auto'"),
-    ({"model_type": "granite", "logits_scaling": 0}, "is 0, not a number other than zero"),
-    ({"model_type": "cohere", "logit_scale": True}, "is True, not"),
-    ({"model_type": "gemma2", "final_logit_softcapping": -3.0}, "is -3.0, not a positive number"),
-]
-
-
-@pytest.mark.parametrize(("config", "sentence"), UNUSED)
-def test_a_field_that_cannot_be_used_leaves_the_logits_alone_and_is_named(config, sentence):
-    transform = logit_transform(With(nn.Linear(3, 5), config))
-    assert (transform.scale, transform.softcap) == (1.0, None)
     assert sentence in transform.source
 
 

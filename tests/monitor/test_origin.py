@@ -2,6 +2,7 @@
 
 import pickle
 from collections import namedtuple
+from functools import partial
 
 import lightning
 import pytest
@@ -14,7 +15,8 @@ from hilbert_monitor import HilbertMonitor, Probe, pretraining_optimizer, warmup
 from hilbert_monitor.monitor.panel import sample_indices
 from hilbert_monitor.runs.alerts import Judge
 from tests.support.decoders import Plain, loss_of, seeded
-from tests.support.training import Module, Text
+from tests.support.sinks import Recorder
+from tests.support.training import QUIET, Module, Text
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 STEPS, FAULT = 8, 5
@@ -52,6 +54,10 @@ class Broken(OfItsOwn):
         raise SystemError("not today")
 
 
+PLATEAU = partial(torch_schedulers.ReduceLROnPlateau, patience=1)
+WARMUP = partial(warmup_cosine, total_steps=STEPS)
+
+
 def sequential(optimizer):
     parts = [torch_schedulers.LinearLR(optimizer, total_iters=2), torch_schedulers.ExponentialLR(optimizer, 0.9)]
     return torch_schedulers.SequentialLR(optimizer, parts, milestones=[2])
@@ -62,16 +68,8 @@ def chained(optimizer):
     return torch_schedulers.ChainedScheduler(parts)
 
 
-def plateau(optimizer):
-    return torch_schedulers.ReduceLROnPlateau(optimizer, patience=1)
-
-
 def two(optimizer):
     return [torch_schedulers.StepLR(optimizer, 3), torch_schedulers.LambdaLR(optimizer, lambda n: 1 / (n + 1))]
-
-
-def warmup(optimizer):
-    return warmup_cosine(optimizer, STEPS)
 
 
 def of_other_weights(optimizer):
@@ -106,7 +104,7 @@ def scheduled(make, *, lr=0.1, optimizer=None, steps=STEPS, fault=FAULT):
 ONE_FAULT = [step != FAULT for step in range(1, STEPS + 1)]
 
 
-@pytest.mark.parametrize("make", [warmup, sequential, chained, plateau, two])
+@pytest.mark.parametrize("make", [WARMUP, sequential, chained, PLATEAU, two])
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
 def test_a_rate_that_other_code_wrote_is_not_the_schedulers(make, lr):
     said, _ = scheduled(make, lr=lr if isinstance(lr, float) else lr.clone())
@@ -114,7 +112,7 @@ def test_a_rate_that_other_code_wrote_is_not_the_schedulers(make, lr):
 
 
 def test_the_rate_of_a_head_within_a_chain_is_that_of_its_own_group():
-    said, _ = scheduled(warmup, optimizer=lambda model: pretraining_optimizer(model, "rownorm"))
+    said, _ = scheduled(WARMUP, optimizer=lambda model: pretraining_optimizer(model, "rownorm"))
     assert said == ONE_FAULT
 
 
@@ -171,18 +169,8 @@ class Numbered(Dataset):
         return {"ids": self.text[index], "sample_index": 1000 + index}
 
 
-class Keep:
-    """A sink that keeps the last record of each step."""
-
-    def __init__(self):
-        self.records = {}
-
-    def write(self, record):
-        self.records[record.step] = record
-
-
 def test_lightning_says_batch_schedule_and_the_samples_of_an_alert(tmp_path):
-    module, sink, alerts, seen = Scheduled("rownorm"), Keep(), [], []
+    module, sink, alerts, seen = Scheduled("rownorm"), Recorder(), [], []
     module.fault = 30
 
     class Watch(lightning.Callback):
@@ -193,22 +181,19 @@ def test_lightning_says_batch_schedule_and_the_samples_of_an_alert(tmp_path):
     monitor = HilbertMonitor(
         run_dir=str(tmp_path), diameter_every=1, perturbation_every=0, sinks=[sink], on_blowup=alerts.append
     )
-    trainer = lightning.Trainer(
-        accelerator="cpu", max_steps=34, accumulate_grad_batches=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[monitor, Watch()],
-    )  # fmt: skip
+    trainer = lightning.Trainer(max_steps=34, accumulate_grad_batches=2, callbacks=[monitor, Watch()], **QUIET)
     trainer.fit(module, DataLoader(Numbered(0), batch_size=4, shuffle=True))
     batches = {}
     for step, index, samples in seen:
         batches.setdefault(step, []).append((index, samples))
-    assert {step: record.batch for step, record in sink.records.items()} == {
+    assert {step: record.batch for step, record in sink.by_step.items()} == {
         step: parts[-1][0] for step, parts in batches.items()
     }
-    assert [step for step, record in sink.records.items() if record.scheduled is not True] == [30]
-    assert sink.records[30].scheduled is False
+    assert [step for step, record in sink.by_step.items() if record.scheduled is not True] == [30]
+    assert sink.by_step[30].scheduled is False
     assert {alert.step for alert in alerts} == {30}
-    assert sink.records[30].samples == tuple(index for _, samples in batches[30] for index in samples)
-    assert all(record.samples is None for step, record in sink.records.items() if step != 30)
+    assert sink.by_step[30].samples == tuple(index for _, samples in batches[30] for index in samples)
+    assert all(record.samples is None for step, record in sink.by_step.items() if step != 30)
     assert pickle.loads(pickle.dumps(monitor)).session.state_dict()["step"] == 34  # it holds on to no scheduler
 
 

@@ -200,11 +200,10 @@ def test_every_record_has_its_texts_and_decode_is_called_once_for_a_token_in_one
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seconds", [5, 60], ids=["slow", "hangs"])
-def test_a_slow_decoder_costs_texts_and_neither_records_nor_time(seconds):
-    decode, kept, began = Decoder(seconds), Recorder(), time.monotonic()
+def test_a_decoder_that_hangs_costs_texts_and_neither_records_nor_time():
+    decode, kept, began = Decoder(60), Recorder(), time.monotonic()
     fit(Module("torch"), monitor(diameter_every=1, decode=decode, sinks=[kept], run_name="slow"), steps=12)
-    assert time.monotonic() - began < 100  # its tokens would take ten seconds a step
+    assert time.monotonic() - began < 100  # its tokens would take two minutes a step
     decode.free.set()
     run = RunReader("runs/slow")
     steps = list(run.steps())
@@ -292,20 +291,18 @@ def test_a_function_that_takes_long_is_warned_of_once_with_its_seconds(monkeypat
     assert "dawdles, a response to a blow-up, took " in warning
 
 
-def test_stop_ends_training_with_the_step_that_blew_up_and_checkpoint_saves_it():
-    trainer = fit(Jumps(), monitor(on_blowup=["stop", "checkpoint"], run_name="x"))
-    assert trainer.global_step == JUMP
+@pytest.mark.parametrize(("actions", "number"), [(["stop", "checkpoint"], 1), (["warn", "stop"], 2)])
+def test_stop_ends_training_with_the_step_that_blew_up_says_so_once_and_checkpoint_saves_it(actions, number):
+    trainers = []
+    said = said_in(lambda: trainers.append(fit(Jumps(), monitor(on_blowup=actions, run_name="x"))))
+    assert trainers[0].global_step == JUMP
     assert RunReader("runs/x").state(time.time()).status == "finished"
-    assert torch.load(f"runs/x/blow-up-step-{JUMP}.ckpt", weights_only=True)["global_step"] == JUMP
-
-
-@pytest.mark.parametrize(("actions", "number"), [("stop", 1), (["warn", "stop"], 2)])
-def test_a_run_that_stops_says_once_what_the_step_was(actions, number):
-    said = said_in(lambda: fit(Jumps(), monitor(on_blowup=actions, run_dir=None)))
     told = [text for text in said if f"step {JUMP}: " in text]
     assert len(told) == number
     assert f'step {JUMP}: stopping training (on_blowup="stop")' in told[-1]
     assert [text.count("led to expect") for text in told] == ([1] if number == 1 else [1, 0])
+    if "checkpoint" in actions:
+        assert torch.load(f"runs/x/blow-up-step-{JUMP}.ckpt", weights_only=True)["global_step"] == JUMP
 
 
 @pytest.mark.usefixtures("warm_ranks")

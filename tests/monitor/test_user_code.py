@@ -20,45 +20,17 @@ from tests.support.warm import warm_ranks_fixture  # noqa: F401
 
 
 class Handler:
-    """Handlers of every form."""
-
-    def __init__(self, error):
-        self.error = error
+    """Handlers that are objects and methods."""
 
     def __call__(self, number, frame):
-        raise self.error
+        stops(number, frame)
 
     def method(self, number, frame):
-        raise self.error
-
-    def three(self, extra, number, frame):
-        raise self.error
+        stops(number, frame)
 
 
-@pytest.fixture
-def usr2():
-    before = signal.getsignal(signal.SIGUSR2)
-    yield functools.partial(signal.signal, signal.SIGUSR2)
-    signal.signal(signal.SIGUSR2, before)
-
-
-@pytest.mark.few(6)
-@pytest.mark.parametrize("user_code", [False, True])
-@pytest.mark.parametrize("error", [SystemExit(3), Panic(), TimeoutError("preempted")], ids=repr)
-@pytest.mark.parametrize("form", ["function", "object", "method", "partial"])
-def test_what_a_signal_handler_raises_while_the_monitor_works_ends_the_run(form, error, user_code, usr2):
-    handler = Handler(error)
-    handlers = {
-        "function": lambda number, frame: handler(number, frame),
-        "object": handler,
-        "method": handler.method,
-        "partial": functools.partial(handler.three, 1),
-    }
-    usr2(handlers[form])
-    guard = Guard()
-    with pytest.raises(type(error)), guard("panel", user_code=user_code):
-        signal.raise_signal(signal.SIGUSR2)
-    assert not guard.failures
+def stops(number, frame):
+    raise TimeoutError("preempted")
 
 
 def removes_itself(number, frame):
@@ -71,11 +43,31 @@ def removes_its_arguments(*arguments):
     raise TimeoutError("preempted")
 
 
-@pytest.mark.parametrize("handler", [removes_itself, removes_its_arguments])
-def test_what_a_signal_handler_raises_that_has_removed_itself_ends_the_run(handler, usr2):
+HANDLERS = {
+    "function": (stops, TimeoutError),
+    "object": (Handler(), TimeoutError),
+    "method": (Handler().method, TimeoutError),
+    "partial": (functools.partial(lambda extra, number, frame: stops(number, frame), 1), TimeoutError),
+    "exits": (lambda number, frame: sys.exit(3), SystemExit),
+    "panics": (panics, Panic),
+    "removes itself": (removes_itself, TimeoutError),
+    "removes its arguments": (removes_its_arguments, TimeoutError),
+}
+
+
+@pytest.fixture
+def usr2():
+    before = signal.getsignal(signal.SIGUSR2)
+    yield functools.partial(signal.signal, signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.parametrize("user_code", [False, True])
+@pytest.mark.parametrize(("handler", "error"), HANDLERS.values(), ids=HANDLERS)
+def test_what_a_signal_handler_raises_while_the_monitor_works_ends_the_run(handler, error, user_code, usr2):
     usr2(handler)
     guard = Guard()
-    with pytest.raises(TimeoutError), guard("panel", user_code=True):
+    with pytest.raises(error), guard("panel", user_code=user_code):
         signal.raise_signal(signal.SIGUSR2)
     assert not guard.failures
 
