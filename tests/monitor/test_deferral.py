@@ -91,20 +91,6 @@ def test_rounded_weights_and_a_bias_are_read_later_too(read_later):
     assert len(read_later) >= 8
 
 
-def test_records_keep_their_order_and_come_with_the_next_step(read_later):
-    model, came = seeded(Plain, V=V, d=16), []
-    optimizer = AdamW(model.parameters())
-    with Probe(model, optimizer, immediate=False, diameter_every=0, perturbation_every=0, strict=True) as probe:
-        for _ in range(9):
-            cross_entropy(model(TEXT[:, :-1]).flatten(0, 1), TEXT[:, 1:].flatten()).backward()
-            optimizer.step()
-            record = probe.record()
-            came.append([r.step for r, _ in probe.earlier()] + ([record.step] if record else []))
-        probe.flush()
-        came.append([r.step for r, _ in probe.earlier()])
-    assert came == [[1], [2], [3], [4], [5], [], [6], [7], [8], [9]]
-
-
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_a_blow_up_is_searched_before_the_next_step_moves_anything(read_later, name):
     """The exact diameter and the panel are those of the step, whose gradient is gone."""

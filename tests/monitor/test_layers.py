@@ -100,35 +100,10 @@ def test_each_layer_is_measured_in_its_own_ruler(make):
             assert layer.step == pytest.approx(float(SIZES[layer.kind](S)), rel=2e-3)
             assert layer.weight == pytest.approx(float(SIZES[layer.kind](after)), rel=1e-5, abs=1e-8)
         assert (layer.ratio is not None) == (make == "AdamW" or (make != "SGD" and layer.kind != "matrix"))
-
-
-def test_the_ratio_is_that_of_gradient_and_second_moment_and_upper_bounds_come_seldom():
-    model = Model()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    layers = monitor_of(model, optimizer, every=500)
-    *first, last = batches(4)
-    for batch in first:
-        train_step(model, optimizer, batch)
-    layer = measured(layers, 500, last, model, optimizer).layers["q.weight"]
-    v = optimizer.state[model.q.weight]["exp_avg_sq"].double() / (1 - 0.999**4)
-    expected = (model.q.weight.grad.double().square() / v).mean().sqrt()
-    assert layer.ratio == pytest.approx(float(expected), rel=1e-5)
-    assert layer.upper >= layer.step
-
-
-def test_between_measured_steps_nothing_is_hooked():
-    model = Model()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    layers = monitor_of(model, optimizer, every=10)
-    layers.begin(9)
-    assert not optimizer._optimizer_step_pre_hooks
-    layers.begin(10)
-    assert optimizer._optimizer_step_pre_hooks
-    train_step(model, optimizer, batches(1)[0])
-    layers.end(10)
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
-    assert layers.complete(StepRecord(step=11, time=0.0))[1] is None
+    if make == "AdamW":
+        layer, v = record.layers["q.weight"], optimizer.state[model.q.weight]["exp_avg_sq"].double() / (1 - 0.999**12)
+        expected = (model.q.weight.grad.double().square() / v).mean().sqrt()
+        assert layer.ratio == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_a_step_whose_record_comes_later_keeps_its_layers():

@@ -1,9 +1,7 @@
 """What is measured of a step: numbers from matrices, named as the fields of a record, and how they reach the host."""
 
-import inspect
 import math
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,50 +13,18 @@ from hilbert_monitor import Probe
 from hilbert_monitor.geometry import (
     Interval,
     row_diameter,
-    row_diameter_bracket,
 )
 from hilbert_monitor.monitor import measure
 from hilbert_monitor.monitor.panel import Panel, next_tokens
-from hilbert_monitor.runs.record import StepRecord
 from tests.support.decoders import Plain, loss_of, seeded
 from tests.support.references import all_pairs_diameter, deltas, logit_numbers, normal
 
 V, T = 53, 12
 TEXT = torch.randint(V, (10 * T,), generator=torch.Generator().manual_seed(3))
 S, G, H = normal(0, 40, 6).float(), normal(1, 40, 6).float(), normal(2, 9, 6).float()
-TARGETS = torch.arange(9)
-LIMITED = SimpleNamespace(left_out=False, made_upper=1.0, held=2, rows=4, tokens=(1, 3))
 
 
 # Numbers of matrices
-
-
-FUNCTIONS = {
-    measure.bounds_of: lambda: measure.bounds_of(row_diameter_bracket(S)),
-    measure.exact_diameter: lambda: measure.exact_diameter(S),
-    measure.stored_fields: lambda: measure.stored_fields(measure.exact_diameter(S), 0.5),
-    measure.gradient_rows: lambda: measure.gradient_rows(G),
-    measure.panel_perturbation: lambda: measure.panel_perturbation(S, H),
-    measure.head_rows: lambda: measure.head_rows(S),
-    measure.panel_logits: lambda: measure.panel_logits(S, H, TARGETS, round_to=torch.bfloat16),
-    measure.increment_quality: lambda: measure.increment_quality(S),
-    measure.efficiencies: lambda: measure.efficiencies(S, G, {"exp_avg": G}, Interval(1.0, 9.0), budget=0.1),
-    measure.limit_fields: lambda: measure.limit_fields(1.0, LIMITED) | measure.limit_fields(1.0, skipped()),
-}
-
-
-def skipped():
-    return SimpleNamespace(left_out=True)
-
-
-def test_every_number_is_a_field_of_the_record():
-    public = [f for name, f in inspect.getmembers(measure, inspect.isfunction) if f.__module__ == measure.__name__]
-    assert {f for f in public if inspect.signature(f).return_annotation == "Fields"} == FUNCTIONS.keys()
-    for call in FUNCTIONS.values():
-        fields = call()
-        assert fields
-        assert fields.keys() <= set(StepRecord.__struct_fields__)
-        StepRecord(step=1, time=0.0, **fields)
 
 
 def test_a_record_has_the_numbers_of_its_matrices():

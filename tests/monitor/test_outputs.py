@@ -60,13 +60,6 @@ def test_a_run_leaves_its_info_its_steps_its_alerts_and_that_it_finished():
     assert run.state(time.time()).status == "finished"
 
 
-def test_a_seed_that_is_no_number_is_left_out(monkeypatch):
-    for name, seed in (("a", "-7"), ("b", "\u00b2"), ("c", "--7")):
-        monkeypatch.setenv("PL_GLOBAL_SEED", seed)
-        fit(Jumps(), monitor(run_name=name))
-    assert [run.info.seed for run in find_runs("runs")] == [-7, None, None]
-
-
 def test_a_run_that_raises_has_failed_with_what_it_raised():
     class Fails(Module):
         def training_step(self, tokens, index):

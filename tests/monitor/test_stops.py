@@ -15,7 +15,7 @@ from hilbert_monitor import HilbertMonitor, Prometheus
 from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import RunInfo
-from tests.support.training import Module, Text
+from tests.support.training import QUIET, Module, Text
 from tests.support.warm import Program
 
 SLURM = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
@@ -40,10 +40,8 @@ def train(name: str, root: str) -> None:
     monitor = HilbertMonitor(
         run_dir=f"{root}/runs", run_name=name, perturbation_every=0, prometheus=Prometheus(port=0, linger=300.0)
     )
-    trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=-1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, default_root_dir=f"{root}/{name}", callbacks=[monitor, Tell()],
-    )  # fmt: skip
+    options = {"default_root_dir": f"{root}/{name}", "callbacks": [monitor, Tell()]}
+    trainer = lightning.Trainer(max_epochs=-1, **QUIET, **options)
     trainer.fit(Module("torch"), DataLoader(Text(0), batch_size=4))
 
 

@@ -134,19 +134,6 @@ def test_the_loss_is_the_mean_of_the_micro_batches_and_tokens_are_counted():
     assert [(record.train_loss, record.tokens, record.batch) for record in kept.records] == [(3.0, 40, 0), (3.0, 80, 2)]
 
 
-def test_a_call_between_two_updates_of_an_optimizer_that_accumulates_is_a_micro_batch():
-    run, model, optimizer = watched(sinks=[kept := Recorder()])
-    optimizer.gradient_state = SimpleNamespace(sync_gradients=False)  # as Accelerate's has
-    with run:
-        for loss in (1.0, 2.0):
-            run.step(loss)
-        assert run.loop.updates == 0
-        optimizer.gradient_state.sync_gradients = True
-        steps(run, model, optimizer, [0], loss=6.0)
-    assert [(record.step, record.train_loss) for record in kept.records] == [(1, 3.0)]
-    assert run.loop.updates == 1
-
-
 def test_a_step_that_a_scaler_leaves_out_is_recorded_as_skipped():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     run, model, optimizer = watched(sinks=[kept := Recorder()], scaler=scaler)
@@ -272,47 +259,6 @@ def test_a_run_that_is_terminated_says_so(tmp_path):
     assert program.wait() == 143
     log = only_run(tmp_path)
     assert (log.state().status, log.end.stopped) == ("stopped", "SIGTERM")
-
-
-PREEMPTED = """
-import os, signal, sys, time
-from hilbert_monitor.monitor import measure
-from tests.support.loops import watched, steps
-
-_, folder, place, then, end = sys.argv
-
-class Preempted(Exception):
-    pass
-
-def handle(number, frame):
-    signal.signal(number, getattr(signal, then))
-    raise Preempted if end == "own" else SystemExit(int(end))
-
-def preempt(*_):
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(5)
-
-signal.signal(signal.SIGTERM, handle)
-run, model, optimizer = watched(run_dir=folder, strict=False)
-with run:
-    steps(run, model, optimizer, range(2))
-    if place == "measuring":
-        measure.row_diameter = preempt
-    else:
-        preempt()
-    steps(run, model, optimizer, range(2))
-"""
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("place", ["training", "measuring"])
-@pytest.mark.parametrize(("then", "end", "code"), [("SIG_DFL", "1", 1), ("SIG_IGN", "own", 1)])
-def test_a_handler_of_sigterm_that_removes_itself_stops_the_run_wherever_it_is(place, then, end, code, tmp_path):
-    program = Program("-c", PREEMPTED, tmp_path, place, then, end)
-    assert program.wait() == code, program.output
-    assert "training goes on" not in program.output
-    log = only_run(tmp_path)
-    assert (log.state().status, log.end.stopped, log.end.error) == ("stopped", "SIGTERM", "")
 
 
 def test_a_run_that_nobody_closes_ends_with_the_process_and_what_ended_that(tmp_path, monkeypatch):
