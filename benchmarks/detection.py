@@ -113,7 +113,7 @@ class Plan:
     places: int = 30
     first_place: int = 2_000
     doublings: tuple[int, ...] = (5, 20, 50, 100, 200, 300)
-    clean_seeds: tuple[int, ...] = tuple(range(23_000, 23_015))
+    clean_seeds: tuple[int, ...] = tuple(range(43_000, 43_015))
     short_seeds: tuple[int, ...] = tuple(range(17_000, 17_080))
 
     def begins(self) -> list[int]:

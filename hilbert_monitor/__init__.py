@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from .geometry import row_diameter_bracket as row_diameter_bracket
     from .integrations.transformers import HilbertCallback as HilbertCallback
     from .monitor.callback import HilbertMonitor as HilbertMonitor
-    from .monitor.options import Advanced as Advanced
     from .monitor.probe import Probe as Probe
     from .monitor.prometheus import Prometheus as Prometheus
+    from .monitor.session import Advanced as Advanced
     from .monitor.trust_region import TrustRegion as TrustRegion
     from .monitor.watch import watch as watch
     from .optim import ChainedOptimizer as ChainedOptimizer
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Advanced": "monitor.options",
+    "Advanced": "monitor.session",
     "Alert": "runs.record",
     "ChainedOptimizer": "optim",
     "HilbertCallback": "integrations.transformers",

@@ -86,7 +86,7 @@ def imports_of(room):
 
 def training():
     """What is loaded after each room of training in turn, and after what comes before them and between them."""
-    lightnings = (".callback", ".lightning_loop", ".trust_region")
+    lightnings = (".callback", ".trust_region")
     without_callback = [line for line in imports_of("monitor").splitlines() if not line.endswith(lightnings)]
     stages = {
         "package": "import hilbert_monitor; dir(hilbert_monitor); hilbert_monitor.__version__",
@@ -157,7 +157,6 @@ def test_the_monitor_in_a_loop_of_ones_own_needs_no_trainer():
 def test_adapters_import_their_framework_and_of_ours_the_monitor_and_runs():
     frameworks = {
         "transformers": {"transformers"},
-        "transformers_loop": {"transformers"},
         "__init__": set(),
     }
     adapters = list((PACKAGE / "integrations").glob("*.py"))

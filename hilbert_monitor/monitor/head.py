@@ -195,6 +195,8 @@ class Head:
         """Of a bias that is trained; one that is frozen adds nothing to a step."""
         if self.bias is not None and bias_owner is not None:
             self.bias_source = IncrementSource(bias_owner, self.bias, decay=decay)
+            if self.bias_source.optimizer is not self.source.optimizer:  # measured when a gradient may be gone
+                self.bias_source = IncrementSource(bias_owner, self.bias, decay=decay, basis=Basis.STEP)
         self.sources = [self.source] if self.bias_source is None else [self.bias_source, self.source]
         """Where increments come from; the weight's is the last."""
         embeddings = [m for m in model.modules() if isinstance(m, Embedding | EmbeddingBag)]
@@ -248,6 +250,11 @@ class Head:
         for source, basis in zip(self.sources, numbers[len(mine) :], strict=True):
             source.basis = Basis(int(basis))
         return numbers[: len(mine)]
+
+    def end_missing(self) -> None:
+        """Note that a source made no step in an update in which another did."""
+        for source in self.sources:
+            source.end_missing()
 
     def end_unseen(self) -> None:
         """Note the step of an update that no hook saw. Called on every rank if it moved the weights of one."""

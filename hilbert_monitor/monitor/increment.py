@@ -153,8 +153,8 @@ def _check_layout(weight: Any) -> None:
 class SampledRows:
     """Evenly spaced rows of a parameter, as they were before its last step and as they were last seen.
 
-    They tell what moved the weights, for a few kernels a step and without a copy of the weights. After every check they
-    are others, so that a change of a single row is found too, once it is its turn.
+    They tell what moved the weights, for a few kernels a step and without a copy of the weights. Each check uses other
+    rows, so that a change of a single row is found too, once it is its turn.
 
     Args:
         rows: of the parameter that this rank has.
@@ -406,6 +406,15 @@ class IncrementSource:
             self._lost = False  # nothing was lost: weights are kept at the end of an update from now on
         return step
 
+    def end_missing(self) -> None:
+        """Note that an update is over in which the optimizer made no step, if so."""
+        if self._next is None:
+            return
+        if self._samples.are_others():
+            self.fall_back(Basis.UPDATE, f"{type(self.optimizer).__name__} made no step, and its weights moved")
+        else:
+            self._note(options_of(self.group), skipped="no step")
+
     def weights_limited(self, limited: bool) -> None:
         """Note that a TrustRegion has written to the weights, or holds them no more: they are as it left them."""
         self.limited = limited
@@ -421,8 +430,8 @@ class IncrementSource:
         if wanted:
             self._before = self._snapshot()
 
-    def _note(self, options: Group) -> OptimizerStep:
-        skipped, overflow = self._skipped()
+    def _note(self, options: Group, *, skipped: str = "") -> OptimizerStep:
+        skipped, overflow = (skipped, None) if skipped else self._skipped()
         self.last, self._next = OptimizerStep(skipped, options, overflow), None
         self._has_stepped, self.limited = True, False
         if steps_as(self.optimizer, SGD) and self.param.grad is not None:

@@ -98,8 +98,8 @@ def on_steps(
 ) -> Callable[[], None]:
     """Call `before` and `after` around each step; return a function that removes the hooks.
 
-    Of steps within one another, such as that of a base class within that of a subclass, the outermost counts. A step
-    that is compiled has no hooks, and one that a CUDA graph captures does not call them.
+    If one step calls another, such as that of a base class, both are called for the outer one. A step that is compiled
+    has no hooks, and one that a CUDA graph captures does not call them.
 
     Args:
         optimizers: whose steps are one and the same: an optimizer, and those that it calls.
@@ -325,8 +325,8 @@ BITSANDBYTES = {"adam": True, "adamw": True, "ademamix": True, "lamb": True, "li
 class WeightDecay:
     """The decoupled weight decay of one parameter: U' = (1 - share) U + S, where S is the increment.
 
-    The user's word comes first. Otherwise the class that defines the optimizer's step decides, if it is a known one: a
-    subclass with a step of its own is another optimizer. Nothing is guessed.
+    `decay=` overrides. Otherwise the class that defines the optimizer's step decides, if it is a known one: a subclass
+    with a step of its own is another optimizer. Nothing is guessed of a class that is not known.
 
     Args:
         optimizer: the one that moves the parameter.
@@ -407,8 +407,8 @@ class LearningRate:
     """Tells whether the run's own schedulers set the learning rate of a step. It asks them, and changes nothing.
 
     A scheduler is any object that says which rates it set last, as torch's do: by `_last_lr` or `get_last_lr()`.
-    Torch's own are believed. One with a `step` of its own may have forgotten to note its rates: it is believed once two
-    different rates of it were used.
+    Rates of torch's schedulers are taken as given. One with a `step` of its own may have forgotten to note its rates:
+    it counts once two different rates of it were used.
 
     Args:
         schedulers: of the run. A function is asked at every step, as schedulers may change.

@@ -14,7 +14,8 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -25,10 +26,11 @@ from hilbert_monitor.runs.process_bound import ProcessBound, end_child
 from hilbert_monitor.runs.reader import STALLED_AFTER
 from hilbert_monitor.runs.record import Alert, LayerRecord, RunInfo, StepRecord
 
-from .options import ON_ALL_RANKS, Action, MonitorOptions
 from .prometheus import Exporter, Prometheus
 from .runtime import Guard, describe, warn_user
-from .training_loop import TrainingLoop
+
+if TYPE_CHECKING:
+    from .session import MonitorOptions, TrainingLoop
 
 T = TypeVar("T", contravariant=True)
 Item = TypeVar("Item")
@@ -296,14 +298,21 @@ class RunOutputs:
             info = msgspec.structs.replace(info, port=self.exporter.port, address=settings.address, scheme=scheme)
         self.write_log(info)
 
-    def write(self, record: StepRecord, alerts: list[Alert], *, final: bool) -> None:
-        """Write a record with its alerts on rank zero, and do what that does alone on pages."""
+    def write(self, record: StepRecord, alerts: list[Alert], *, behind: int = 0, final: bool) -> None:
+        """Write a record with its alerts on rank zero, and do what that does alone on pages.
+
+        Args:
+            record: of a step.
+            alerts: about it.
+            behind: steps that were made since: an accelerator's records come later.
+            final: there is no next step.
+        """
         if self.loop.ranks.rank != 0:
             return
         with self.guard("outputs"):
             self.put(record, alerts)
         with self.guard("loggers"):
-            self.loop.log(record, final=final)
+            self.loop.log(record, behind=behind, final=final)
         pages = [alert for alert in alerts if alert.severity == "page"]
         self._actions.on_rank_zero(pages)
         self._pages += pages
@@ -368,6 +377,32 @@ class RunOutputs:
 
     def _queues(self) -> list[QueuedSink[Any]]:
         return [*([] if self._log_queue is None else [self._log_queue]), *self._sinks, *self._actions.webhooks]
+
+
+Action = str | Callable[[Alert], Any]
+ON_ALL_RANKS = ("checkpoint", "stop")
+"""Actions on a blow-up that all ranks take together."""
+
+
+def action_of(action: Any) -> Any:
+    """Return an action on a blow-up, or the function of that name."""
+    if callable(action) or action in ("warn", *ON_ALL_RANKS):
+        return action
+    if isinstance(action, str) and action.startswith(("http://", "https://")):
+        return action
+    place, _, name = action.rpartition(".") if isinstance(action, str) else ("", "", "")
+    why = ""
+    if place:
+        try:
+            function = getattr(import_module(place), name, None)
+        except Exception as error:  # the import runs code of the user
+            function, why = None, f" ({type(error).__name__}: {error})"
+        if callable(function):
+            return function
+    raise ValueError(
+        'on_blowup takes "warn", "checkpoint", "stop", an http address, or a function of the alert or its full'
+        f" name, got {action!r}{why}"
+    )
 
 
 class BlowUpActions:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -65,7 +66,7 @@ INCREMENT_FIELDS = (
 )
 """What is dropped of an increment that turned out not to be that of the update."""
 
-_probes: Any = WeakIdKeyDictionary()  # lists of those that watch a weight
+_probes: Any = WeakIdKeyDictionary()  # weak sets of those that watch a weight
 
 
 def probes_of(weight: Tensor) -> list[Probe]:
@@ -119,6 +120,10 @@ class Schedule:
     def begin(self, plan: StepPlan) -> None:
         """Count a step that begins."""
         self._checked += plan.check
+
+    def restart_checks(self) -> None:
+        """Compare the first steps with the weights once more: another optimizer makes them."""
+        self._checked = 0
 
     def _is_due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.last)
@@ -246,7 +251,7 @@ class Probe(ProcessBound):
         for source in self.head.sources:
             by_optimizer.setdefault(id(source.optimizer), []).append(source)
         self._ends = [self._hook(sources) for sources in by_optimizer.values()]
-        _probes.setdefault(self.head.weight, []).append(self)
+        _probes.setdefault(self.head.weight, WeakSet()).add(self)
         self._end_update()
         return self
 
@@ -256,8 +261,7 @@ class Probe(ProcessBound):
         for end in self._ends:
             end()
         self._ends, self._enders = [], []
-        if self in (watching := _probes.get(self.head.weight, [])):
-            watching.remove(self)
+        _probes.get(self.head.weight, WeakSet()).discard(self)
         self.head.forget()
         self._measurer.forget()
         self._learning_rate.forget()
@@ -302,7 +306,8 @@ class Probe(ProcessBound):
         with self.guard("increment"):
             self.flush()
         with self.guard("increment"):
-            self._plan = self.schedule.plan(self.step + 1)
+            if self.head.source in sources or not self.stepped:  # else the bias follows with an optimizer of its own
+                self._plan = self.schedule.plan(self.step + 1)
             if self.head.source in sources:
                 self.schedule.begin(self._plan)
             for source in sources:
@@ -394,6 +399,8 @@ class Probe(ProcessBound):
         self.detach()
         self.head = self._make_head(optimizers)
         self._measurer = self._make_measurer(self.head)
+        self.schedule.restart_checks()
+        self._note_unknown_decay()
         if watching:
             self.attach()
         return True
@@ -411,13 +418,10 @@ class Probe(ProcessBound):
         self._measurer.forget()
         self._fields = fields = self._count_step(step.skipped)
         self._drain_fallbacks()
-        if step.skipped:
-            self._stay_quiet(step.skipped)
-        else:
-            self._spoke = True
         if self._plan.defer and seen and not step.skipped:
             self._begin_deferred(step, fields)
             return
+        self._note_skip(step.skipped)
         with self._measurer.timed("learning_rate"):
             reading = self._learning_rate.reading(step.options.get("lr"), since_update=not seen)
             fields["learning_rate"], fields["scheduled"] = reading.read()
@@ -502,6 +506,9 @@ class Probe(ProcessBound):
             fields = dict(self._last[1])
         if fields is None:
             return None
+        if fresh and not fields["skipped"]:
+            with self.guard("increment"):
+                self.head.end_missing()
         if fresh:
             self._check_weights(fields)
             if self.schedule.waits:
@@ -681,8 +688,6 @@ class Probe(ProcessBound):
 
     def _send(self, fields: Fields, deferred: DeferredStep, loss: float | Tensor | None) -> None:
         """Send what a step has on the device to the host."""
-        with self.guard("increment"):
-            self.head.unchanged()  # notes, on the device, whether something else has moved the weights
         self._end_update()
         deferred.samples = self._end_batches()
         with self._measurer.timed("bracket"):
@@ -719,6 +724,7 @@ class Probe(ProcessBound):
                 if deferred.stored is not None:
                     stored = bounds_of(_resolved(deferred.stored, numbers["stored"], head.stored_increment))
                     fields |= stored_fields(stored, numbers["moved"][0] / deferred.weights)
+        self._note_skip(fields["skipped"])
         with measurer.timed("diameter"):
             if self._suspects(fields, fields) and (deferred.increment is not None or head.source.formable):
                 fields |= measurer.search_alone(deferred.increment, fields)
@@ -767,6 +773,13 @@ class Probe(ProcessBound):
         for source in self.head.sources:
             while source.fallbacks:
                 self._remark_from_step(source.fallbacks.pop(0))
+
+    def _note_skip(self, skipped: str) -> None:
+        """Count a step that was skipped; a step that moved something ends the count."""
+        if skipped:
+            self._stay_quiet(skipped)
+        else:
+            self._spoke = True
 
     def _stay_quiet(self, lacks: str, weight: float = 1.0) -> None:
         """Count an update in which nothing was measured, and say why if there were many.

@@ -5,17 +5,24 @@ It knows no training framework. A framework's adapter gives it a `TrainingLoop` 
 
 from __future__ import annotations
 
+import inspect
 import math
+import os
 import platform
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from hilbert_monitor import __version__
-from hilbert_monitor.runs.alerts import Judge
+from hilbert_monitor.runs.alerts import Judge, Rules
 from hilbert_monitor.runs.files import to_json
 from hilbert_monitor.runs.process_bound import ProcessBound
 from hilbert_monitor.runs.record import RunInfo, StepRecord
@@ -23,13 +30,248 @@ from hilbert_monitor.runs.secrets import mask_secrets
 from hilbert_monitor.runs.stops import requested_stop
 
 from .head import NobodyMovesIt
+from .hidden_states import AutocastFactory, HiddenStates
 from .layers import LayerMonitor
-from .options import ON_ALL_RANKS, MonitorOptions
-from .outputs import RunOutputs
-from .panel import Panel, PanelCollector, SampleIndices
+from .optimizers import Decay
+from .outputs import ON_ALL_RANKS, Action, RunOutputs, action_of
+from .panel import NAMED, Panel, PanelChoice, PanelCollector, SampleIndices, check_panel_folder
 from .probe import Judged, Probe, is_sharded
+from .prometheus import Prometheus
 from .runtime import Guard, Ranks, meet, warn_user
-from .training_loop import TrainingLoop
+
+F = TypeVar("F", bound=Callable[..., Any])
+KINDS: dict[str, tuple[Any, str]] = {
+    "hidden": (Callable, "a function of the model and a batch"),
+    "decode": (Callable, "a function of a token id, such as tokenizer.decode"),
+    "config": (Mapping, "a dict, such as vars(args)"),
+    "rules": (Rules, "Rules(false_alarms_per_10k=...)"),
+    "prometheus": (Prometheus, "a port or Prometheus(port=...)"),
+    "logit_scale": (Real, "a number"),
+    "run_dir": (str | os.PathLike, "the path of a folder"),
+    "run_name": (str, "a text"),
+}
+"""What an option that may be None is otherwise, as a type and in words."""
+
+
+def _check_kind(name: str, value: Any, kind: Any, what: str) -> None:
+    """Refuse what is of another kind."""
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise TypeError(f"{name} is {what}, or None, got {type(value).__name__} {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advanced:
+    """Settings that few runs need: ``HilbertMonitor(advanced=Advanced(immediate=True))``."""
+
+    bounds: bool | None = None
+    """Certified bounds of the diameter on every update; by default where they need no copy of the weights."""
+    immediate: bool = False
+    """Wait for an accelerator in every step, so that its record and alerts come in that step. By default it is not
+    waited for in steps of which only bounds are measured, and these come when the next step is made. Anything in
+    `on_blowup` that acts ("stop", "checkpoint", a function) implies it."""
+    stalled_after: float | None = None
+    """Seconds without a step or validation after which the run counts as stalled, unless twenty of its steps, or twice
+    its longest pause in the last hundred, take longer; by default 300."""
+    progress_bar: bool = True
+    """Show the diameter in Lightning's progress bar."""
+    secrets: Sequence[str] = ()
+    """Names in `config` whose values are masked, besides those that look like secrets."""
+    private: bool = False
+    """Let no other user read the run's folder (mode 0700). By default its mode follows the umask."""
+
+    def __post_init__(self) -> None:
+        _check_kind("stalled_after", self.stalled_after, Real, "a number of seconds")
+        if isinstance(self.secrets, str):
+            raise TypeError(f"secrets is a list of names in the config, got {self.secrets!r}: write [{self.secrets!r}]")
+        if self.stalled_after is not None and not self.stalled_after >= 0:
+            raise ValueError(f"stalled_after is a number of seconds, zero or more, got {self.stalled_after!r}")
+
+
+@dataclass(kw_only=True)
+class MonitorOptions:
+    """What a user chooses, whatever trains the model. `HilbertMonitor` documents each option."""
+
+    head: str | Module | Parameter | None = None
+    panel_size: int = 8192
+    diameter_every: int = 10
+    perturbation_every: int = 500
+    panel: PanelChoice = "loader"
+    hidden: HiddenStates | None = None
+    decay: Decay | None = None
+    vocab_size: int | None = None
+    logit_scale: float | None = None
+    decode: Callable[[int], str] | None = None
+    run_dir: str | None = "runs"
+    run_name: str | None = None
+    config: dict[str, Any] | None = None
+    layers: bool = False
+    efficiency: bool = False
+    rules: Rules | None = None
+    on_blowup: Action | list[Any] = "warn"
+    sinks: Iterable[Any] = ()
+    prometheus: int | Prometheus | None = None
+    strict: bool = False
+    advanced: Advanced = Advanced()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.head, list | tuple):
+            raise ValueError(f"a monitor watches one head, got {self.head!r}: use one monitor for each")
+        if isinstance(self.prometheus, int) and not isinstance(self.prometheus, bool):
+            self.prometheus = Prometheus(port=self.prometheus)
+        if not isinstance(self.advanced, Advanced):
+            raise TypeError(f"advanced is Advanced(...), got {type(self.advanced).__name__} {self.advanced!r}")
+        for name, (kind, what) in KINDS.items():
+            _check_kind(name, getattr(self, name), kind, what)
+        is_share = isinstance(self.decay, Real) and not isinstance(self.decay, bool) and 0 <= float(self.decay) <= 1
+        if not (self.decay in (None, "decoupled", "coupled") or is_share or callable(self.decay)):
+            raise ValueError(
+                'decay is "decoupled", "coupled", the share of the weights that a step takes away, a function of the'
+                f" parameter's group that returns it, or None, got {self.decay!r}"
+            )
+        if self.logit_scale is not None and not 0 < abs(self.logit_scale) < math.inf:
+            raise ValueError(f"logit_scale is a number other than zero, or None, got {self.logit_scale!r}")
+        if self.run_dir is not None:
+            self.run_dir = os.path.expanduser(self.run_dir)
+        for name in ("diameter_every", "perturbation_every"):
+            _check_count(name, getattr(self, name), "a number of updates, 0 for never", least=0)
+        _check_count("panel_size", self.panel_size, "a number of validation positions", least=1)
+        if self.vocab_size is not None:
+            _check_count("vocab_size", self.vocab_size, "a number of rows of the head, or None for all", least=1)
+        if isinstance(self.panel, str) and self.panel not in NAMED:
+            check_panel_folder(self.panel)
+        self.sinks = _checked_sinks(self.sinks)
+        _ = self.actions  # refuses anything else
+
+    @property
+    def actions(self) -> list[Action]:
+        """The actions on a blow-up, with functions in place of their names."""
+        given = self.on_blowup if isinstance(self.on_blowup, list | tuple) else [self.on_blowup]
+        return [action_of(action) for action in given]
+
+    @property
+    def shared(self) -> str:
+        """What all ranks must have alike to measure together."""
+        names = ("head", "panel_size", "diameter_every", "perturbation_every", "vocab_size", "logit_scale")
+        values = [getattr(self, name) for name in (*names, "layers", "efficiency", "strict")]
+        return repr([value if isinstance(value, str | Real | None) else type(value).__name__ for value in values])
+
+    @property
+    def acts(self) -> bool:
+        """Whether an action on a blow-up may change the run, so that it has to come before the next step."""
+        return any(callable(action) or action in ON_ALL_RANKS for action in self.actions)
+
+
+def chosen_options(caller: str, given: dict[str, Any]) -> MonitorOptions:
+    """Return the options that a user gave by name.
+
+    Args:
+        caller: what was called, for errors.
+        given: names and values.
+
+    Raises:
+        TypeError: for a name that is no option, as Python itself would.
+    """
+    names = {field.name for field in fields(MonitorOptions)}
+    for name in given:
+        if name not in names:
+            close = get_close_matches(name, names, 1)
+            hint = f": did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{caller} got an unexpected keyword argument {name!r}{hint}")
+    return MonitorOptions(**given)
+
+
+def with_options(function: F) -> F:
+    """Show the options in the signature of a function that takes them as ``**options``: for `help`, and for editors."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = {p.name for p in own}
+    options = [p for p in inspect.signature(MonitorOptions).parameters.values() if p.name not in names]
+    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return function
+
+
+def _checked_sinks(sinks: Any) -> tuple[Any, ...]:
+    """The sinks, each of which can be written to."""
+    what = "sinks is a list of objects with write(record), got"
+    if not isinstance(sinks, Iterable):
+        raise TypeError(f"{what} {type(sinks).__name__}: write sinks=[...]")
+    several = tuple(sinks)
+    for sink in several:
+        if not callable(getattr(sink, "write", None)):
+            raise TypeError(f"{what} one with a {type(sink).__name__}, which has no write")
+        if isinstance(sink, type):
+            raise TypeError(f"{what} the class {sink.__name__}: make one, sinks=[{sink.__name__}(...)]")
+    return several
+
+
+def _check_count(name: str, value: Any, what: str, *, least: int) -> None:
+    """Refuse what is no whole number, or too small."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {what}: a whole number of at least {least}, got {value!r}")
+
+
+class TrainingLoop(Protocol):
+    """What a session needs of whatever trains the model."""
+
+    @property
+    def model(self) -> Module:
+        """The model, as the loop calls it."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those among which one moves the head."""
+
+    @property
+    def schedulers(self) -> Sequence[Any]:
+        """Those of the learning rate, as they are now."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates so far."""
+
+    @property
+    def last_update(self) -> float:
+        """Updates at the end of training, or infinity."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there will be a validation."""
+
+    @property
+    def label(self) -> str:
+        """Name of the head in records and logs, where several heads have monitors; else empty."""
+
+    @property
+    def keeps_log(self) -> bool:
+        """Whether the run is worth a log; a trial of a few batches is not."""
+
+    @property
+    def folder(self) -> str:
+        """Where the loop puts its files."""
+
+    @property
+    def autocast(self) -> AutocastFactory | None:
+        """Makes the context in which the model runs its forward pass."""
+
+    def describe(self) -> RunInfo:
+        """Say what the loop knows of the run: model, seed, configuration, versions."""
+
+    def log(self, record: StepRecord, *, behind: int, final: bool) -> None:
+        """Give a record to the loop's own loggers, on rank zero. `behind` steps were made since."""
+
+    def make_checkpoint(self) -> Any:
+        """Collect what a checkpoint holds; called on every rank."""
+
+    def save_checkpoint(self, checkpoint: Any, path: str) -> None:
+        """Write a checkpoint. Called on every rank; the path is that of rank zero."""
+
+    def stop(self) -> None:
+        """End training after this step."""
+
 
 _parents_runs: list[Any] = []
 """Runs that a forked child has dropped. Nothing of them is finalized, as a sink might then write its buffer again."""
@@ -123,8 +365,9 @@ class RunSession(ProcessBound):
         assert self.probe is not None
         self._waits_for_groups = None
         schedule, has_panel = self.probe.schedule, self.panels.panel is not None
-        if sharded and not loop.ranks.all_agree(math.isfinite(schedule.last)):
-            schedule.last = math.inf
+        if sharded:
+            least, minus_most = loop.ranks.all_min([schedule.last, -schedule.last])
+            schedule.last = least if least == -minus_most else math.inf
         if not loop.validates and not (loop.ranks.all_agree(has_panel) if sharded else has_panel):
             schedule.perturbation_every = 0  # there is no panel, and none to come
 
@@ -206,7 +449,7 @@ class RunSession(ProcessBound):
                 alerts = [*alerts, *more]
                 if layers is not None:
                     outputs.write_log(layers)
-            outputs.write(self._labelled(record), alerts, final=final)
+            outputs.write(self._labelled(record), alerts, behind=probe.step - record.step, final=final)
 
     @property
     def _known(self) -> tuple[int, bool]:
@@ -265,7 +508,8 @@ class RunSession(ProcessBound):
             with self.guard("record"):
                 self.flush()
             self._resumed = self.state_dict()
-            self.probe.finish()
+            with self.guard("record"):
+                self.probe.finish()
         if self._layers is not None:
             self._layers.close()
         self._layers = None

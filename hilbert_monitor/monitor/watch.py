@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import inspect
+import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from numbers import Integral
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -19,14 +22,213 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from .hidden_states import AutocastFactory
-from .loop_arguments import check_loop_arguments, check_state
-from .options import MonitorOptions, chosen_options, with_options
-from .panel import Batch, GivenPanel, panel_from, sample_indices, token_count
-from .plain_loop import Log, PlainLoop
+from hilbert_monitor.runs.record import RunInfo, StepRecord, measured
+
+from .hidden_states import AutocastFactory, unwrapped
+from .panel import Batch, GivenPanel, Panel, check_panel_folder, panel_from, sample_indices, token_count
 from .probe import is_sharded
-from .runtime import Ranks, meet, warn_user
-from .session import RunSession
+from .runtime import Ranks, compute_device, meet, warn_user
+from .session import MonitorOptions, RunSession, chosen_options, with_options
+
+
+def check_loop_arguments(
+    model: Any,
+    optimizer: Any,
+    *,
+    panel: Any = None,
+    log: Any = None,
+    autocast: Any = None,
+    first_step: Any = 0,
+    last_step: Any = None,
+    seed: Any = None,
+    data_ranks: Any = None,
+    save_checkpoint: Any = None,
+) -> None:
+    """Refuse what cannot be an argument of `watch`, whose arguments these are.
+
+    Raises:
+        TypeError: for a value of the wrong kind; the message says which and what to give.
+        ValueError: for a negative number.
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"the model has to be a torch.nn.Module, got {_kind(model)}: watch(model, optimizer, ...)")
+    several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    wrong = [_kind(one) for one in several if not hasattr(one, "param_groups")]
+    if wrong or not several:
+        raise TypeError(
+            "the optimizer has to be the one that moves the head, or a list of optimizers, got"
+            f" {wrong[0] if wrong else 'none'}: watch(model, optimizer, ...)"
+        )
+    if isinstance(panel, str | os.PathLike):
+        check_panel_folder(panel)
+    elif isinstance(panel, bytes) or not isinstance(panel, Panel | Tensor | Iterable | None):
+        raise TypeError(
+            f"panel takes token ids, batches or a DataLoader of validation text, got {_kind(panel)}: a text has to be"
+            " tokenized first"
+        )
+    if log is not None and not callable(log):
+        raise TypeError(f"log takes a function of a dict and a step, such as wandb.log, got {_kind(log)}")
+    if autocast is not None and (not callable(autocast) or hasattr(autocast, "__enter__")):
+        raise TypeError(
+            f"autocast takes a function that makes a context, got {_kind(autocast)}: write lambda:"
+            ' torch.autocast("cuda", torch.bfloat16)'
+        )
+    if save_checkpoint is not None and not callable(save_checkpoint):
+        raise TypeError(f"save_checkpoint takes a function of a path, got {_kind(save_checkpoint)}")
+    _check_number("first_step", first_step, "a number of updates", least=0)
+    _check_number("last_step", last_step, "a number of updates", least=0)
+    _check_number("data_ranks", data_ranks, "a number of processes", least=1)
+    _check_number("seed", seed, "a whole number")
+
+
+def _check_number(name: str, value: Any, what: str, *, least: int | None = None) -> None:
+    """Refuse what is no whole number, or too small; None is no number, and is left alone."""
+    if value is None:
+        return
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} is {what}, got {value!r}")
+    if least is not None and int(value) < least:
+        raise ValueError(f"{name} is {what}, {'zero' if least == 0 else 'one'} or more, got {value!r}")
+
+
+def check_state(state: Any) -> None:
+    """Refuse what no `state_dict()` of a watched run has returned.
+
+    Raises:
+        TypeError: if it is no dict.
+        ValueError: if it is the dict of something else.
+    """
+    what = "the state has to be what run.state_dict() returned"
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{what}, got {_kind(state)}: load the checkpoint, and give its part")
+    if state and not isinstance(state.get("step"), int):
+        keys = ", ".join(map(repr, list(state)[:6]))
+        raise ValueError(f'{what}, with a "step", got a dict with {keys}: give its part of the checkpoint')
+
+
+def _kind(value: Any) -> str:
+    """A value by its class, or as it is where that says more."""
+    return repr(value) if value is None or isinstance(value, str | int) else type(value).__name__
+
+
+Log = Callable[..., Any]
+"""Takes numbers by name, and the step if it has a place for it; or a tag, a number and the step, as TensorBoard's."""
+
+DEEPSPEED = (
+    "nothing is measured under DeepSpeed, whose engine makes the optimizer's step inside backward, on flattened"
+    " weights: use FSDP2 or DDP"
+)
+FSDP1 = (
+    "nothing is measured under FSDP1, which flattens the head's rows: use FSDP2 (fully_shard, or fsdp_version=2 in"
+    " Accelerate)"
+)
+
+
+class PlainLoop:
+    """A loop that tells what happens in it, and is not asked. The arguments are those of `watch`."""
+
+    validates = False
+    label = ""
+    keeps_log = True
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        schedulers: Any = (),
+        autocast: AutocastFactory | None = None,
+        scaler: Any = None,
+        first_step: int = 0,
+        last_step: int | None = None,
+        log: Log | None = None,
+        save_checkpoint: Callable[[str], Any] | None = None,
+        seed: int | None = None,
+        folder: str = ".",
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        self.model, self.autocast, self.scaler = model, autocast, scaler
+        self.optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        self._schedulers = schedulers
+        self.updates = first_step
+        self.last_update: float = math.inf if last_step is None else last_step
+        self.folder, self.seed = folder, None if seed is None else int(seed)
+        self.should_stop = False
+        self._log = None if log is None else in_numbers(log)
+        self._save = save_checkpoint
+        device = next((compute_device(p) for p in model.parameters()), torch.device("cpu"))
+        self.ranks = Ranks.of(device, group=process_group)
+
+    @property
+    def schedulers(self) -> Sequence[Any]:
+        """Those of the learning rate, without the wrappers that Accelerate puts around them."""
+        given = self._schedulers
+        several = list(given) if isinstance(given, Iterable) else [] if given is None else [given]
+        return [getattr(one, "scheduler", one) for one in several]
+
+    @property
+    def in_between(self) -> bool:
+        """Whether gradients are being accumulated, where the optimizers know: Accelerate's then make no step."""
+        states = (getattr(optimizer, "gradient_state", None) for optimizer in self.optimizers)
+        return not all(getattr(state, "sync_gradients", True) for state in states)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether a step may be left out because gradients overflowed."""
+        scalers = [self.scaler, *(getattr(optimizer, "scaler", None) for optimizer in self.optimizers)]
+        return any(scaler is not None for scaler in scalers)
+
+    def refusal(self) -> str:
+        """Why nothing can be measured, in a sentence; empty if it can."""
+        kinds = {cls.__name__ for part in self.model.modules() for cls in type(part).__mro__}
+        kinds |= {cls.__name__ for optimizer in self.optimizers for cls in type(optimizer).__mro__}
+        if any(kind.startswith("DeepSpeed") for kind in kinds):
+            return DEEPSPEED
+        return FSDP1 if "FullyShardedDataParallel" in kinds else ""
+
+    def describe(self) -> RunInfo:
+        """Name the model's class and the seed."""
+        return RunInfo(model=type(unwrapped(self.model)).__name__, seed=self.seed)
+
+    def log(self, record: StepRecord, *, behind: int, final: bool) -> None:
+        """Give a record to the user's function."""
+        if self._log is not None:
+            self._log(logged_numbers(record), record.step)
+
+    def make_checkpoint(self) -> Any:
+        """Say that one can be made: the user's function does all of it."""
+        return self._save
+
+    def save_checkpoint(self, checkpoint: Any, path: str) -> None:
+        """Call the user's function on every rank, with the path of rank zero."""
+        checkpoint(self.ranks.gather(path)[0])
+
+    def stop(self) -> None:
+        """Ask the loop to end after this step."""
+        self.should_stop = True
+
+
+def logged_numbers(record: StepRecord) -> dict[str, float]:
+    """Return the numbers of a record under the names that they have in every logger."""
+    return {metric.logged: float(value) for metric, value in measured(record)}
+
+
+def in_numbers(log: Log) -> Callable[[dict[str, float], int], None]:
+    """Return how to give a logger's function several numbers of a step at once."""
+    takes: Mapping[str, inspect.Parameter] = {}
+    with suppress(TypeError, ValueError):  # a function written in C has none
+        takes = inspect.signature(log).parameters
+    if "tag" in takes:  # add_scalar of a SummaryWriter
+
+        def one_by_one(numbers: dict[str, float], step: int) -> None:
+            for name, value in numbers.items():
+                log(name, value, step)
+
+        return one_by_one
+    if "step" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        return lambda numbers, step: log(numbers, step=step)
+    places = [p for p in takes.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return (lambda numbers, step: log(numbers, step)) if len(places) > 1 else (lambda numbers, step: log(numbers))
 
 
 class Watch:

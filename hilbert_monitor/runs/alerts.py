@@ -37,7 +37,7 @@ CEILING_FACTOR, CALM = 1.01, 5
 lasts, only a value twice as large is reported again."""
 PANEL: dict[str, Any] = {"share": 0.01, "min_history": 8, "floor": math.log(3)}
 BASELINES: dict[Kind, dict[str, Any]] = {"diameter": {"share": 0.4}, "perturbation": PANEL, "precision": PANEL}
-LAYERS: dict[str, Any] = {"share": 0.003, "floor": math.log(4)}
+LAYERS: dict[str, Any] = {"share": 0.01, "floor": math.log(4)}
 """What is compared with its history. Shares of the panel and of all layers together are small: they have hundreds of
 values, too few to know a heavy tail, and then give many times their share of false alarms."""
 

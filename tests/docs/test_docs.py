@@ -15,7 +15,7 @@ import yaml
 import hilbert_monitor
 from hilbert_monitor import HilbertMonitor, geometry
 from hilbert_monitor.cli import app
-from hilbert_monitor.monitor.options import MonitorOptions
+from hilbert_monitor.monitor.session import MonitorOptions
 from hilbert_monitor.runs import alerts
 from hilbert_monitor.runs.exposition import FAMILIES
 from hilbert_monitor.runs.record import METRICS, StepRecord

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hilbert_monitor import Advanced, HilbertMonitor, Prometheus
-from hilbert_monitor.monitor.options import MonitorOptions
+from hilbert_monitor.monitor.session import MonitorOptions
 from tests.support.training import UPDATES, Module, fit
 
 

@@ -14,10 +14,10 @@ from torch.optim import SGD
 
 from hilbert_monitor import HilbertMonitor, watch
 from hilbert_monitor.monitor import outputs
-from hilbert_monitor.monitor.options import MonitorOptions
 from hilbert_monitor.monitor.outputs import QueuedSink, RunOutputs, TokenTexts
-from hilbert_monitor.monitor.plain_loop import PlainLoop
 from hilbert_monitor.monitor.runtime import Guard
+from hilbert_monitor.monitor.session import MonitorOptions
+from hilbert_monitor.monitor.watch import PlainLoop
 from hilbert_monitor.runs.alerts import alerts_of
 from hilbert_monitor.runs.reader import RunReader, find_runs
 from hilbert_monitor.runs.record import Alert, RunInfo, StepRecord
