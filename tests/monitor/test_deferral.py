@@ -10,14 +10,14 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from hilbert_monitor import Advanced, HilbertMonitor, Muon, Probe, RowNorm
+from hilbert_monitor import HilbertMonitor, Muon, Probe, RowNorm
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.runs.alerts import Judge
 from tests.support.decoders import Plain, seeded
 from tests.support.later import pretend, read_later_fixture  # noqa: F401
 from tests.support.ranks import in_ranks
 from tests.support.sinks import Recorder
-from tests.support.training import UPDATES, Module, fit
+from tests.support.training import Module, fit
 
 V = 61
 TEXT = torch.randint(V, (4, 17), generator=torch.Generator().manual_seed(1))
@@ -121,21 +121,6 @@ def test_a_fused_step_that_a_grad_scaler_skipped_is_known_later(read_later):
     later, now = judged(False), judged(True)
     assert later == now
     assert (later[7].skipped, later[7].diameter_upper) == ("overflow", None)
-
-
-def test_a_lightning_run_is_the_same_with_what_is_read_later(read_later):
-    """Saving, validating and ending the run hand on what is still on its way."""
-    runs = []
-    for immediate in (True, False):
-        kept = Recorder()
-        module = Module("torch")
-        options = {"diameter_every": 4, "perturbation_every": 6, "panel_size": 50, "strict": True}
-        fit(module, HilbertMonitor(advanced=Advanced(immediate=immediate), sinks=[kept], **options))
-        last = {record.step: record for record in kept.records}  # a validation amends one
-        assert list(last) == list(range(1, UPDATES + 1))
-        runs.append(([p.detach() for p in module.parameters()], [(r, []) for r in last.values()]))
-    assert read_later
-    assert_same(*reversed(runs))
 
 
 def test_a_checkpoint_has_the_record_of_its_step_in_the_log(read_later):

@@ -128,21 +128,15 @@ def test_the_owner_in_a_chain_is_watched_and_its_rate_may_be_a_tensor(make, refe
     assert_from_state(watched(chain, p, source=source), reference(start(), some_gradients(), LRS))
 
 
-@each(MAIN)
-def test_a_small_increment_of_large_weights_is_not_lost(make, reference):
-    """U ~ 1e3 and lr 1e-7: in fp32 most steps do not move the weights at all."""
-    p, tiny = Parameter(start(scale=1e3)), [1e-7] * len(LRS)
-    expected = reference(start(scale=1e3), some_gradients(), tiny)
-    assert_from_state(watched(make([p], lr=0.1), p, lrs=tiny), expected)
-
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @each([name for name in MAIN if name != "Muon"])  # it iterates in fp32
-def test_fp64_parameters_get_fp64_increments(make, reference):
-    p = Parameter(start(torch.float64))
-    increments = watched(make([p], lr=0.1), p)
-    assert increments[0][0].dtype == torch.float64
-    expected = reference(start(torch.float64), some_gradients(torch.float64), LRS)
-    assert_from_state(increments, expected, tolerance=1e-11)
+def test_a_small_increment_of_large_weights_is_not_lost(make, reference, dtype):
+    """U ~ 1e3 and lr 1e-7: in fp32 most steps do not move the weights at all."""
+    p, tiny = Parameter(start(dtype, scale=1e3)), [1e-7] * len(LRS)
+    increments = watched(make([p], lr=0.1), p, lrs=tiny)
+    assert increments[0][0].dtype == dtype
+    expected = reference(start(dtype, scale=1e3), some_gradients(dtype), tiny)
+    assert_from_state(increments, expected, tolerance=1e-5 if dtype == torch.float32 else 1e-11)
 
 
 def test_the_first_step_is_precise_though_0999_is_not_in_fp32():
@@ -263,22 +257,6 @@ def test_a_step_without_gradient_is_skipped_and_has_no_increment():
     assert [step.skipped for step in seen] == ["", "no gradient"]
     assert torch.equal(source.increment().rows.matrix(), torch.zeros(SHAPE))
     assert source.increment().rounding == 0
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_step_that_the_scaler_leaves_out_is_an_overflow_or_not_seen(fused):
-    p, seen, scaler = Parameter(start()), [], torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer = AdamW([p], fused=fused)
-    watch(IncrementSource(optimizer, p), seen)
-    for bad in (False, True, False):
-        before = p.detach().clone()
-        optimizer.zero_grad()
-        scaler.scale(p.square().sum()).backward()
-        p.grad[0, 0] = torch.inf if bad else 1.0
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(p, before) == bad
-    assert [step.skipped for step in seen] == (["", "overflow", ""] if fused else ["", ""])
 
 
 def test_a_parameter_of_somebody_else_is_refused_and_before_a_step_there_is_nothing_to_form():

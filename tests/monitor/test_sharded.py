@@ -25,7 +25,6 @@ import hilbert_monitor
 from hilbert_monitor import ChainedOptimizer, Muon, RowNorm
 from hilbert_monitor.geometry.points import CentredRows
 from hilbert_monitor.monitor import runtime
-from hilbert_monitor.monitor.head import Head
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from tests.support import warm
@@ -174,7 +173,7 @@ def all_of_a_rank(rank, world):
             for layout, names in layouts.items()
         }
         if world == 2:
-            found |= {act.__name__: act(rank, world) for act in (columns_sharded, work)}
+            found["columns_sharded"] = columns_sharded(rank, world)
             found |= {where: failing_rank(rank, world, where) for where in PLACES}
             found["apart"] = {case: apart(rank, world, case) for case in ("absent", "settings")}
         if world == 4:
@@ -282,31 +281,6 @@ def columns_sharded(rank, world):
 def test_a_head_sharded_by_columns_is_refused_with_what_to_do(ranks_of):
     first, second = (rank["columns_sharded"] for rank in ranks_of(2))
     assert first == second
-
-
-def work(rank, world):
-    """Train under DDP where weights are copied; return how many increments were formed, the copies, the last record."""
-    torch.manual_seed(0)
-    model = Plain(**SIZE)
-    wrapped = arranged("DDP" if world > 1 else "one", world, model)
-    optimizer, copies = OPTIMIZERS["RMSprop"](model.parameters()), []
-    panel = Panel.of_tokens(TEXT[:8], 50)
-    probe = Probe(model, optimizer, panel=panel, diameter_every=1, perturbation_every=1, strict=True)
-    with mock.patch.object(Head, "increment", autospec=True, side_effect=Head.increment) as formed, probe:
-        for number in range(UPDATES):
-            update(wrapped, optimizer, number)
-            copies.append(probe.head.source.has_before)
-            probe.record()
-        return formed.call_count, copies, probe.record(final=True)
-
-
-def test_under_ddp_a_probe_measures_alone_and_the_end_measures_nothing_again(ranks_of):
-    first, second = (rank["work"] for rank in ranks_of(2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert first == work(0, 1)
-    assert first[1:] == ([True] * UPDATES, None)
-    assert second == first
 
 
 def apart(rank, world, case):
