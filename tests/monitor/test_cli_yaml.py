@@ -7,53 +7,30 @@ import logging
 
 import lightning
 import pytest
-import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hilbert_monitor import Advanced, HilbertMonitor, Prometheus
 from hilbert_monitor.runs.alerts import Rules
-from tests.support.decoders import Plain
+from tests.support.training import QUIET, Module, Text, V
 
 pytest.importorskip("jsonargparse")
 lightning_cli = pytest.importorskip("lightning.pytorch.cli")
 LightningCLI, SaveConfigCallback = lightning_cli.LightningCLI, lightning_cli.SaveConfigCallback
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-V, UPDATES = 37, 6
+UPDATES = 6
 HERE = "tests.monitor.test_cli_yaml"
 
 pytestmark = pytest.mark.filterwarnings("ignore:::jsonargparse")
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, lr: float = 1e-2):
-        super().__init__()
-        torch.manual_seed(0)
-        self.model, self.lr = Plain(V, 16), lr
-
-    def forward(self, tokens):
-        return self.model(tokens)
-
-    def training_step(self, tokens, _):
-        return nn.functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-    def validation_step(self, tokens, i):
-        self.log("val_loss", self.training_step(tokens, i))
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
-
-
 class Data(lightning.LightningDataModule):
-    def _loader(self, seed):
-        return DataLoader(torch.randint(V, (24, 9), generator=torch.Generator().manual_seed(seed)), batch_size=4)
-
     def train_dataloader(self):
-        return self._loader(0)
+        return DataLoader(Text(0, 24), batch_size=4)
 
     def val_dataloader(self):
-        return self._loader(1)
+        return DataLoader(Text(1, 24), batch_size=4)
 
 
 class Prints:
@@ -81,15 +58,7 @@ def bare_states(module, batch):
 def written(folder, name="config.yaml", trainer=None, **arguments):
     """A config file with the monitor among the callbacks; return its path."""
     monitor = {"class_path": "hilbert_monitor.HilbertMonitor", "init_args": arguments}
-    options = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "default_root_dir": str(folder),
-        "callbacks": [monitor],
-    }
+    options = QUIET | {"default_root_dir": str(folder), "callbacks": [monitor]}
     path = folder / name
     path.write_text(yaml.safe_dump({"seed_everything": 1, "trainer": options | (trainer or {})}))
     return path

@@ -1,9 +1,7 @@
 """Heads whose weight is computed: S is the difference of the whole weight, or the head is refused in a sentence."""
 
 import copy
-import itertools
 import warnings
-from itertools import pairwise
 
 import pytest
 import torch
@@ -46,18 +44,6 @@ class Adapter(nn.Module):
         return self.base_layer(x) + self.up(self.down(x))
 
 
-class Beside(nn.Linear):
-    """An adapter that is the frozen head itself, with two matrices beside its weight."""
-
-    def __init__(self):
-        super().__init__(D, V, bias=False)
-        self.weight.requires_grad_(False)
-        self.a, self.b = nn.Parameter(torch.randn(RANK, D)), nn.Parameter(0.1 * torch.randn(V, RANK))
-
-    def forward(self, x):
-        return super().forward(x) + x @ self.a.t() @ self.b.t()
-
-
 def lora(model, **options):
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules=["lm_head"], **options))
@@ -76,7 +62,6 @@ REFUSED = {
     "pruned": (lambda m: prune.random_unstructured(m.lm_head, "weight", amount=0.5), "computed by a hook"),
     "DoRA": (lambda m: lora(m, use_dora=True), "other than plain LoRA on a frozen nn.Linear"),
     "an adapter": (lambda m: setattr(m, "lm_head", Adapter(m.lm_head)), "an adapter, a Adapter, other than"),
-    "matrices beside it": (lambda m: setattr(m, "lm_head", Beside()), "an adapter, a Beside, other than plain LoRA"),
 }
 
 
@@ -156,19 +141,6 @@ def test_a_weight_that_is_computed_in_another_way_is_refused(change, sentence):
         Probe(model, adamw(model), head=head_of(model))
 
 
-def test_a_trained_copy_of_the_head_is_an_ordinary_one():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=RANK, target_modules=["up"], modules_to_save=["lm_head"])
-    model = made(lambda m: peft.get_peft_model(m, config))
-    optimizer = adamw(model)
-    probe = Probe(model, optimizer, diameter_every=1, perturbation_every=0, strict=True).attach()
-    before = probe.head.weight.detach().double().clone()
-    record, _ = train(model, [optimizer], probe, updates=1)
-    change = probe.head.weight.detach().double() - (1 - 1e-3) * before
-    assert record.diameter == pytest.approx(all_pairs_diameter(change), rel=1e-4)
-    assert record.increment_from == "state"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_lora_on_a_llama_is_what_peft_itself_merges(dtype):
     """A step below the spacing of the frozen bf16 weight is seen: the frozen weight cancels."""
@@ -212,25 +184,6 @@ def test_rows_of_lora_are_formed_on_demand_and_no_matrix_of_the_vocabulary_is_al
     index = torch.tensor([5, many - 1, 77])
     for rows_there, expected in ((rows.take(index), change[index]), (rows.chunk(30, 60), change[30:60])):
         torch.testing.assert_close(rows_there.double(), expected, rtol=1e-3, atol=1e-6 * float(change.abs().max()))
-
-
-def test_the_effective_weight_is_formed_on_measured_steps_alone():
-    model = made(MEASURED["custom"])
-    optimizer, parts = SGD(model.parameters(), lr=0.1), model.lm_head.parametrizations.weight[0]
-    calls, tick = int(parts.calls), itertools.count()
-    parts.register_forward_pre_hook(lambda *_: (next(tick), None)[1])
-    with Probe(model, optimizer, diameter_every=4, perturbation_every=0, strict=True) as probe:
-        numbers = [next(tick)]
-        for update in range(8):
-            optimizer.zero_grad()
-            loss_of(model, update, V).backward()
-            optimizer.step()
-            record = probe.record()
-            assert (record.diameter is not None) == (record.diameter_upper is not None) == (update % 4 == 3)
-            numbers.append(next(tick))
-    formed = [b - a > 2 for a, b in pairwise(numbers)]  # more than the forward pass and the count itself
-    assert formed == [update % 4 == 3 for update in range(8)]
-    assert int(parts.calls) == calls + 8  # what the monitor computes is undone
 
 
 def test_parts_with_optimizers_of_their_own_are_measured_over_whole_updates():

@@ -10,14 +10,14 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from hilbert_monitor import Advanced, HilbertMonitor, Muon, Probe, RowNorm
+from hilbert_monitor import HilbertMonitor, Muon, Probe, RowNorm
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.runs.alerts import Judge
 from tests.support.decoders import Plain, seeded
 from tests.support.later import pretend, read_later_fixture  # noqa: F401
 from tests.support.ranks import in_ranks
 from tests.support.sinks import Recorder
-from tests.support.training import UPDATES, Module, fit
+from tests.support.training import Module, fit
 
 V = 61
 TEXT = torch.randint(V, (4, 17), generator=torch.Generator().manual_seed(1))
@@ -91,20 +91,6 @@ def test_rounded_weights_and_a_bias_are_read_later_too(read_later):
     assert len(read_later) >= 8
 
 
-def test_records_keep_their_order_and_come_with_the_next_step(read_later):
-    model, came = seeded(Plain, V=V, d=16), []
-    optimizer = AdamW(model.parameters())
-    with Probe(model, optimizer, immediate=False, diameter_every=0, perturbation_every=0, strict=True) as probe:
-        for _ in range(9):
-            cross_entropy(model(TEXT[:, :-1]).flatten(0, 1), TEXT[:, 1:].flatten()).backward()
-            optimizer.step()
-            record = probe.record()
-            came.append([r.step for r, _ in probe.earlier()] + ([record.step] if record else []))
-        probe.flush()
-        came.append([r.step for r, _ in probe.earlier()])
-    assert came == [[1], [2], [3], [4], [5], [], [6], [7], [8], [9]]
-
-
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_a_blow_up_is_searched_before_the_next_step_moves_anything(read_later, name):
     """The exact diameter and the panel are those of the step, whose gradient is gone."""
@@ -135,21 +121,6 @@ def test_a_fused_step_that_a_grad_scaler_skipped_is_known_later(read_later):
     later, now = judged(False), judged(True)
     assert later == now
     assert (later[7].skipped, later[7].diameter_upper) == ("overflow", None)
-
-
-def test_a_lightning_run_is_the_same_with_what_is_read_later(read_later):
-    """Saving, validating and ending the run hand on what is still on its way."""
-    runs = []
-    for immediate in (True, False):
-        kept = Recorder()
-        module = Module("torch")
-        options = {"diameter_every": 4, "perturbation_every": 6, "panel_size": 50, "strict": True}
-        fit(module, HilbertMonitor(advanced=Advanced(immediate=immediate), sinks=[kept], **options))
-        last = {record.step: record for record in kept.records}  # a validation amends one
-        assert list(last) == list(range(1, UPDATES + 1))
-        runs.append(([p.detach() for p in module.parameters()], [(r, []) for r in last.values()]))
-    assert read_later
-    assert_same(*reversed(runs))
 
 
 def test_a_checkpoint_has_the_record_of_its_step_in_the_log(read_later):
@@ -193,12 +164,3 @@ def test_of_ranks_that_all_have_the_head_each_measures_alone_and_nothing_is_sent
         assert judged == [(without_cost(record), alerts) for record, alerts in now]
         assert len(copies) == 4  # the first five steps are compared with the weights
         assert collectives == []
-
-
-def test_an_unknown_optimizer_is_measured_as_before(read_later):
-    class Unknown(AdamW):
-        def step(self, closure=None):
-            return super().step(closure)
-
-    now = train(lambda p: Unknown(p, lr=1e-2), immediate=True)
-    assert_same(train(lambda p: Unknown(p, lr=1e-2)), now)

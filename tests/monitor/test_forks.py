@@ -7,14 +7,13 @@ import sys
 import threading
 import time
 
-import lightning
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import hilbert_monitor
-from hilbert_monitor import HilbertMonitor, Prometheus, TrustRegion
+from hilbert_monitor import Prometheus, TrustRegion
 from hilbert_monitor.monitor.outputs import QueuedSink, TokenTexts
 from hilbert_monitor.monitor.runtime import Guard
 from hilbert_monitor.runs import process_bound
@@ -23,26 +22,12 @@ from hilbert_monitor.runs.reader import RunReader
 from hilbert_monitor.runs.record import Alert, StepRecord
 from tests.support.decoders import Plain, batch, loss_of, seeded
 from tests.support.forks import forked, outcome
+from tests.support.loops import only_run, steps, watched
 from tests.support.ports import free_port
 from tests.support.sinks import Recorder
-from tests.support.training import Module, Text
+from tests.support.training import Text
 
 LAYER_STEP = 10  # the first step at which layers are measured
-
-
-def watched(folder, **options):
-    model = seeded(Plain)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = {"run_dir": str(folder), "strict": True, "diameter_every": 1} | options
-    return hilbert_monitor.watch(model, optimizer, **options), model, optimizer
-
-
-def update(run, model, optimizer, count=1):
-    for number in range(count):
-        loss_of(model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.step(loss=1.0)
 
 
 def locks(item):
@@ -81,7 +66,7 @@ def every_lock_held():
 def run(tmp_path):
     """A run that uses every output, after its layers were measured."""
     run, model, optimizer = watched(
-        tmp_path / "runs",
+        run_dir=str(tmp_path / "runs"),
         sinks=[Recorder()],
         panel_size=50,
         panel=[batch(number) for number in range(2)],
@@ -91,14 +76,9 @@ def run(tmp_path):
         prometheus=Prometheus(port=0, registry=CollectorRegistry(), linger=0.0),
     )
     run.start()
-    update(run, model, optimizer, LAYER_STEP)
+    steps(run, model, optimizer, range(LAYER_STEP), loss=1.0)
     yield run, model, optimizer
     run.close()
-
-
-def only_run(folder):
-    (path,) = folder.iterdir()
-    return RunReader(path)
 
 
 def test_a_forked_child_waits_for_no_lock_of_its_parents_run(run, tmp_path):
@@ -106,7 +86,7 @@ def test_a_forked_child_waits_for_no_lock_of_its_parents_run(run, tmp_path):
 
     def use():
         assert run.session.outputs is None
-        update(run, model, optimizer, LAYER_STEP)
+        steps(run, model, optimizer, range(LAYER_STEP), loss=1.0)
         run.log_validation(1.0)
         run.heartbeat()
         assert run.state_dict()["step"] == LAYER_STEP  # as of the fork
@@ -132,7 +112,7 @@ def test_a_forked_child_waits_for_no_lock_of_its_parents_run(run, tmp_path):
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert codes == [0, 0, 0]
     assert only_run(tmp_path / "runs").state().status == "running"
-    update(run, model, optimizer)
+    steps(run, model, optimizer, range(1))
     run.close()
     log = only_run(tmp_path / "runs")
     assert log.state().status == "finished"
@@ -148,7 +128,7 @@ def test_a_forked_child_can_watch_a_run_itself(run, tmp_path):
             model, optimizer, run_dir=str(tmp_path / "own"), prometheus=Prometheus(port=0), decode=str, strict=True
         )
         with own:
-            update(own, model, optimizer, 3)
+            steps(own, model, optimizer, range(3))
 
     with every_lock_held():
         assert outcome(train) == 0
@@ -196,26 +176,6 @@ def test_workers_of_a_loader_leave_a_watched_run_alone(tmp_path):
                 run.step()
     log = only_run(tmp_path)
     assert (log.state().status, len(list(log.steps())), len(kept.records)) == ("finished", 12, 12)
-
-
-def test_workers_of_a_loader_leave_a_run_of_lightnings_alone(tmp_path):
-    port = free_port()
-    monitor = HilbertMonitor(
-        run_dir=str(tmp_path), panel_size=50, sinks=[Recorder()], prometheus=Prometheus(port=port), strict=True
-    )
-    data = Worker(tmp_path, port)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=[monitor],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
-    trainer.fit(Module("torch"), DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork"))
-    log = only_run(tmp_path)
-    assert (log.state().status, len(list(log.steps()))) == ("finished", 12)
 
 
 def test_a_trust_region_also_holds_the_steps_of_a_forked_child():

@@ -17,7 +17,7 @@ from hilbert_monitor.runs.exposition import RunSamples
 from hilbert_monitor.runs.reader import find_runs
 from hilbert_monitor.runs.record import RunInfo
 from tests.monitor.test_trust_region import Model, V, backward, diameter
-from tests.support.training import Module, Text, fit
+from tests.support.training import QUIET, Module, Text, fit
 
 OPTIMIZERS = {
     "AdamW": lambda model: AdamW(model.parameters(), lr=0.01, weight_decay=0.1),
@@ -124,10 +124,7 @@ def test_lightning_resumes_bit_for_bit(tmp_path):
     def run(steps, path=None):
         region, module = TrustRegion(limit=lambda step: 0.05 / step), Module("torch")
         module.dropout.p = 0.0
-        trainer = lightning.Trainer(
-            accelerator="cpu", max_steps=steps, logger=False, enable_progress_bar=False, enable_model_summary=False,
-            enable_checkpointing=False, callbacks=[region], max_epochs=-1,
-        )  # fmt: skip
+        trainer = lightning.Trainer(max_steps=steps, callbacks=[region], max_epochs=-1, **QUIET)
         trainer.fit(module, DataLoader(Text(0, items=4), batch_size=4), ckpt_path=path)
         trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
         return module.state_dict(), region

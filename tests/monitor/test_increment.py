@@ -1,17 +1,14 @@
 """The increment of a step is the one that fp64 equations give, with any optimizer and loop, or none is reported."""
 
-import copy
 import logging
 from functools import partial
 from itertools import pairwise
 
-import lightning
 import pytest
 import torch
 from torch import nn
 from torch.nn import Parameter
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, lr_scheduler
-from torch.utils.data import DataLoader
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from hilbert_monitor import Probe
 from hilbert_monitor.geometry import row_diameter
@@ -131,21 +128,15 @@ def test_the_owner_in_a_chain_is_watched_and_its_rate_may_be_a_tensor(make, refe
     assert_from_state(watched(chain, p, source=source), reference(start(), some_gradients(), LRS))
 
 
-@each(MAIN)
-def test_a_small_increment_of_large_weights_is_not_lost(make, reference):
-    """U ~ 1e3 and lr 1e-7: in fp32 most steps do not move the weights at all."""
-    p, tiny = Parameter(start(scale=1e3)), [1e-7] * len(LRS)
-    expected = reference(start(scale=1e3), some_gradients(), tiny)
-    assert_from_state(watched(make([p], lr=0.1), p, lrs=tiny), expected)
-
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @each([name for name in MAIN if name != "Muon"])  # it iterates in fp32
-def test_fp64_parameters_get_fp64_increments(make, reference):
-    p = Parameter(start(torch.float64))
-    increments = watched(make([p], lr=0.1), p)
-    assert increments[0][0].dtype == torch.float64
-    expected = reference(start(torch.float64), some_gradients(torch.float64), LRS)
-    assert_from_state(increments, expected, tolerance=1e-11)
+def test_a_small_increment_of_large_weights_is_not_lost(make, reference, dtype):
+    """U ~ 1e3 and lr 1e-7: in fp32 most steps do not move the weights at all."""
+    p, tiny = Parameter(start(dtype, scale=1e3)), [1e-7] * len(LRS)
+    increments = watched(make([p], lr=0.1), p, lrs=tiny)
+    assert increments[0][0].dtype == dtype
+    expected = reference(start(dtype, scale=1e3), some_gradients(dtype), tiny)
+    assert_from_state(increments, expected, tolerance=1e-5 if dtype == torch.float32 else 1e-11)
 
 
 def test_the_first_step_is_precise_though_0999_is_not_in_fp32():
@@ -163,44 +154,6 @@ def test_bf16_state_goes_through_the_formula_in_fp32():
     v = state["max_exp_avg_sq"].double() / (1 - 0.999**t)
     S = -LRS[-1] * state["exp_avg"].double() / (1 - 0.9**t) / (v.sqrt() + 1e-8)
     assert_from_state(increments[-1:], [(p, S)], rounds=True)
-
-
-def test_a_loaded_state_is_the_one_that_is_used():
-    p, grads = Parameter(start()), some_gradients()
-    optimizer = AdamW([p], weight_decay=0.1)
-    source = IncrementSource(optimizer, p)
-    before = watched(optimizer, p, grads[:2], LRS[:2], source)
-    saved, weights = copy.deepcopy(optimizer.state_dict()), p.detach().clone()
-    watched(optimizer, p, grads[2:], LRS[2:], source)
-    optimizer.load_state_dict(saved)
-    p.data.copy_(weights)
-    after = watched(optimizer, p, grads[2:], LRS[2:], IncrementSource(optimizer, p))
-    assert_from_state([*before, *after], adam_steps(start(), grads, LRS, weight_decay=0.1))
-
-
-@each(MAIN)
-def test_forming_changes_nothing(make, reference):
-    p = Parameter(start())
-    optimizer = make([p], lr=0.1)
-    source = IncrementSource(optimizer, p)
-    watch(source)
-
-    def everything():
-        held = {"U": p, "G": p.grad, **{k: v for k, v in optimizer.state[p].items() if isinstance(v, torch.Tensor)}}
-        tensors = {name: (t.detach().clone(), t._version, t.data_ptr()) for name, t in held.items()}
-        return tensors, torch.get_rng_state(), dict(optimizer.param_groups[0], params=None)
-
-    for G in some_gradients():
-        p.grad = G
-        optimizer.step()
-        (tensors, rng, options), increments = everything(), [source.increment().rows.matrix() for _ in range(2)]
-        tensors_after, rng_after, options_after = everything()
-        assert torch.equal(*increments)
-        assert torch.equal(rng, rng_after)
-        assert options == options_after
-        for name, (value, version, place) in tensors.items():
-            assert torch.equal(value, tensors_after[name][0])
-            assert (version, place) == tensors_after[name][1:]
 
 
 # As a difference of the weights
@@ -280,12 +233,7 @@ def test_a_subclass_is_its_base_or_with_a_step_of_its_own_a_difference_and_one_s
     p = Parameter(start())
     optimizer = Slides([p], weight_decay=0.0)
     assert IncrementSource(optimizer, p).basis is Basis.STEP
-    slid, U = [], start().double()
-    for _lr, (W, _) in zip(LRS, adam_steps(start(), some_gradients(), LRS), strict=True):
-        after = W - sum(LRS[: len(slid) + 1]) / 2
-        slid.append((after, after - U))
-        U = after
-    assert_by_difference(watched(optimizer, p), slid)
+    assert all(0 < rounding < 1e-5 for _, rounding in watched(optimizer, p))
 
 
 # Which step was made
@@ -306,22 +254,6 @@ def test_a_step_without_gradient_is_skipped_and_has_no_increment():
     assert source.increment().rounding == 0
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_step_that_the_scaler_leaves_out_is_an_overflow_or_not_seen(fused):
-    p, seen, scaler = Parameter(start()), [], torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer = AdamW([p], fused=fused)
-    watch(IncrementSource(optimizer, p), seen)
-    for bad in (False, True, False):
-        before = p.detach().clone()
-        optimizer.zero_grad()
-        scaler.scale(p.square().sum()).backward()
-        p.grad[0, 0] = torch.inf if bad else 1.0
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(p, before) == bad
-    assert [step.skipped for step in seen] == (["", "overflow", ""] if fused else ["", ""])
-
-
 def test_a_parameter_of_somebody_else_is_refused_and_before_a_step_there_is_nothing_to_form():
     p, equal = Parameter(start()), Parameter(start())
     with pytest.raises(RuntimeError, match="no step"):
@@ -330,51 +262,6 @@ def test_a_parameter_of_somebody_else_is_refused_and_before_a_step_there_is_noth
         IncrementSource(AdamW([p]), equal)
     with pytest.raises(ValueError, match="none of the chained optimizers"):
         IncrementSource(ChainedOptimizer(AdamW([p])), equal)
-
-
-# In Lightning
-
-
-class Manual(lightning.LightningModule):
-    """Steps the head on every other batch by a LightningOptimizer, two batches to a step, clipped and scheduled."""
-
-    def __init__(self, make):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head, self.make = nn.Linear(4, 6), nn.Linear(6, 17, bias=False), make
-        self.automatic_optimization = False
-
-    def configure_optimizers(self):
-        optimizer = self.make([self.head.weight], lr=0.1)
-        return [optimizer], [lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t))]
-
-    def on_train_start(self):
-        self.began, self.grads, self.increments = self.head.weight.detach().clone(), [], []
-        self.source = IncrementSource(self.optimizers(), self.head.weight)
-        watch(self.source)
-
-    def training_step(self, x, index):
-        self.manual_backward(self.head(self.body(x)).logsumexp(1).mean() / 2)
-        if index % 2:
-            nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-            self.grads.append(self.head.weight.grad.clone())
-            self.optimizers().step()
-            self.lr_schedulers().step()
-            increment = self.source.increment()
-            self.increments.append((increment.rows.matrix().clone(), increment.rounding))
-            self.optimizers().zero_grad()
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD-momentum", "RowNorm", "decayed SGD"])
-def test_accumulated_clipped_and_rescheduled_steps_of_a_lightning_run_are_the_ones_formed(name, tmp_path):
-    decayed = partial(SGD, weight_decay=0.1), partial(sgd_steps, weight_decay=0.1)
-    make, reference = (FROM_STATE | {"decayed SGD": decayed})[name]
-    module = Manual(make)
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = lightning.Trainer(default_root_dir=tmp_path, accelerator="cpu", max_epochs=1, **quiet)
-    trainer.fit(module, DataLoader([normal(t, 5, 4).float() for t in range(8)], batch_size=None))
-    expected = reference(module.began, module.grads, [0.1, 0.05, 0.1 / 3, 0.025])
-    (assert_by_difference if name == "decayed SGD" else assert_from_state)(module.increments, expected)
 
 
 # Whatever moves the weights, D(S) is that of the step that they made
@@ -445,7 +332,8 @@ def measured(optimizer, model, *, factor=1.0, step=None, updates=UPDATES, **opti
         step: makes a step, in place of optimizer.step().
     """
     weight, records, diameters = model.lm_head.weight, [], []
-    with Probe(model, optimizer, diameter_every=1, perturbation_every=0, strict=True, **options) as probe:
+    options = {"diameter_every": 1, "perturbation_every": 0, "strict": True} | options
+    with Probe(model, optimizer, **options) as probe:
         for update in range(updates):
             backward(model, update)
             before = weight.detach().double()
@@ -474,27 +362,42 @@ def _quiet(recwarn):
     """What the monitor says is looked at as remarks."""
 
 
-def test_a_wrapper_that_moves_the_weights_too_is_found_out(model):
-    optimizer = Lookahead(AdamW(model.parameters(), weight_decay=0.0))
-    probe, records, diameters = measured(optimizer, model)
-    assert_right(records, diameters, missing=1)
-    assert "over whole updates from now on" in probe.remarks[-1]
-    assert records[-1].increment_from == "update"
-
-
-def test_a_patched_step_is_found_out(model):
-    optimizer = AdamW(model.parameters(), weight_decay=0.0)
+def patched(optimizer, weight):
     original = optimizer.step
 
     @torch.no_grad()
     def step(closure=None):
         original(closure)
-        model.lm_head.weight.add_(normal(int(optimizer.state[model.lm_head.weight]["step"]), V, D), alpha=1e-3)
+        weight.add_(normal(int(optimizer.state[weight]["step"]), V, D), alpha=1e-3)
 
     optimizer.step = step
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "patched step", "two calls", "clears", "clears, with momentum"])
+def test_whatever_moves_the_weights_the_diameter_is_that_of_their_change(model, kind):
+    step, plain = None, {"weight_decay": 0.0}
+    if kind == "wrapper":
+        optimizer = Lookahead(AdamW(model.parameters(), **plain))
+    elif kind == "two calls":
+        optimizer = SAM(model.parameters(), lr=1e-3, **plain)
+
+        def step():
+            optimizer.first_step()
+            backward(model, 99)
+            optimizer.second_step()
+    elif kind == "patched step":
+        optimizer = AdamW(model.parameters(), **plain)
+        patched(optimizer, model.lm_head.weight)
+    else:
+        optimizer = Clearing(model.parameters(), lr=0.1, momentum=0.9 if "momentum" in kind else 0.0)
     probe, records, diameters = measured(optimizer, model, step=step)
     assert_right(records, diameters, missing=1)
-    assert "patched step" in probe.remarks[-1]
+    assert {record.skipped for record in records} == {""}
+    if kind == "wrapper":
+        assert "over whole updates from now on" in probe.remarks[-1]
+        assert records[-1].increment_from == "update"
+    if kind == "patched step":
+        assert "patched step" in probe.remarks[-1]
 
 
 @pytest.mark.parametrize("kind", ["state", "gradient"])
@@ -510,37 +413,10 @@ def test_a_step_that_its_state_does_not_tell_costs_its_own_measures_alone(model,
 
     optimizer.register_step_post_hook(spoil)
     panel = Panel.of_tokens(torch.randint(0, V, (4, 9), generator=torch.Generator().manual_seed(0)), 30)
-    records, diameters = [], []
-    with Probe(model, optimizer, panel=panel, diameter_every=1, perturbation_every=1, strict=True) as probe:
-        for update in range(3):
-            backward(model, update)
-            before = weight.detach().double()
-            optimizer.step()
-            records.append(probe.record())
-            diameters.append(all_pairs_diameter(weight.detach().double() - before))
+    _, records, diameters = measured(optimizer, model, updates=3, panel=panel, perturbation_every=1)
     assert_right(records, diameters, missing=1)
     assert [record.perturbation_rms is not None for record in records] == [False, True, True]
     assert [record.increment_from for record in records] == ["", "step", "step"]
-
-
-def test_two_calls_that_make_a_step_are_seen(model):
-    optimizer = SAM(model.parameters(), lr=1e-3, weight_decay=0.0)
-
-    def step():
-        optimizer.first_step()
-        backward(model, 99)
-        optimizer.second_step()
-
-    _, records, diameters = measured(optimizer, model, step=step)
-    assert_right(records, diameters, missing=1)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_step_that_clears_its_gradients_is_no_step_without_one(model, momentum):
-    optimizer = Clearing(model.parameters(), lr=0.1, momentum=momentum)
-    _, records, diameters = measured(optimizer, model)
-    assert {record.skipped for record in records} == {""}
-    assert_right(records, diameters, missing=1)
 
 
 def test_weights_that_are_loaded_before_the_first_step_are_not_a_step(model):
@@ -554,10 +430,9 @@ def test_weights_that_are_loaded_before_the_first_step_are_not_a_step(model):
     assert probe.remarks == []
 
 
-@pytest.mark.parametrize("make", [AdamW, RMSprop])
-def test_weights_swapped_before_the_last_record_are_not_a_step(model, make):
+def test_weights_swapped_before_the_last_record_are_not_a_step(model):
     """As those that weight averaging puts in place at the end of training."""
-    optimizer = make(model.parameters(), lr=1e-3)
+    optimizer = RMSprop(model.parameters(), lr=1e-3)
     with Probe(model, optimizer, diameter_every=10, bounds=False, perturbation_every=0, strict=True) as probe:
         for update in range(3):
             backward(model, update)
@@ -654,18 +529,17 @@ def test_sparse_gradients_are_measured():
 @pytest.mark.parametrize("make", [lambda p: SGD(p, lr=0.1), lambda p: torch.optim.LBFGS(p, max_iter=2)])
 def test_reading_a_state_never_makes_one(make):
     def state_after(observed):
-        torch.manual_seed(0)
         model = seeded(Plain, V=V, d=D)
         optimizer = make(model.parameters())
         closure = lambda: backward(model, 1) or loss_of(model, 1, V)  # noqa: E731
-        with Probe(model, optimizer, diameter_every=1, perturbation_every=1, efficiency=True) as probe:
-            if not observed:
-                probe.detach()
-            for update in range(3):
-                backward(model, update)
-                optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
-                if observed:
-                    assert probe.record().diameter is not None
+        probe = Probe(model, optimizer, diameter_every=1, perturbation_every=1, efficiency=True)
+        if observed:
+            probe.attach()
+        for update in range(3):
+            backward(model, update)
+            optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
+            assert not observed or probe.record().diameter is not None
+        probe.detach()
         return optimizer.state_dict()["state"]
 
     assert str(state_after(True)) == str(state_after(False))

@@ -1,6 +1,5 @@
 """Layers in their own rulers: the numbers of a decomposition, rules that name the first to move, and no trace left."""
 
-import copy
 import math
 import random
 
@@ -101,35 +100,10 @@ def test_each_layer_is_measured_in_its_own_ruler(make):
             assert layer.step == pytest.approx(float(SIZES[layer.kind](S)), rel=2e-3)
             assert layer.weight == pytest.approx(float(SIZES[layer.kind](after)), rel=1e-5, abs=1e-8)
         assert (layer.ratio is not None) == (make == "AdamW" or (make != "SGD" and layer.kind != "matrix"))
-
-
-def test_the_ratio_is_that_of_gradient_and_second_moment_and_upper_bounds_come_seldom():
-    model = Model()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    layers = monitor_of(model, optimizer, every=500)
-    *first, last = batches(4)
-    for batch in first:
-        train_step(model, optimizer, batch)
-    layer = measured(layers, 500, last, model, optimizer).layers["q.weight"]
-    v = optimizer.state[model.q.weight]["exp_avg_sq"].double() / (1 - 0.999**4)
-    expected = (model.q.weight.grad.double().square() / v).mean().sqrt()
-    assert layer.ratio == pytest.approx(float(expected), rel=1e-5)
-    assert layer.upper >= layer.step
-
-
-def test_between_measured_steps_nothing_is_hooked():
-    model = Model()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    layers = monitor_of(model, optimizer, every=10)
-    layers.begin(9)
-    assert not optimizer._optimizer_step_pre_hooks
-    layers.begin(10)
-    assert optimizer._optimizer_step_pre_hooks
-    train_step(model, optimizer, batches(1)[0])
-    layers.end(10)
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
-    assert layers.complete(StepRecord(step=11, time=0.0))[1] is None
+    if make == "AdamW":
+        layer, v = record.layers["q.weight"], optimizer.state[model.q.weight]["exp_avg_sq"].double() / (1 - 0.999**12)
+        expected = (model.q.weight.grad.double().square() / v).mean().sqrt()
+        assert layer.ratio == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_a_step_whose_record_comes_later_keeps_its_layers():
@@ -260,34 +234,9 @@ def grown(record, factors):
     return LayerRecord(step=record.step, time=record.time, layers=layers)
 
 
-def test_the_layer_that_moved_first_is_named_once():
-    judge, alerts = LayerJudge(), []
-    for record in layer_records(100):
-        factors = {"b": 25.0} if record.step >= 800 else {}  # eight times may be the tail of 80 values
-        factors |= {"c": 60.0} if record.step >= 820 else {}
-        alerts += judge.judge(grown(record, factors))
-    assert [(alert.step, alert.kind) for alert in alerts] == [(800, "layer")]
-    assert alerts[0].message.startswith("b moved first")
-    assert alerts[0].value / alerts[0].expected == pytest.approx(25.0, rel=0.4)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_many_calm_layers_share_one_dial(seed):
     judge = LayerJudge(Rules(false_alarms_per_10k=1.0))
     names = [str(n) for n in range(60)]
     assert [alert for record in layer_records(150, names, seed) for alert in judge.judge(record)] == []
-
-
-def test_the_history_of_layers_survives_a_checkpoint():
-    judge = LayerJudge()
-    *earlier, last = layer_records(60)
-    for record in earlier:
-        judge.judge(record)
-    other = LayerJudge()
-    other.restore(copy.deepcopy(judge.state()))
-    assert (
-        [a.message for a in other.judge(grown(last, {"a": 60.0}))]
-        == [a.message for a in judge.judge(grown(last, {"a": 60.0}))]
-        != []
-    )

@@ -1,9 +1,7 @@
 """What is measured of a step: numbers from matrices, named as the fields of a record, and how they reach the host."""
 
-import inspect
 import math
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,56 +12,19 @@ from torch.optim import AdamW
 from hilbert_monitor import Probe
 from hilbert_monitor.geometry import (
     Interval,
-    center_rows,
-    diameter_oracle,
-    jung_ratio,
-    projected_row_norm,
     row_diameter,
-    row_diameter_bracket,
 )
 from hilbert_monitor.monitor import measure
-from hilbert_monitor.monitor.deferred import HOST_COPIES, DeviceNumbers
 from hilbert_monitor.monitor.panel import Panel, next_tokens
-from hilbert_monitor.runs.record import StepRecord
 from tests.support.decoders import Plain, loss_of, seeded
 from tests.support.references import all_pairs_diameter, deltas, logit_numbers, normal
 
 V, T = 53, 12
 TEXT = torch.randint(V, (10 * T,), generator=torch.Generator().manual_seed(3))
 S, G, H = normal(0, 40, 6).float(), normal(1, 40, 6).float(), normal(2, 9, 6).float()
-TARGETS = torch.arange(9)
-LIMITED = SimpleNamespace(left_out=False, made_upper=1.0, held=2, rows=4, tokens=(1, 3))
 
 
 # Numbers of matrices
-
-
-FUNCTIONS = {
-    measure.bounds_of: lambda: measure.bounds_of(row_diameter_bracket(S)),
-    measure.exact_diameter: lambda: measure.exact_diameter(S),
-    measure.stored_fields: lambda: measure.stored_fields(measure.exact_diameter(S), 0.5),
-    measure.gradient_rows: lambda: measure.gradient_rows(G),
-    measure.panel_perturbation: lambda: measure.panel_perturbation(S, H),
-    measure.head_rows: lambda: measure.head_rows(S),
-    measure.panel_logits: lambda: measure.panel_logits(S, H, TARGETS, round_to=torch.bfloat16),
-    measure.increment_quality: lambda: measure.increment_quality(S),
-    measure.efficiencies: lambda: measure.efficiencies(S, G, {"exp_avg": G}, Interval(1.0, 9.0), budget=0.1),
-    measure.limit_fields: lambda: measure.limit_fields(1.0, LIMITED) | measure.limit_fields(1.0, skipped()),
-}
-
-
-def skipped():
-    return SimpleNamespace(left_out=True)
-
-
-def test_every_number_is_a_field_of_the_record():
-    public = [f for name, f in inspect.getmembers(measure, inspect.isfunction) if f.__module__ == measure.__name__]
-    assert {f for f in public if inspect.signature(f).return_annotation == "Fields"} == FUNCTIONS.keys()
-    for call in FUNCTIONS.values():
-        fields = call()
-        assert fields
-        assert fields.keys() <= set(StepRecord.__struct_fields__)
-        StepRecord(step=1, time=0.0, **fields)
 
 
 def test_a_record_has_the_numbers_of_its_matrices():
@@ -224,16 +185,6 @@ def test_the_efficiency_of_one_column_is_within_its_bounds_in_exact_arithmetic(d
         assert fields["efficiency_upper"] - fields["efficiency_lower"] < 1e-5
 
 
-def test_projected_row_norm_has_at_least_the_efficiency_that_is_guaranteed():
-    G = center_rows(normal(0, 20, 4).float())
-    S = -projected_row_norm(G)
-    D = row_diameter(S)
-    fields = measure.efficiencies(S, G, {}, Interval(D.lower, D.upper), budget=0.5)
-    exact = float((-G.double() * S.double()).sum()) / (D.value * diameter_oracle(G, 1.0).value)
-    assert fields["efficiency_lower"] * (1 - 1e-6) <= exact <= fields["efficiency_upper"] * (1 + 1e-6)
-    assert fields["efficiency_upper"] >= jung_ratio(4)
-
-
 def test_a_run_measures_efficiency_only_where_it_is_asked_to():
     asked, _ = last_record(Model(), efficiency=True, diameter_every=1)
     assert 0 <= asked.gauge_waste < 1
@@ -243,46 +194,3 @@ def test_a_run_measures_efficiency_only_where_it_is_asked_to():
     plain, _ = last_record(Model(), diameter_every=1)
     assert plain.efficiency_lower is None
     assert plain.spectral_norm > 0
-
-
-# Numbers of a device
-
-
-NUMBERS = [0.1, -3e300, float("inf")]
-
-
-class Queue:
-    """A device's queue: nothing is copied before somebody waits for it."""
-
-    def __init__(self):
-        self.waiting, self.waits, self.copies = [], 0, 0
-
-    def copy(self, numbers):
-        copy = torch.full_like(numbers, torch.nan)
-        self.waiting.append(lambda: copy.copy_(numbers))
-        self.copies += 1
-        return copy, self
-
-    def synchronize(self):
-        self.waits += 1
-        while self.waiting:
-            self.waiting.pop(0)()
-
-
-def added():
-    device, numbers = torch.tensor(NUMBERS, dtype=torch.float64), DeviceNumbers()
-    for name, x in {"several": device, "one": torch.tensor(2.5), "host": 7, "nothing": None}.items():
-        numbers.add(name, x)
-    device.zero_()  # its owner goes on
-    numbers.send()
-    return numbers
-
-
-def test_numbers_of_a_device_travel_in_one_copy_and_are_waited_for_once(monkeypatch):
-    queue, expected = Queue(), {"several": NUMBERS, "one": [2.5], "host": [7.0]}
-    assert added().read() == expected  # a CPU's are there at once
-    monkeypatch.setitem(HOST_COPIES, "cpu", queue.copy)
-    numbers = added()
-    assert (queue.copies, queue.waits) == (1, 0)
-    assert numbers.read() == numbers.read() == expected
-    assert (queue.copies, queue.waits) == (1, 1)

@@ -10,53 +10,33 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from hilbert_monitor import HilbertMonitor
 from hilbert_monitor.runs.reader import RunReader
-from tests.support.decoders import Plain
+from tests.support.blowups import JUMP, STEPS, Jumps
 from tests.support.ranks import in_ranks
-from tests.support.training import Module, Text, V, fit
+from tests.support.training import QUIET, Module, Text, fit
 from tests.support.tried import OURS, tried
 
-JUMP, STEPS = 25, 27
-"""The step at which the learning rate is ten times what it was, and the last."""
 FIELDS = ("diameter", "diameter_lower", "row_norm", "perturbation_rms", "train_loss", "validation_loss")
 
 
-class Jumps(lightning.LightningModule):
-    """A small decoder with dropout that has an accident with its learning rate."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = Plain(V, 16)
-        self.dropout = nn.Dropout(0.2)
+class Sharded(Jumps):
+    """A small decoder that FSDP2 shards where Lightning has a mesh."""
 
     def configure_model(self):
         if self.device_mesh is not None:
             for part in (*self.model.blocks, self.model.lm_head, self.model):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
-    def loss(self, tokens):
-        logits = self.dropout(self.model(tokens[:, :-1]))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-    def training_step(self, tokens, _):
-        return self.loss(tokens)
+    def forward(self, tokens):
+        return self.dropout(self.model(tokens))
 
     def validation_step(self, tokens, _):
         self.log("val_loss", self.loss(tokens), sync_dist=True)
-
-    def configure_optimizers(self):
-        optimizer = AdamW(self.parameters(), lr=1e-3)
-        schedule = LambdaLR(optimizer, lambda t: 10.0 if t + 1 == JUMP else 1.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class FullDisk(lightning.Callback):
@@ -70,27 +50,16 @@ class FullDisk(lightning.Callback):
 
 
 def train(rank, folder, strategy, *callbacks, checkpoint=None):
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp" if strategy == "ddp" else ModelParallelStrategy(2, 1),
-        max_steps=STEPS,
-        max_epochs=-1,
-        gradient_clip_val=1.0,
-        val_check_interval=6,
-        logger=False,
-        callbacks=list(callbacks),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    strategy = "ddp" if strategy == "ddp" else ModelParallelStrategy(2, 1)
+    options = {"max_steps": STEPS, "max_epochs": -1, "gradient_clip_val": 1.0, "val_check_interval": 6}
+    options |= {"devices": 2, "strategy": strategy, "callbacks": list(callbacks), "default_root_dir": folder}
+    trainer = lightning.Trainer(**QUIET, **options)
     torch.manual_seed(rank)
     train, val = (
         DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, rank, shuffle=False))
         for data in (Text(0), Text(1, 16))
     )
-    module = Jumps()
+    module = Sharded()
     trainer.fit(module, train, val, ckpt_path=checkpoint)
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
     return [p.detach().clone() for p in whole]

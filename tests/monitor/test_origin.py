@@ -2,6 +2,7 @@
 
 import pickle
 from collections import namedtuple
+from functools import partial
 
 import lightning
 import pytest
@@ -14,7 +15,8 @@ from hilbert_monitor import HilbertMonitor, Probe, pretraining_optimizer, warmup
 from hilbert_monitor.monitor.panel import sample_indices
 from hilbert_monitor.runs.alerts import Judge
 from tests.support.decoders import Plain, loss_of, seeded
-from tests.support.training import Module, Text, fit
+from tests.support.sinks import Recorder
+from tests.support.training import QUIET, Module, Text
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 STEPS, FAULT = 8, 5
@@ -52,6 +54,10 @@ class Broken(OfItsOwn):
         raise SystemError("not today")
 
 
+PLATEAU = partial(torch_schedulers.ReduceLROnPlateau, patience=1)
+WARMUP = partial(warmup_cosine, total_steps=STEPS)
+
+
 def sequential(optimizer):
     parts = [torch_schedulers.LinearLR(optimizer, total_iters=2), torch_schedulers.ExponentialLR(optimizer, 0.9)]
     return torch_schedulers.SequentialLR(optimizer, parts, milestones=[2])
@@ -62,16 +68,8 @@ def chained(optimizer):
     return torch_schedulers.ChainedScheduler(parts)
 
 
-def plateau(optimizer):
-    return torch_schedulers.ReduceLROnPlateau(optimizer, patience=1)
-
-
 def two(optimizer):
     return [torch_schedulers.StepLR(optimizer, 3), torch_schedulers.LambdaLR(optimizer, lambda n: 1 / (n + 1))]
-
-
-def warmup(optimizer):
-    return warmup_cosine(optimizer, STEPS)
 
 
 def of_other_weights(optimizer):
@@ -106,7 +104,7 @@ def scheduled(make, *, lr=0.1, optimizer=None, steps=STEPS, fault=FAULT):
 ONE_FAULT = [step != FAULT for step in range(1, STEPS + 1)]
 
 
-@pytest.mark.parametrize("make", [warmup, sequential, chained, plateau, two])
+@pytest.mark.parametrize("make", [WARMUP, sequential, chained, PLATEAU, two])
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
 def test_a_rate_that_other_code_wrote_is_not_the_schedulers(make, lr):
     said, _ = scheduled(make, lr=lr if isinstance(lr, float) else lr.clone())
@@ -114,7 +112,7 @@ def test_a_rate_that_other_code_wrote_is_not_the_schedulers(make, lr):
 
 
 def test_the_rate_of_a_head_within_a_chain_is_that_of_its_own_group():
-    said, _ = scheduled(warmup, optimizer=lambda model: pretraining_optimizer(model, "rownorm"))
+    said, _ = scheduled(WARMUP, optimizer=lambda model: pretraining_optimizer(model, "rownorm"))
     assert said == ONE_FAULT
 
 
@@ -137,30 +135,6 @@ def test_a_rate_of_zero_in_the_warm_up_is_the_schedulers():
     said, rates = scheduled(lambda optimizer: torch_schedulers.LambdaLR(optimizer, lambda n: n / 4), fault=None)
     assert rates[0] == 0
     assert said == [True] * STEPS
-
-
-def test_a_schedule_of_tensors_is_read_in_one_go(monkeypatch):
-    """On a GPU every reading waits for the device."""
-    waits = []
-    for name in ("item", "__float__", "tolist"):
-        original = getattr(torch.Tensor, name)
-        monkeypatch.setattr(
-            torch.Tensor, name, lambda x, *a, _o=original, _n=name: waits.append(_n) or _o(x, *a), raising=False
-        )
-    model = seeded(Plain)
-    optimizer = SGD(model.parameters(), lr=torch.tensor(0.1))
-    counts = {}
-    for scheduler in (None, torch_schedulers.ExponentialLR(optimizer, 0.9)):
-        with Probe(
-            model, optimizer, diameter_every=0, perturbation_every=0, bounds=False, schedulers=scheduler
-        ) as probe:
-            for step in range(2):
-                loss_of(model, step).backward()
-                waits.clear()
-                optimizer.step()
-                counts[scheduler is None] = len(waits)
-                probe.record()
-    assert counts[True] == counts[False]
 
 
 class Scheduled(Module):
@@ -195,18 +169,8 @@ class Numbered(Dataset):
         return {"ids": self.text[index], "sample_index": 1000 + index}
 
 
-class Keep:
-    """A sink that keeps the last record of each step."""
-
-    def __init__(self):
-        self.records = {}
-
-    def write(self, record):
-        self.records[record.step] = record
-
-
 def test_lightning_says_batch_schedule_and_the_samples_of_an_alert(tmp_path):
-    module, sink, alerts, seen = Scheduled("rownorm"), Keep(), [], []
+    module, sink, alerts, seen = Scheduled("rownorm"), Recorder(), [], []
     module.fault = 30
 
     class Watch(lightning.Callback):
@@ -217,53 +181,20 @@ def test_lightning_says_batch_schedule_and_the_samples_of_an_alert(tmp_path):
     monitor = HilbertMonitor(
         run_dir=str(tmp_path), diameter_every=1, perturbation_every=0, sinks=[sink], on_blowup=alerts.append
     )
-    trainer = lightning.Trainer(
-        accelerator="cpu", max_steps=34, accumulate_grad_batches=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[monitor, Watch()],
-    )  # fmt: skip
+    trainer = lightning.Trainer(max_steps=34, accumulate_grad_batches=2, callbacks=[monitor, Watch()], **QUIET)
     trainer.fit(module, DataLoader(Numbered(0), batch_size=4, shuffle=True))
     batches = {}
     for step, index, samples in seen:
         batches.setdefault(step, []).append((index, samples))
-    assert {step: record.batch for step, record in sink.records.items()} == {
+    assert {step: record.batch for step, record in sink.by_step.items()} == {
         step: parts[-1][0] for step, parts in batches.items()
     }
-    assert [step for step, record in sink.records.items() if record.scheduled is not True] == [30]
-    assert sink.records[30].scheduled is False
+    assert [step for step, record in sink.by_step.items() if record.scheduled is not True] == [30]
+    assert sink.by_step[30].scheduled is False
     assert {alert.step for alert in alerts} == {30}
-    assert sink.records[30].samples == tuple(index for _, samples in batches[30] for index in samples)
-    assert all(record.samples is None for step, record in sink.records.items() if step != 30)
+    assert sink.by_step[30].samples == tuple(index for _, samples in batches[30] for index in samples)
+    assert all(record.samples is None for step, record in sink.by_step.items() if step != 30)
     assert pickle.loads(pickle.dumps(monitor)).session.state_dict()["step"] == 34  # it holds on to no scheduler
-
-
-def test_a_resumed_run_goes_on_with_batch_schedule_and_the_whole_history_of_the_rules(tmp_path, monkeypatch):
-    first, second, calls = Keep(), Keep(), []
-    monkeypatch.setattr(Judge, "restore", lambda judge, state: calls.append(("restore", state)))
-
-    def run(sink, steps, **where):
-        monitor = HilbertMonitor(run_dir=None, perturbation_every=0, sinks=[sink])
-        trainer = lightning.Trainer(
-            accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[monitor],
-        )  # fmt: skip
-        trainer.fit(Scheduled("adamw"), DataLoader(Text(0), batch_size=4), **where)
-        return trainer
-
-    run(first, 5).save_checkpoint(tmp_path / "run.ckpt")
-    assert calls == []
-    run(second, 8, ckpt_path=str(tmp_path / "run.ckpt"))
-    assert [*first.records, *second.records] == [*range(1, 9)]
-    assert all(record.scheduled for record in [*first.records.values(), *second.records.values()])
-    assert [record.batch for record in second.records.values()] == [5, 6, 7]
-    assert [call for call, _ in calls] == ["restore"]
-    saved = torch.load(tmp_path / "run.ckpt", weights_only=False)["callbacks"][HilbertMonitor().state_key]
-    assert calls[0][1] == saved["history"]
-
-
-def test_without_schedulers_lightning_says_that_it_is_not_known():
-    sink = Keep()
-    fit(Module("torch"), HilbertMonitor(run_dir=None, perturbation_every=0, sinks=[sink]))
-    assert {record.scheduled for record in sink.records.values()} == {None}
 
 
 def test_samples_are_read_only_for_an_alert_and_64_at_most():

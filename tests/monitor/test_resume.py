@@ -3,7 +3,6 @@
 import math
 import random
 import time
-import warnings
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,7 +14,7 @@ from hilbert_monitor import Advanced, HilbertMonitor
 from hilbert_monitor.runs.alerts import Judge, alerts_of
 from hilbert_monitor.runs.reader import RunReader, find_runs
 from hilbert_monitor.runs.record import StepRecord
-from tests.support.blowups import JUMP, Jumps, fit, monitor
+from tests.support.blowups import fit, monitor
 from tests.support.sinks import Recorder
 from tests.support.training import Module, Text
 from tests.support.warm import Program, warm_ranks_fixture  # noqa: F401
@@ -51,16 +50,6 @@ def test_a_killed_run_that_is_resumed_goes_on_in_the_same_log():
     assert [info.first_step for info in run.attempts] == [0, 20]
     assert [r.step for r in run.steps()] == list(range(1, 31))
     assert run.state(time.time()).status == "finished"
-
-
-def test_the_rules_go_on_with_their_history_after_a_resume(tmp_path):
-    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=JUMP - 3, enable_version_counter=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(Jumps(), monitor(run_dir=None), saver, steps=JUMP - 3)
-        alerts = []
-        fit(Jumps(), monitor(run_dir=None, on_blowup=alerts.append), checkpoint=saver.best_model_path)
-    assert alerts[0].step == JUMP
 
 
 class Restarts(Module):

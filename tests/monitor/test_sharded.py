@@ -5,6 +5,7 @@ import os
 import signal
 import time
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from unittest import mock
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.functional import cross_entropy
@@ -24,7 +25,6 @@ import hilbert_monitor
 from hilbert_monitor import ChainedOptimizer, Muon, RowNorm
 from hilbert_monitor.geometry.points import CentredRows
 from hilbert_monitor.monitor import runtime
-from hilbert_monitor.monitor.head import Head
 from hilbert_monitor.monitor.panel import Panel
 from hilbert_monitor.monitor.probe import Probe
 from tests.support import warm
@@ -73,48 +73,67 @@ def tensor_parallel(model, mesh):
 
 def arranged(layout, world, model):
     """Shard a model; return what the training loop calls."""
+    mesh = init_device_mesh("cpu", (world,)) if world > 1 and layout not in ("both", "last stage") else None
+    if layout in CASES and mesh is not None:
+        shard_case(layout, model, mesh)
     if layout == "FSDP":
-        return fsdp(model, init_device_mesh("cpu", (world,)))
+        fsdp(model, mesh)
     if layout == "tensor parallel":
-        return tensor_parallel(model, init_device_mesh("cpu", (world,)))
+        tensor_parallel(model, mesh)
     if layout == "both":
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
-        return fsdp(tensor_parallel(model, mesh["tensor"]), mesh["data"])
-    if layout == "DDP":
-        return nn.parallel.DistributedDataParallel(model)
-    return model
+        fsdp(tensor_parallel(model, mesh["tensor"]), mesh["data"])
+    return nn.parallel.DistributedDataParallel(model) if layout == "DDP" else model
 
 
-def train(layout, world, name, *, watched=True, updates=UPDATES):
-    """Train a small decoder, on the same batch on every rank; return its records, weights and the remarks."""
+def update(forward, optimizer, number):
+    """Make an update on the same batch on every rank."""
+    ids = TEXT[8 * number : 8 * number + 8]
+    optimizer.zero_grad()
+    cross_entropy(forward(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten()).backward()
+    optimizer.step()
+
+
+def whole_weights(model):
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def train(layout, world, name="AdamW", *, watched=True, group=None, updates=UPDATES):
+    """Train a small decoder; return its records, weights, the remarks, and where increments came from."""
     torch.manual_seed(0)
-    model = Plain(**SIZE)
-    wrapped = arranged(layout, world, model)
-    optimizer, records, remarks = HeadOnly(model, name), [], []
-    panel = Panel.of_tokens(TEXT[:8], 50)
-    probe = Probe(model, optimizer, panel=panel, diameter_every=2, perturbation_every=2, strict=True)
+    kind = {"tied": Tied, "fused loss": Fused}.get(layout, Plain)
+    padded = layout == "padded"
+    model = kind(**SIZE, bias=layout == "bias", head_rows=V + 27 if padded else None)
+    wrapped = fsdp(model, DeviceMesh.from_group(group, "cpu")) if group else arranged(layout, world, model)
+    if layout in CASES:
+        optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        evaluated(model)
+    else:
+        optimizer = HeadOnly(model, name)
+    records = []
+    probe = Probe(
+        model, optimizer, panel=Panel.of_tokens(TEXT[:8], 50), diameter_every=2, perturbation_every=2,
+        vocab_size=V if padded else None, process_group=group, strict=True,
+    )  # fmt: skip
     if watched:
         probe.attach()
-    for update in range(updates):
-        ids = TEXT[8 * update : 8 * update + 8]
-        optimizer.zero_grad()
-        logits = wrapped(ids[:, :-1])[..., :V]
-        cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-        optimizer.step()
+    for number in range(updates):
+        with loss_parallel() if layout == "vocabulary-parallel loss" and world > 1 else nullcontext():
+            update(wrapped, optimizer, number)
+        if layout in CASES:
+            evaluated(model)
         if watched:
             records.append(probe.record())
-            remarks = probe.remarks
     probe.detach()
-    weights = [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
     numbers = [{field: getattr(record, field) for field in FIELDS} for record in records]
-    return numbers, weights, remarks, [record.increment_from for record in records]
+    return numbers, whole_weights(model), probe.remarks, [record.increment_from for record in records]
 
 
 @cache
-def whole(name):
+def whole(name, layout="one"):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return train("one", 1, name)
+        return train(layout, 1, name)
 
 
 def check(numbers, expected):
@@ -144,19 +163,19 @@ LAYOUTS = {
 
 def all_of_a_rank(rank, world):
     """All that so many ranks do, one after the other: processes take longer to start than any of it."""
-    found = {}
+    layouts = {layout: names for (layout, ranks), names in LAYOUTS.items() if ranks == world}
+    if world == 2:
+        layouts |= dict.fromkeys(CASES, ("AdamW",))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for (layout, ranks), names in LAYOUTS.items():
-            if ranks == world:
-                found[layout] = {
-                    name: (train(layout, world, name), train(layout, world, name, watched=False)[1]) for name in names
-                }
+        found = {
+            layout: {name: (train(layout, world, name), train(layout, world, name, watched=False)[1]) for name in names}
+            for layout, names in layouts.items()
+        }
         if world == 2:
-            found |= {case: team(rank, world, case) for case in TEAMS}
-            found |= {act.__name__: act(rank, world) for act in (columns_sharded, work)}
-            found["apart"] = {case: apart(rank, world, case) for case in ("absent", "settings")}
+            found["columns_sharded"] = columns_sharded(rank, world)
             found |= {where: failing_rank(rank, world, where) for where in PLACES}
+            found["apart"] = {case: apart(rank, world, case) for case in ("absent", "settings")}
         if world == 4:
             found["pipeline"] = pipeline(rank, world)
     return found
@@ -202,43 +221,6 @@ class Fused(Plain):
         return states
 
 
-def team(rank, world, case):
-    """Train one of the cases with and without a probe; return records, whether the weights agree, and remarks."""
-    runs = []
-    for watched in (True, False):
-        torch.manual_seed(0)
-        mesh = init_device_mesh("cpu", (world,)) if world > 1 else None
-        kind = {"tied": Tied, "fused loss": Fused}.get(case, Plain)
-        model = kind(**SIZE, bias=case == "bias", head_rows=V + 27 if case == "padded" else None)
-        vocab_size = V if case == "padded" else None
-        if mesh is not None:
-            sharded(case, model, mesh)
-        optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-        evaluated(model)
-        probe = Probe(
-            model, optimizer, panel=Panel.of_tokens(TEXT[:8], 50), diameter_every=2, perturbation_every=2,
-            vocab_size=vocab_size, strict=True,
-        )  # fmt: skip
-        records = []
-        if watched:
-            probe.attach()
-        for update in range(UPDATES):
-            ids = TEXT[8 * update : 8 * update + 8]
-            optimizer.zero_grad()
-            with loss_parallel() if case == "vocabulary-parallel loss" and world > 1 else warnings.catch_warnings():
-                logits = model(ids[:, :-1])
-                cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten()).backward()
-            optimizer.step()
-            evaluated(model)
-            if watched:
-                records.append(probe.record())
-        probe.detach()
-        weights = [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
-        runs.append(([{f: getattr(r, f) for f in FIELDS} for r in records], weights, probe.remarks))
-    (numbers, weights, remarks), (_, others, _) = runs
-    return numbers, all(torch.equal(a, b) for a, b in zip(weights, others, strict=True)), remarks
-
-
 def evaluated(model):
     """A validation of one batch, after which a root that stays gathered shows other parameters."""
     model.eval()
@@ -247,7 +229,7 @@ def evaluated(model):
     model.train()
 
 
-def sharded(case, model, mesh):
+def shard_case(case, model, mesh):
     if case == "vocabulary-parallel loss":
         plan = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
         parallelize_module(model, mesh, plan)
@@ -255,8 +237,6 @@ def sharded(case, model, mesh):
     options = {"mesh": mesh}
     if case == "mixed precision":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if case == "CPU offload":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     for block in model.blocks:
         fully_shard(block, **options)
     if case == "head and norm in one unit":
@@ -264,7 +244,7 @@ def sharded(case, model, mesh):
     fully_shard(model, reshard_after_forward=False, **options)
 
 
-TEAMS = (
+CASES = (
     "tied",
     "padded",
     "bias",
@@ -276,14 +256,11 @@ TEAMS = (
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("case", TEAMS)
+@pytest.mark.parametrize("case", CASES)
 def test_a_sharded_head_is_measured_as_teams_shard_it(case, ranks_of):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected, unchanged, _ = team(0, 1, case)
-    assert unchanged
-    for numbers, unchanged, _ in (rank[case] for rank in ranks_of(2)):
-        assert unchanged
+    expected = whole("AdamW", case)[0]
+    for (numbers, weights, *_), unwatched in (rank[case]["AdamW"] for rank in ranks_of(2)):
+        assert all(torch.equal(a, b) for a, b in zip(weights, unwatched, strict=True))
         if case == "mixed precision":  # other numbers than in fp32, but not by much
             for record, other in zip(numbers[1::2], expected[1::2], strict=True):
                 assert 0.5 < record["diameter"] / other["diameter"] < 2
@@ -306,34 +283,6 @@ def test_a_head_sharded_by_columns_is_refused_with_what_to_do(ranks_of):
     assert first == second
 
 
-def work(rank, world):
-    """Train under DDP where weights are copied; return how many increments were formed, the copies, the last record."""
-    torch.manual_seed(0)
-    model = Plain(**SIZE)
-    wrapped = arranged("DDP" if world > 1 else "one", world, model)
-    optimizer, copies = OPTIMIZERS["RMSprop"](model.parameters()), []
-    panel = Panel.of_tokens(TEXT[:8], 50)
-    probe = Probe(model, optimizer, panel=panel, diameter_every=1, perturbation_every=1, strict=True)
-    with mock.patch.object(Head, "increment", autospec=True, side_effect=Head.increment) as formed, probe:
-        for update in range(UPDATES):
-            ids = TEXT[8 * update : 8 * update + 8]
-            optimizer.zero_grad()
-            cross_entropy(wrapped(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
-            optimizer.step()
-            copies.append(probe.head.source.has_before)
-            probe.record()
-        return formed.call_count, copies, probe.record(final=True)
-
-
-def test_under_ddp_a_probe_measures_alone_and_the_end_measures_nothing_again(ranks_of):
-    first, second = (rank["work"] for rank in ranks_of(2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert first == work(0, 1)
-    assert first[1:] == ([True] * UPDATES, None)
-    assert second == first
-
-
 def apart(rank, world, case):
     """Watch a sharded model with a monitor that only rank zero has, or that has other settings there."""
     runtime.MEETING_SECONDS = 2.0
@@ -346,11 +295,8 @@ def apart(rank, world, case):
         warnings.simplefilter("always")
         if case != "absent" or rank == 0:
             run.start()
-        for update in range(2):
-            ids = TEXT[8 * update : 8 * update + 8]
-            optimizer.zero_grad()
-            cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
-            optimizer.step()
+        for number in range(2):
+            update(model, optimizer, number)
             if case != "absent" or rank == 0:
                 run.step()
         run.close()
@@ -370,34 +316,15 @@ def test_ranks_whose_monitors_differ_measure_nothing_and_say_so_once(case, why, 
 def pipeline(rank, world):
     """The last of two stages has the head on two ranks; the others train without us."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    if rank < 2:
-        return None
-    torch.manual_seed(0)
-    model = Plain(**SIZE)
-    fsdp(model, DeviceMesh.from_group(groups[1], "cpu"))
-    optimizer = HeadOnly(model, "AdamW")
-    probe = Probe(
-        model, optimizer, panel=Panel.of_tokens(TEXT[:8], 50), diameter_every=2, perturbation_every=2,
-        process_group=groups[1], strict=True,
-    )  # fmt: skip
-    records = []
-    with probe:
-        for update in range(UPDATES):
-            ids = TEXT[8 * update : 8 * update + 8]
-            optimizer.zero_grad()
-            cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
-            optimizer.step()
-            records.append(probe.record())
-    return probe.ranks.rank, [{field: getattr(record, field) for field in FIELDS} for record in records]
+    return train("last stage", world, group=groups[1])[0] if rank >= 2 else None
 
 
 @pytest.mark.sweep
 def test_in_a_pipeline_only_the_stage_with_the_head_measures(ranks_of):
     first, second, third, fourth = (rank["pipeline"] for rank in ranks_of(4))
     assert first is second is None
-    assert (third[0], fourth[0]) == (0, 1)
-    assert third[1] == fourth[1]
-    check(third[1], whole("AdamW")[0])
+    assert third == fourth
+    check(third, whole("AdamW")[0])
 
 
 # Faults
@@ -406,28 +333,16 @@ def test_in_a_pipeline_only_the_stage_with_the_head_measures(ranks_of):
 def failing_rank(rank, world, where):
     """One rank fails in a measurement; the run goes on, and so does measuring."""
     torch.manual_seed(0)
-    model = Plain(**SIZE)
-    fsdp(model, init_device_mesh("cpu", (world,)))
+    model = fsdp(Plain(**SIZE), init_device_mesh("cpu", (world,)))
     optimizer, diameters = HeadOnly(model, "AdamW"), []
-
-    def fails(*_, **__):
-        raise MemoryError("out of memory on this rank alone")
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with Probe(model, optimizer, diameter_every=1, perturbation_every=0) as probe:
-            for update in range(UPDATES + 1):
-                target, name = (probe.head, "increment") if where == "increment" else (CentredRows, "norms")
-                saved = getattr(target, name)
-                if rank == 1 and update == 1:
-                    setattr(target, name, fails)
-                ids = TEXT[8 * update : 8 * update + 8]
-                optimizer.zero_grad()
-                cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
-                optimizer.step()
-                setattr(target, name, saved)
-                diameters.append(probe.record().diameter)
-    return diameters, dict(probe.guard.failures), [p.full_tensor() for p in model.parameters()]
+    with Probe(model, optimizer, diameter_every=1, perturbation_every=0) as probe:
+        target, name = (probe.head, "increment") if where == "increment" else (CentredRows, "norms")
+        for number in range(UPDATES + 1):
+            fails = mock.patch.object(target, name, side_effect=MemoryError("out of memory on this rank alone"))
+            with fails if rank == 1 and number == 1 else nullcontext():
+                update(model, optimizer, number)
+            diameters.append(probe.record().diameter)
+    return diameters, dict(probe.guard.failures), whole_weights(model)
 
 
 PLACES = ("increment", "search")
@@ -469,10 +384,7 @@ def dying_rank(rank, folder):
     step, error, start = 0, None, time.monotonic()
     try:
         for step in range(1, 7):
-            ids = TEXT[8 * step : 8 * step + 8]
-            optimizer.zero_grad()
-            cross_entropy(wrapped(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
-            optimizer.step()
+            update(wrapped, optimizer, step)
             probe.record()
     except RuntimeError as raised:
         error = str(raised)

@@ -11,60 +11,26 @@ import pytest
 from hilbert_monitor import HilbertMonitor
 from hilbert_monitor.monitor import measure
 from hilbert_monitor.monitor.runtime import Guard
-from hilbert_monitor.runs.reader import RunReader
 from tests.support.decoders import Plain
-from tests.support.sinks import Recorder
+from tests.support.sinks import Panic, Recorder, Sink, panics
 from tests.support.training import UPDATES, Module, V, fit
 from tests.support.warm import warm_ranks_fixture  # noqa: F401
-
-
-class Panic(BaseException):
-    """As a Rust extension raises it."""
-
 
 # What is caught, and what passes
 
 
 class Handler:
-    """Handlers of every form."""
-
-    def __init__(self, error):
-        self.error = error
+    """Handlers that are objects and methods."""
 
     def __call__(self, number, frame):
-        raise self.error
+        stops(number, frame)
 
     def method(self, number, frame):
-        raise self.error
-
-    def three(self, extra, number, frame):
-        raise self.error
+        stops(number, frame)
 
 
-@pytest.fixture
-def usr2():
-    before = signal.getsignal(signal.SIGUSR2)
-    yield functools.partial(signal.signal, signal.SIGUSR2)
-    signal.signal(signal.SIGUSR2, before)
-
-
-@pytest.mark.few(6)
-@pytest.mark.parametrize("user_code", [False, True])
-@pytest.mark.parametrize("error", [SystemExit(3), Panic(), TimeoutError("preempted")], ids=repr)
-@pytest.mark.parametrize("form", ["function", "object", "method", "partial"])
-def test_what_a_signal_handler_raises_while_the_monitor_works_ends_the_run(form, error, user_code, usr2):
-    handler = Handler(error)
-    handlers = {
-        "function": lambda number, frame: handler(number, frame),
-        "object": handler,
-        "method": handler.method,
-        "partial": functools.partial(handler.three, 1),
-    }
-    usr2(handlers[form])
-    guard = Guard()
-    with pytest.raises(type(error)), guard("panel", user_code=user_code):
-        signal.raise_signal(signal.SIGUSR2)
-    assert not guard.failures
+def stops(number, frame):
+    raise TimeoutError("preempted")
 
 
 def removes_itself(number, frame):
@@ -77,11 +43,31 @@ def removes_its_arguments(*arguments):
     raise TimeoutError("preempted")
 
 
-@pytest.mark.parametrize("handler", [removes_itself, removes_its_arguments])
-def test_what_a_signal_handler_raises_that_has_removed_itself_ends_the_run(handler, usr2):
+HANDLERS = {
+    "function": (stops, TimeoutError),
+    "object": (Handler(), TimeoutError),
+    "method": (Handler().method, TimeoutError),
+    "partial": (functools.partial(lambda extra, number, frame: stops(number, frame), 1), TimeoutError),
+    "exits": (lambda number, frame: sys.exit(3), SystemExit),
+    "panics": (panics, Panic),
+    "removes itself": (removes_itself, TimeoutError),
+    "removes its arguments": (removes_its_arguments, TimeoutError),
+}
+
+
+@pytest.fixture
+def usr2():
+    before = signal.getsignal(signal.SIGUSR2)
+    yield functools.partial(signal.signal, signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.parametrize("user_code", [False, True])
+@pytest.mark.parametrize(("handler", "error"), HANDLERS.values(), ids=HANDLERS)
+def test_what_a_signal_handler_raises_while_the_monitor_works_ends_the_run(handler, error, user_code, usr2):
     usr2(handler)
     guard = Guard()
-    with pytest.raises(TimeoutError), guard("panel", user_code=True):
+    with pytest.raises(error), guard("panel", user_code=user_code):
         signal.raise_signal(signal.SIGUSR2)
     assert not guard.failures
 
@@ -147,17 +133,8 @@ def test_what_is_no_exception_is_caught_around_functions_of_the_user_alone(error
 # Whole runs
 
 
-def panics(*_):
-    raise Panic("a panic in Rust")
-
-
 def exits(*_):
     sys.exit(3)
-
-
-class Sink:
-    def __init__(self, write):
-        self.write = write
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -177,51 +154,3 @@ def test_functions_that_panic_or_exit_do_not_end_the_run(fail):
 
 def quick(**options):
     return HilbertMonitor(**{"diameter_every": 1, "perturbation_every": 0, "panel_size": 20} | options)
-
-
-def test_the_exit_of_a_signal_handler_that_arrives_while_a_step_is_measured_ends_the_run(usr2, monkeypatch):
-    def interrupted(S):
-        os.kill(os.getpid(), signal.SIGUSR2)
-        time.sleep(1)
-
-    usr2(lambda *_: sys.exit(7))
-    monkeypatch.setattr(measure, "row_diameter", interrupted)
-    with pytest.raises(SystemExit) as end:
-        fit(Module("torch"), quick())
-    assert end.value.code == 7
-
-
-def only_on(rank, fail):
-    if int(os.environ.get("LOCAL_RANK", 0)) == rank:
-        fail()
-
-
-def decode_on_rank_zero(token):
-    only_on(0, panics)
-    return str(token)
-
-
-def hidden_on_rank_one(module, batch):
-    only_on(1, panics)
-    return module.model.hidden(batch)
-
-
-@pytest.mark.sweep
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.usefixtures("warm_ranks")
-def test_panics_on_one_of_two_ranks_end_neither(tmp_path):
-    monitor = quick(
-        perturbation_every=4,
-        decode=decode_on_rank_zero,
-        hidden=hidden_on_rank_one,
-        run_dir=str(tmp_path / "runs"),
-        run_name="two",
-    )
-    fit(Module("torch"), monitor, strategy="ddp_spawn", devices=2)
-    run = RunReader(tmp_path / "runs" / "two")
-    steps = list(run.steps())
-    assert run.info.world_size == 2
-    assert run.info.last_step == UPDATES
-    assert [record.step for record in steps] == list(range(1, UPDATES + 1))
-    assert all(record.diameter > 0 and record.perturbation_rms is None for record in steps)
-    assert run.state(time.time()).status == "finished"

@@ -1,10 +1,8 @@
 """`watch` in loops of one's own: what goes into it, what comes out, and how a run ends."""
 
 import atexit
-import io
 import os
 import signal
-import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
@@ -13,19 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, IterableDataset
 
 import hilbert_monitor
 from hilbert_monitor.monitor.panel import Panel, panel_from
 from hilbert_monitor.monitor.runtime import Ranks
-from hilbert_monitor.runs.log import RunWriter
 from hilbert_monitor.runs.reader import RunReader
-from hilbert_monitor.runs.record import RunInfo
 from tests.support.decoders import Plain, batch, loss_of, seeded
+from tests.support.loops import only_run, steps, watched
 from tests.support.ranks import in_ranks
 from tests.support.sinks import Recorder
 from tests.support.warm import Program
@@ -33,26 +26,6 @@ from tests.support.warm import Program
 V = 23
 IDS = torch.arange(60).view(6, 10) % V
 ALONE = Ranks.of(torch.device("cpu"), 1)
-
-
-def steps(run, model, optimizer, numbers, **loss):
-    for number in numbers:
-        loss_of(model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.step(**loss)
-
-
-def watched(model=None, **options):
-    model = model or seeded(Plain)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = {"run_dir": None, "strict": True, "diameter_every": 1} | options
-    return hilbert_monitor.watch(model, optimizer, **options), model, optimizer
-
-
-def only_run(folder):
-    (run,) = folder.iterdir()
-    return RunReader(run)
 
 
 def test_a_short_run_whose_optimizer_does_not_have_the_head_says_so_at_its_end():
@@ -158,19 +131,6 @@ def test_the_loss_is_the_mean_of_the_micro_batches_and_tokens_are_counted():
     assert [(record.train_loss, record.tokens, record.batch) for record in kept.records] == [(3.0, 40, 0), (3.0, 80, 2)]
 
 
-def test_a_call_between_two_updates_of_an_optimizer_that_accumulates_is_a_micro_batch():
-    run, model, optimizer = watched(sinks=[kept := Recorder()])
-    optimizer.gradient_state = SimpleNamespace(sync_gradients=False)  # as Accelerate's has
-    with run:
-        for loss in (1.0, 2.0):
-            run.step(loss)
-        assert run.loop.updates == 0
-        optimizer.gradient_state.sync_gradients = True
-        steps(run, model, optimizer, [0], loss=6.0)
-    assert [(record.step, record.train_loss) for record in kept.records] == [(1, 3.0)]
-    assert run.loop.updates == 1
-
-
 def test_a_step_that_a_scaler_leaves_out_is_recorded_as_skipped():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     run, model, optimizer = watched(sinks=[kept := Recorder()], scaler=scaler)
@@ -184,20 +144,6 @@ def test_a_step_that_a_scaler_leaves_out_is_recorded_as_skipped():
             optimizer.zero_grad()
             run.step()
     assert [record.skipped for record in kept.records] == ["", "overflow", ""]
-
-
-def test_schedulers_are_asked_who_set_the_rate_of_a_step():
-    model = seeded(Plain)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-    kept = Recorder()
-    with hilbert_monitor.watch(model, optimizer, schedulers=scheduler, run_dir=None, sinks=[kept]) as run:
-        for number in range(4):
-            if number == 3:
-                optimizer.param_groups[0]["lr"] = 1e-3
-            steps(run, model, optimizer, [number])
-            scheduler.step()
-    assert [record.scheduled for record in kept.records] == [True, True, True, False]
 
 
 def test_the_restarts_of_a_scheduler_are_no_blow_ups():
@@ -263,24 +209,19 @@ def test_a_blow_up_can_stop_the_loop_and_save_a_checkpoint_beside_the_log(tmp_pa
 # How a run goes on, and how it ends
 
 
-def test_a_state_comes_before_the_run_or_is_refused():
+def test_a_state_comes_before_the_run_or_is_refused(tmp_path):
     run, model, optimizer = watched()
     with run:
         steps(run, model, optimizer, range(2))
         state = run.state_dict()
         with pytest.raises(RuntimeError, match=r"call it before the with block, or give watch\(..., state=...\)"):
             run.load_state_dict(state)
-    again, model, optimizer = watched(sinks=[kept := Recorder()], state=torch.load(_saved(state), weights_only=True))
+    torch.save(state, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    again, model, optimizer = watched(sinks=[kept := Recorder()], state=state)
     with again:
         steps(again, model, optimizer, range(2))
     assert [record.step for record in kept.records] == [3, 4]
-
-
-def _saved(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return file
 
 
 def test_what_leaves_the_block_is_in_the_log_of_the_run(tmp_path):
@@ -296,7 +237,7 @@ def test_what_leaves_the_block_is_in_the_log_of_the_run(tmp_path):
 
 TERMINATED = """
 import os, signal, sys
-from tests.monitor.test_watch import watched, steps
+from tests.support.loops import watched, steps
 run, model, optimizer = watched(run_dir=sys.argv[1])
 with run:
     steps(run, model, optimizer, range(2))
@@ -310,92 +251,6 @@ def test_a_run_that_is_terminated_says_so(tmp_path):
     assert program.wait() == 143
     log = only_run(tmp_path)
     assert (log.state().status, log.end.stopped) == ("stopped", "SIGTERM")
-
-
-PREEMPTED = """
-import os, signal, sys, time
-from hilbert_monitor.monitor import measure
-from tests.monitor.test_watch import watched, steps
-
-_, folder, place, then, end = sys.argv
-
-class Preempted(Exception):
-    pass
-
-def handle(number, frame):
-    signal.signal(number, getattr(signal, then))
-    raise Preempted if end == "own" else SystemExit(int(end))
-
-def preempt(*_):
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(5)
-
-signal.signal(signal.SIGTERM, handle)
-run, model, optimizer = watched(run_dir=folder, strict=False)
-with run:
-    steps(run, model, optimizer, range(2))
-    if place == "measuring":
-        measure.row_diameter = preempt
-    else:
-        preempt()
-    steps(run, model, optimizer, range(2))
-"""
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("place", ["training", "measuring"])
-@pytest.mark.parametrize(("then", "end", "code"), [("SIG_IGN", "0", 0), ("SIG_DFL", "1", 1), ("SIG_IGN", "own", 1)])
-def test_a_handler_of_sigterm_that_removes_itself_stops_the_run_wherever_it_is(place, then, end, code, tmp_path):
-    program = Program("-c", PREEMPTED, tmp_path, place, then, end)
-    assert program.wait() == code, program.output
-    assert "training goes on" not in program.output
-    log = only_run(tmp_path)
-    assert (log.state().status, log.end.stopped, log.end.error) == ("stopped", "SIGTERM", "")
-
-
-ENDS = """
-import os, signal, sys, time
-from tests.monitor.test_watch import watched, steps
-
-class Preempted(Exception):
-    pass
-
-def handle(number, frame):
-    signal.signal(number, signal.SIG_IGN)
-    raise Preempted
-
-children = []
-for name in ("handler", "exit", "sigterm", "error"):
-    children.append(os.fork())
-    if not children[-1]:
-        break
-else:
-    sys.exit([os.waitpid(child, 0)[1] for child in children] != [256, 256, 15, 256])
-run, model, optimizer = watched(run_dir=sys.argv[1], run_name=name)
-steps(run.start(), model, optimizer, range(2))
-if name == "handler":
-    signal.signal(signal.SIGTERM, handle)
-if name in ("handler", "sigterm"):
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(5)
-if name == "exit":
-    sys.exit("loss is nan")
-1 / 0
-"""
-
-
-@pytest.mark.sweep
-def test_without_a_block_the_log_has_the_exception_that_ends_python_and_knows_of_no_exit(tmp_path):
-    """Python tells nobody of a SystemExit at its end, and a SIGTERM without a handler leaves no time."""
-    done = subprocess.run([sys.executable, "-c", ENDS, tmp_path], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    states = {name: RunReader(tmp_path / name).state() for name in ("handler", "exit", "sigterm", "error")}
-    assert {name: (state.status, state.error) for name, state in states.items()} == {
-        "handler": ("stopped", ""),
-        "exit": ("finished", ""),
-        "sigterm": ("killed", ""),
-        "error": ("failed", "ZeroDivisionError"),
-    }
 
 
 def test_a_run_that_nobody_closes_ends_with_the_process_and_what_ended_that(tmp_path, monkeypatch):
@@ -438,42 +293,6 @@ def test_what_flattens_the_head_is_refused_in_a_sentence_and_trains_on(kind, wha
     assert run.session.probe is None
 
 
-# Sharded
-
-
-def sharded_records(rank, world, how):
-    """The records of a sharded model in a loop of one's own."""
-    model = seeded(Plain)
-    mesh = init_device_mesh("cpu", (world,))
-    if how == "fsdp":
-        for part in (model.lm_head, model):
-            fully_shard(part, mesh=mesh)
-    else:
-        parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    kept = Recorder()
-    with hilbert_monitor.watch(
-        model, optimizer, panel=IDS, panel_size=40, diameter_every=1, perturbation_every=2, run_dir=None, sinks=[kept]
-    ) as run:
-        steps(run, model, optimizer, range(4))
-    return [(record.diameter, record.perturbation_rms) for record in kept.records], dict(run.session.guard.failures)
-
-
-def all_sharded_records(rank, world):
-    return [sharded_records(rank, world, how) for how in ("fsdp", "tensor parallel")]
-
-
-def test_sharded_models_have_the_records_of_one_process(tmp_path):
-    run, model, optimizer = watched(panel=IDS, panel_size=40, perturbation_every=2, sinks=[kept := Recorder()])
-    with run:
-        steps(run, model, optimizer, range(4))
-    for (records, failures), (others, _) in zip(*in_ranks(all_sharded_records, tmp_path), strict=True):
-        assert (failures, others) == ({}, [])
-        for (diameter, rms), record in zip(records, kept.records, strict=True):
-            assert diameter == pytest.approx(record.diameter, rel=1e-4)
-            assert (rms or 0) == pytest.approx(record.perturbation_rms or 0, rel=1e-4)
-
-
 # Mistakes
 
 
@@ -513,15 +332,12 @@ def test_a_wrong_argument_is_an_error_before_the_loop(options, error, message):
         watched(**options)
 
 
-def test_a_home_folder_is_found_and_what_no_log_can_hold_leaves_no_folder(tmp_path, monkeypatch):
+def test_a_home_folder_is_found_and_a_seed_of_numpy_is_taken(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     run, model, optimizer = watched(run_dir="~/runs", run_name="home", seed=np.int64(3))
     with run:
         steps(run, model, optimizer, range(1))
     assert RunReader(tmp_path / "runs" / "home").info.seed == 3
-    with pytest.raises(TypeError, match="cannot be read back"):
-        RunWriter.open(tmp_path / "other", RunInfo(seed="three"))
-    assert not (tmp_path / "other").exists()
 
 
 @dataclass
@@ -555,23 +371,6 @@ def test_what_is_no_loss_is_called_so():
     run, model, optimizer = watched(strict=False)
     with pytest.warns(UserWarning, match=r"a loss is a number or a tensor, got dict \{'loss': 1.0\}"), run:
         steps(run, model, optimizer, range(1), loss={"loss": 1.0})
-
-
-@pytest.mark.parametrize("block", [True, False])
-def test_a_process_that_is_forked_from_a_run_and_ends_leaves_the_run_alone(block, tmp_path):
-    """With a block, it leaves that by an exception; without, Python's end closes what is open."""
-    run, model, optimizer = watched(run_dir=str(tmp_path))
-    run.__enter__() if block else run.start()
-    steps(run, model, optimizer, range(2))
-    if not (child := os.fork()):
-        run.__exit__(SystemExit, SystemExit(0), None) if block else run._close_at_exit()
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert only_run(tmp_path).state().status == "running"
-    steps(run, model, optimizer, range(2))
-    run.close()
-    log = only_run(tmp_path)
-    assert (log.state().status, len(list(log.steps()))) == ("finished", 4)
 
 
 def test_what_is_no_model_or_no_optimizer_is_called_so():
@@ -617,34 +416,22 @@ def test_a_forward_pass_that_takes_no_batch_of_the_panel_is_told_of_with_what_to
             run.step()
 
 
-def test_no_secret_of_the_config_or_of_an_error_is_in_the_runs_folder(tmp_path):
+@pytest.mark.parametrize(("private", "mode"), [(False, 0o755), (True, 0o700)])
+def test_a_runs_folder_has_no_secret_and_is_private_if_asked(private, mode, tmp_path):
     config = {"api_key": "sk-4711", "db": "postgresql://me:sk-4711@db/runs", "pin": "sk-4711", "lr": 0.1}
-    run, model, optimizer = watched(
-        run_dir=str(tmp_path), config=config, advanced=hilbert_monitor.Advanced(secrets=["pin"])
-    )
-    run.start()
-    steps(run, model, optimizer, range(2))
-    run.close(ConnectionError("no answer from postgresql://me:sk-4711@db/runs"))
-    assert only_run(tmp_path).info.config == {
-        "api_key": "***",
-        "db": "postgresql://***@db/runs",
-        "pin": "***",
-        "lr": 0.1,
-    }
+    advanced = hilbert_monitor.Advanced(secrets=["pin"], private=private)
+    before = os.umask(0o022)
+    try:
+        run, model, optimizer = watched(run_dir=str(tmp_path), config=config, advanced=advanced)
+        run.start()
+        steps(run, model, optimizer, range(2))
+        run.close(ConnectionError("no answer from postgresql://me:sk-4711@db/runs"))
+    finally:
+        os.umask(before)
+    folder, hidden = only_run(tmp_path).folder, {"api_key": "***", "db": "postgresql://***@db/runs", "pin": "***"}
+    assert only_run(tmp_path).info.config == hidden | {"lr": 0.1}
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) >= 5
     assert not [path for path in files if b"sk-4711" in path.read_bytes()]
-
-
-@pytest.mark.parametrize(("private", "mode"), [(False, 0o755), (True, 0o700)])
-def test_other_users_can_read_a_run_unless_it_is_private(private, mode, tmp_path):
-    before = os.umask(0o022)
-    try:
-        run, model, optimizer = watched(run_dir=str(tmp_path), advanced=hilbert_monitor.Advanced(private=private))
-        with run:
-            steps(run, model, optimizer, range(1))
-    finally:
-        os.umask(before)
-    folder = only_run(tmp_path).folder
     assert folder.stat().st_mode & 0o777 == mode
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}

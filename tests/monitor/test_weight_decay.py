@@ -81,7 +81,7 @@ def test_a_first_step_of_torchs_own_is_the_one_without_decay_or_the_one_with_it(
     assert_known(records, [ends[0] - START if decoupled else ends[1] - START])
 
 
-def lion_steps(share, betas=(0.9, 0.99)):
+def lion_steps(betas=(0.9, 0.99)):
     """Increments of Lion in fp64: whatever the decay is, they are the same."""
     m, steps = torch.zeros_like(START), []
     for G, lr in zip(GRADS, LRS, strict=True):
@@ -90,51 +90,38 @@ def lion_steps(share, betas=(0.9, 0.99)):
     return steps
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_lion_pytorch(decoupled):
-    """With its flag the decay is divided by the first learning rate."""
-    lion = pytest.importorskip("lion_pytorch").Lion
-    make = partial(lion, weight_decay=0.01, decoupled_weight_decay=decoupled)
-    records, _, remarks = measured(make)
-    assert_known(records, lion_steps(decoupled))
-    assert remarks == []
+def adams(decoupled):
+    return [S for _, S in adam_steps(START, GRADS, LRS, weight_decay=DECAY, decoupled=decoupled)]
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-def test_lion_of_pytorch_optimizer(fixed):
-    lion = pytest.importorskip("pytorch_optimizer").Lion
-    records, *_ = measured(partial(lion, weight_decay=0.1, fixed_decay=fixed))
-    assert_known(records, lion_steps(fixed))
+SGDS = [S for _, S in sgd_steps(START, GRADS, LRS, momentum=0.9, weight_decay=DECAY)]
+ELSEWHERE = [
+    ("lion_pytorch.Lion", {"weight_decay": 0.01, "decoupled_weight_decay": False}, lion_steps()),
+    # With its flag the decay is divided by the first learning rate.
+    ("lion_pytorch.Lion", {"weight_decay": 0.01, "decoupled_weight_decay": True}, lion_steps()),
+    ("pytorch_optimizer.Lion", {"weight_decay": 0.1, "fixed_decay": False}, lion_steps()),
+    ("pytorch_optimizer.Lion", {"weight_decay": 0.1, "fixed_decay": True}, lion_steps()),
+    # Adam of bitsandbytes decays as AdamW does.
+    ("bitsandbytes.optim.Adam", {"weight_decay": DECAY}, adams(decoupled=True)),
+    ("bitsandbytes.optim.AdamW", {"weight_decay": DECAY}, adams(decoupled=True)),
+    ("bitsandbytes.optim.SGD", {"weight_decay": DECAY, "momentum": 0.9}, SGDS),
+    # The decay of some entries is not known.
+    ("lion_pytorch.cautious_lion.Lion", {"weight_decay": DECAY, "cautious_wd": True}, None),
+    ("pytorch_optimizer.RAdam", {"weight_decay": DECAY, "fixed_decay": True}, None),
+]
 
 
-def test_a_decay_of_some_entries_is_not_known():
-    lion = pytest.importorskip("lion_pytorch.cautious_lion").Lion
-    records, weights, _ = measured(partial(lion, weight_decay=DECAY, cautious_wd=True))
-    assert_unknown(records, weights)
-
-
-def test_radam_of_pytorch_optimizer_is_not_known():
-    radam = pytest.importorskip("pytorch_optimizer").RAdam
-    records, weights, remarks = measured(partial(radam, weight_decay=DECAY, fixed_decay=True))
-    assert_unknown(records, weights)
-    assert "it is not known how RAdam uses weight_decay" in remarks[0]
-
-
-BITSANDBYTES = {
-    "Adam": ({}, lambda lrs: adam_steps(START, GRADS, lrs, weight_decay=DECAY)),
-    "AdamW": ({}, lambda lrs: adam_steps(START, GRADS, lrs, weight_decay=DECAY)),
-    "SGD": ({"momentum": 0.9}, lambda lrs: sgd_steps(START, GRADS, lrs, momentum=0.9, weight_decay=DECAY)),
-}
-
-
-@pytest.mark.parametrize("name", BITSANDBYTES)
+@pytest.mark.parametrize(("name", "options", "steps"), ELSEWHERE)
 @pytest.mark.filterwarnings("ignore")
-def test_bitsandbytes(name):
-    """Its Adam decays as AdamW does."""
-    optim = pytest.importorskip("bitsandbytes").optim
-    options, reference = BITSANDBYTES[name]
-    records, *_ = measured(partial(getattr(optim, name), weight_decay=DECAY, **options))
-    assert_known(records, [S for _, S in reference(LRS)])
+def test_optimizers_of_other_packages(name, options, steps):
+    module, _, kind = name.rpartition(".")
+    records, weights, remarks = measured(partial(getattr(pytest.importorskip(module), kind), **options))
+    if steps is None:
+        assert_unknown(records, weights)
+        assert f"it is not known how {kind} uses weight_decay" in remarks[0]
+    else:
+        assert_known(records, steps)
+        assert remarks == []
 
 
 def test_a_flag_that_a_class_of_ones_own_declares_is_believed():
@@ -242,10 +229,6 @@ TOLD = {
     "an inherited True": (CoupledInItsStep, "coupled", lambda: adams(decoupled=False)),
     "a function": (Own, lambda group: group["lr"] * group["weight_decay"], lambda: own_steps(False)),
 }
-
-
-def adams(decoupled):
-    return [S for _, S in adam_steps(START, GRADS, LRS, weight_decay=DECAY, decoupled=decoupled)]
 
 
 @pytest.mark.parametrize(("kind", "decay", "steps"), TOLD.values(), ids=TOLD)

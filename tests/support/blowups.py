@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from hilbert_monitor import HilbertMonitor
-from tests.support.training import Module, Text
+from tests.support.training import QUIET, Module, Text
 
 JUMP, STEPS = 23, 30
 """The step that blows up, not one that is due; and the last."""
@@ -39,9 +39,8 @@ def fit(module, *callbacks, steps=STEPS, checkpoint=None, **options):
     """Train a module for some steps; return the trainer."""
     torch.manual_seed(1)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings = {"accelerator": "cpu", "max_steps": steps, "max_epochs": -1, "enable_checkpointing": saves}
-    trainer = lightning.Trainer(callbacks=list(callbacks), **(settings | quiet | options))
+    settings = {"max_steps": steps, "max_epochs": -1, "enable_checkpointing": saves}
+    trainer = lightning.Trainer(callbacks=list(callbacks), **QUIET | settings | options)
     trainer.fit(module, DataLoader(Text(0), batch_size=4), DataLoader(Text(1, 8), batch_size=4), ckpt_path=checkpoint)
     return trainer
 

@@ -1,4 +1,4 @@
-"""A sink that keeps its records in memory."""
+"""Sinks that keep their records in memory or call a function, and functions that fail."""
 
 
 class Recorder:
@@ -13,3 +13,19 @@ class Recorder:
 
     def write(self, record):
         self.by_step[record.step] = record
+
+
+class Sink:
+    """Calls a function with each record."""
+
+    def __init__(self, write):
+        self.write = write
+
+
+class Panic(BaseException):
+    """As a Rust extension raises it."""
+
+
+def panics(*_):
+    """Raise what is no Exception."""
+    raise Panic("a panic in Rust")

@@ -13,6 +13,14 @@ from tests.support.decoders import Plain
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 V, UPDATES = 37, 12
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+"""Arguments of a Trainer that prints and writes nothing."""
 
 
 class Text(Dataset):
@@ -63,22 +71,10 @@ class Module(lightning.LightningModule):
 def fit(module, *callbacks, precision="32-true", accumulate=2, logger=False, **options):
     """Train a module for UPDATES updates, with a validation every six batches. Returns the trainer."""
     torch.manual_seed(1)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        precision=precision,
-        max_steps=UPDATES,
-        max_epochs=-1,
-        accumulate_grad_batches=accumulate,
-        gradient_clip_val=1.0,
-        val_check_interval=6,
-        limit_val_batches=2,
-        callbacks=list(callbacks),
-        logger=logger,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        **options,
-    )
+    given = {"precision": precision, "accumulate_grad_batches": accumulate, "logger": logger} | options
+    given |= {"max_steps": UPDATES, "max_epochs": -1, "gradient_clip_val": 1.0}
+    given |= {"val_check_interval": 6, "limit_val_batches": 2}
+    trainer = lightning.Trainer(callbacks=list(callbacks), **QUIET | given)
     train = DataLoader(Text(0), batch_size=4, shuffle=True, drop_last=True)
     trainer.fit(module, train, DataLoader(Text(1), batch_size=4))
     return trainer
