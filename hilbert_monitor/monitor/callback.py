@@ -148,8 +148,10 @@ class HilbertMonitor(Callback):
         with session.guard("start"):
             session.look_again()
         with session.guard("increment"):
-            if weight and session.probe is not None and not session.probe.stepped:
-                self._notice_update(trainer, pl_module, weight)
+            if weight:
+                scaler = getattr(trainer.precision_plugin, "scaler", None)
+                scales_loss = scaler is not None and pl_module.automatic_optimization
+                session.notice_update(weight=weight, scales_loss=scales_loss)
         with session.guard("record"):
             session.record(updated=bool(weight))
 
@@ -225,15 +227,6 @@ class HilbertMonitor(Callback):
         loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
         self.session.add_batch(loss=loss, tokens=token_count(batch) * _reader(trainer)[1])
 
-    def _notice_update(self, trainer: Trainer, pl_module: LightningModule, weight: float) -> None:
-        """Note an update in which no hook saw a step."""
-        probe = self.session.probe
-        assert probe is not None
-        is_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None and pl_module.automatic_optimization
-        self.session.notice_update(weight=0.0 if is_scaled else weight)
-        if is_scaled and not probe.stepped:
-            probe.skip("overflow")  # a GradScaler does not call step of an optimizer that is not fused
-
 
 def _monitors(trainer: Trainer) -> list[HilbertMonitor]:
     """The monitors among a trainer's callbacks; they may be several, of several heads."""
@@ -259,12 +252,12 @@ class LightningLoop:
 
     def __init__(self, trainer: Trainer, module: LightningModule, *, progress_bar: bool, label: str = "") -> None:
         self._trainer, self._module, self._progress_bar, self.label = trainer, module, progress_bar, label
+        self.model: Module = module
         self.ranks = Ranks.of(module.device, trainer.world_size)
-
-    @property
-    def model(self) -> Module:
-        """The module."""
-        return self._module
+        self.validates = trainer.enable_validation
+        self.keeps_log = not getattr(trainer, "fast_dev_run", False)
+        self.folder = str(trainer.default_root_dir)
+        self.autocast: AutocastFactory | None = trainer.precision_plugin.forward_context
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -285,26 +278,6 @@ class LightningLoop:
     def last_update(self) -> float:
         """Global step at the end of training, as the trainer estimates it."""
         return self._trainer.estimated_stepping_batches
-
-    @property
-    def validates(self) -> bool:
-        """Whether the trainer validates at all."""
-        return self._trainer.enable_validation
-
-    @property
-    def keeps_log(self) -> bool:
-        """Not in a fast_dev_run."""
-        return not getattr(self._trainer, "fast_dev_run", False)
-
-    @property
-    def folder(self) -> str:
-        """The trainer's default folder."""
-        return str(self._trainer.default_root_dir)
-
-    @property
-    def autocast(self) -> AutocastFactory:
-        """Makes the context of the trainer's precision."""
-        return self._trainer.precision_plugin.forward_context
 
     def describe(self) -> RunInfo:
         """Name the module's class, its hyperparameters and the seed of `seed_everything`."""

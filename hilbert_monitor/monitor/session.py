@@ -213,9 +213,13 @@ def _check_count(name: str, value: Any, what: str, *, least: int) -> None:
 class TrainingLoop(Protocol):
     """What a session needs of whatever trains the model."""
 
-    @property
-    def model(self) -> Module:
-        """The model, as the loop calls it."""
+    model: Module  # as the loop calls it
+    ranks: Ranks  # that train together
+    validates: bool  # whether there will be a validation
+    label: str  # name of the head in records and logs, where several heads have monitors; else empty
+    keeps_log: bool  # whether the run is worth a log; a trial of a few batches is not
+    folder: str  # where the loop puts its files
+    autocast: AutocastFactory | None  # makes the context in which the model runs its forward pass
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -226,36 +230,12 @@ class TrainingLoop(Protocol):
         """Those of the learning rate, as they are now."""
 
     @property
-    def ranks(self) -> Ranks:
-        """The processes that train together."""
-
-    @property
     def updates(self) -> int:
         """Optimizer updates so far."""
 
     @property
     def last_update(self) -> float:
         """Updates at the end of training, or infinity."""
-
-    @property
-    def validates(self) -> bool:
-        """Whether there will be a validation."""
-
-    @property
-    def label(self) -> str:
-        """Name of the head in records and logs, where several heads have monitors; else empty."""
-
-    @property
-    def keeps_log(self) -> bool:
-        """Whether the run is worth a log; a trial of a few batches is not."""
-
-    @property
-    def folder(self) -> str:
-        """Where the loop puts its files."""
-
-    @property
-    def autocast(self) -> AutocastFactory | None:
-        """Makes the context in which the model runs its forward pass."""
 
     def describe(self) -> RunInfo:
         """Say what the loop knows of the run: model, seed, configuration, versions."""
@@ -460,10 +440,14 @@ class RunSession(ProcessBound):
         label = "" if self.outputs is None else self.outputs.loop.label
         return msgspec.structs.replace(record, head=label) if label else record
 
-    def notice_update(self, *, weight: float = 1.0) -> None:
-        """Look for the step of an update that no hook saw."""
-        if self.probe is not None and self.outputs is not None:
-            self.probe.notice_update(self.outputs.loop.optimizers, weight=weight)
+    def notice_update(self, *, weight: float = 1.0, scales_loss: bool = False) -> None:
+        """Note an update in which no hook saw a step: it was compiled, or a GradScaler left it out."""
+        probe = self.probe
+        if probe is None or probe.stepped or self.outputs is None:
+            return
+        probe.notice_update(self.outputs.loop.optimizers, weight=0.0 if scales_loss else weight)
+        if scales_loss and not probe.stepped:
+            probe.skip("overflow")  # a GradScaler does not call step of an optimizer that is not fused
 
     def log_validation(self, loss: float) -> None:
         """Add the validation loss to the record of the step before it, or keep it for the first."""
