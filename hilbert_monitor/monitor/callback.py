@@ -221,7 +221,6 @@ class HilbertMonitor(Callback):
         return name
 
     def _add_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
-        """Note the loss and the tokens of a micro-batch."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         # Lightning has divided the loss by the number of micro-batches.
         loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
@@ -229,7 +228,6 @@ class HilbertMonitor(Callback):
 
 
 def _monitors(trainer: Trainer) -> list[HilbertMonitor]:
-    """The monitors among a trainer's callbacks; they may be several, of several heads."""
     return [callback for callback in getattr(trainer, "callbacks", ()) if isinstance(callback, HilbertMonitor)]
 
 
@@ -241,14 +239,7 @@ def _reader(trainer: Trainer) -> tuple[int, int]:
 
 
 class LightningLoop:
-    """A Lightning Trainer and its module, as a session sees them.
-
-    Args:
-        trainer: that fits.
-        module: that is trained.
-        progress_bar: whether the diameter is shown in the progress bar.
-        label: name of the head in the names of what is logged, where several are watched.
-    """
+    """A Lightning Trainer and its module, as a session sees them. `progress_bar` shows the diameter there."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, *, progress_bar: bool, label: str = "") -> None:
         self._trainer, self._module, self._progress_bar, self.label = trainer, module, progress_bar, label

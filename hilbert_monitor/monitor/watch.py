@@ -149,8 +149,8 @@ class PlainLoop:
 
     def refusal(self) -> str:
         """Why nothing can be measured, in a sentence; empty if it can."""
-        kinds = {cls.__name__ for part in self.model.modules() for cls in type(part).__mro__}
-        kinds |= {cls.__name__ for optimizer in self.optimizers for cls in type(optimizer).__mro__}
+        parts = (*self.model.modules(), *self.optimizers)
+        kinds = {cls.__name__ for part in parts for cls in type(part).__mro__}
         if any(kind.startswith("DeepSpeed") for kind in kinds):
             return DEEPSPEED
         return FSDP1 if "FullyShardedDataParallel" in kinds else ""
@@ -203,13 +203,8 @@ def in_numbers(log: Log) -> Callable[[dict[str, float], int], None]:
 class Watch:
     """A run that is watched, from `start` to `close` or within a ``with`` block. `watch` makes it.
 
-    Every rank makes the same calls. What fails in one is counted and warned of, and costs the run nothing.
-
-    Args:
-        loop: that trains.
-        options: of the user.
-        panel: what the panel is made of; None if the session finds it.
-        data_ranks: ranks that read data of their own; by default all.
+    Every rank makes the same calls. What fails in one is counted and warned of, and costs the run nothing. Without a
+    `panel` the session finds it. `data_ranks` read data of their own; by default all do.
     """
 
     def __init__(
@@ -280,7 +275,10 @@ class Watch:
         with session.guard("increment"):
             session.notice_update(scales_loss=self.loop.scales_loss)
         with session.guard("batch"):
-            self._hand_over_batches()
+            losses, tokens = self._losses, self._tokens
+            self._losses, self._tokens = [], 0
+            mean = torch.stack([one.to(losses[-1].device) for one in losses]).mean() if losses else None
+            session.add_batch(loss=mean, tokens=tokens * self._data_ranks)
         with session.guard("record"):
             session.record()
 
@@ -338,9 +336,10 @@ class Watch:
             return self
         if self._panel is not None and session.options.perturbation_every:
             with session.guard("panel", user_code=True):
-                session.panels.panel = panel_from(
-                    self._panel, session.options.panel_size, ranks=self._panel_ranks(), saved=self._state.get("panel")
-                )
+                size, ranks = session.options.panel_size, self.loop.ranks
+                if not is_sharded(self.loop.model) or meet(ranks, "panel", str(size)):
+                    ranks = Ranks.of(ranks.device, 1)  # rank zero measures alone, unless ranks have parts of the model
+                session.panels.panel = panel_from(self._panel, size, ranks=ranks, saved=self._state.get("panel"))
             if session.panels.panel is None:
                 session.options.perturbation_every = 0
         session.load_state_dict(self._state)
@@ -367,10 +366,7 @@ class Watch:
         self.session.close(error)
 
     def _close_at_exit(self) -> None:
-        """Close what nobody has closed, with the exception that ends the process if there is one.
-
-        Python keeps no SystemExit for its end, nor the code: it is cleared before functions like this one are called.
-        """
+        """Close what nobody has closed, with the exception that ends the process; Python keeps no SystemExit."""
         error = getattr(sys, "last_value", None)
         self._running = False
         self.session.close(error if isinstance(error, BaseException) else None)
@@ -383,19 +379,6 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(error)
-
-    def _panel_ranks(self) -> Ranks:
-        """Return those that measure the panel: rank zero alone, unless they have parts of the model."""
-        ranks = self.loop.ranks
-        together = is_sharded(self.loop.model) and not meet(ranks, "panel", str(self.session.options.panel_size))
-        return ranks if together else Ranks.of(ranks.device, 1)
-
-    def _hand_over_batches(self) -> None:
-        """Give the session the loss and the tokens of the update."""
-        losses, tokens = self._losses, self._tokens
-        self._losses, self._tokens = [], 0
-        loss = torch.stack([one.to(losses[-1].device) for one in losses]).mean() if losses else None
-        self.session.add_batch(loss=loss, tokens=tokens * self._data_ranks)
 
 
 @contextmanager
