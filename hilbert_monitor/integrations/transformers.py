@@ -201,8 +201,7 @@ class HilbertCallback(TrainerCallback):
     def _add_part(self, loss: Any, tokens: int) -> None:
         """Note a micro-batch whose loss is a part of the update's."""
         if self.run is not None:
-            part = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
-            self.run.session.add_batch(loss=part, tokens=tokens * self._loop.ranks.world)
+            self.run.session.add_batch(loss=loss, tokens=tokens * self._loop.ranks.world)
 
     def _load(self, args: TrainingArguments, state: TrainerState) -> None:
         """Go on counting where the run was saved, if it goes on."""
@@ -231,9 +230,6 @@ class TrustRegionCallback(TrainerCallback):
 
     Example:
         ``Trainer(model, args, ..., callbacks=[HilbertCallback(), TrustRegionCallback(TrustRegion(limit=0.02))])``
-
-    Args:
-        region: the TrustRegion.
     """
 
     def __init__(self, region: TrustRegion) -> None:
@@ -271,15 +267,7 @@ def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> str:
 
 
 class TransformersLoop(PlainLoop):
-    """A Trainer as a session sees it.
-
-    Args:
-        args: of the Trainer, as `state` and `control`.
-        state: where it stands.
-        control: takes what is asked of it.
-        parts: model, optimizer and scheduler.
-        log_to: the Trainer whose loggers get the records, if they do.
-    """
+    """A Trainer as a session sees it, with model and optimizer in `parts`. The loggers of `log_to` get the records."""
 
     def __init__(
         self,

@@ -144,7 +144,9 @@ class HilbertMonitor(Callback):
         # In manual optimization the Trainer counts only steps that go through its wrappers.
         weight = 1.0 if updated else 0.0 if pl_module.automatic_optimization else MAYBE
         with session.guard("batch"):
-            self._add_batch(trainer, outputs, batch)
+            # Lightning has divided the loss by the number of micro-batches.
+            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            session.add_batch(loss=loss, tokens=token_count(batch) * _reader(trainer)[1])
         with session.guard("start"):
             session.look_again()
         with session.guard("increment"):
@@ -219,12 +221,6 @@ class HilbertMonitor(Callback):
         if any(probe is not None and probe.head.weight is weight for probe in probes):
             raise ValueError(f"another HilbertMonitor watches the head '{name}': pass each a head=... of its own")
         return name
-
-    def _add_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        # Lightning has divided the loss by the number of micro-batches.
-        loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
-        self.session.add_batch(loss=loss, tokens=token_count(batch) * _reader(trainer)[1])
 
 
 def _monitors(trainer: Trainer) -> list[HilbertMonitor]:
@@ -303,22 +299,18 @@ class LightningLoop:
             return
         from torch.distributed.checkpoint.api import CheckpointException
 
-        path = self._in_shared_folder(strategy.broadcast(path))
-        try:
-            strategy.save_checkpoint(checkpoint, path)
-        except CheckpointException as error:  # raised on all ranks, and no Exception
-            raise RuntimeError(f"could not write {path}: {error}") from error
-
-    def _in_shared_folder(self, path: str) -> str:
-        """Make the folder of a checkpoint where all ranks can: one that fails later would leave the others waiting."""
+        path = strategy.broadcast(path)
         failure: OSError | None = None
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
         except OSError as error:
             failure = error
-        if not self.ranks.all_agree(failure is None):
+        if not self.ranks.all_agree(failure is None):  # a rank that fails later would leave the others waiting
             raise failure or OSError(f"another rank could not make the folder of {path}")
-        return path
+        try:
+            strategy.save_checkpoint(checkpoint, path)
+        except CheckpointException as error:  # raised on all ranks, and no Exception
+            raise RuntimeError(f"could not write {path}: {error}") from error
 
     def stop(self) -> None:
         """End training after this step."""

@@ -308,10 +308,8 @@ class RunSession(ProcessBound):
             why = ""
         if disagree or self.probe is None:
             if why and loop.ranks.rank == 0 and self._waits_for_groups is None:
-                warn_user(
-                    f"nothing is measured so far, and the head is watched as soon as an optimizer has it: {why}",
-                    stacklevel=4,
-                )
+                so_far = "nothing is measured so far, and the head is watched as soon as an optimizer has it"
+                warn_user(f"{so_far}: {why}", stacklevel=4)
             self._stop_probe()
             self.probe = None
             self._waits_for_groups = self._groups() if why else None
@@ -338,10 +336,10 @@ class RunSession(ProcessBound):
         if self.probe is not None:
             self.probe.begin_batch(index, samples)
 
-    def add_batch(self, *, loss: Tensor | None, tokens: int) -> None:
-        """Note a micro-batch of the update: its part of the loss, and its training tokens over all ranks."""
-        if loss is not None and self.probe is not None:
-            self._loss = loss if self._loss is None else self._loss + loss
+    def add_batch(self, *, loss: Any, tokens: int) -> None:
+        """Note a micro-batch of the update: its part of the loss, if known, and its training tokens over all ranks."""
+        if isinstance(loss, Tensor) and loss.numel() == 1 and self.probe is not None:
+            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         self._tokens += tokens
 
     def record(self, *, final: bool = False, updated: bool = True) -> None:
@@ -486,18 +484,13 @@ class RunSession(ProcessBound):
     def _start_probe(self, loop: TrainingLoop) -> None:
         options, outputs = self.options, self.outputs
         assert outputs is not None
+        names = ("head", "diameter_every", "perturbation_every", "hidden", "decay", "vocab_size", "logit_scale")
         self.probe = probe = Probe(
             loop.model,
             loop.optimizers,
-            head=options.head,
-            diameter_every=options.diameter_every,
-            perturbation_every=options.perturbation_every,
+            **{name: getattr(options, name) for name in names},
             bounds=options.advanced.bounds,
-            hidden=options.hidden,
             autocast=loop.autocast,
-            decay=options.decay,
-            vocab_size=options.vocab_size,
-            logit_scale=options.logit_scale,
             schedulers=self._schedulers,
             judge=Judge(options.rules),
             immediate=options.advanced.immediate or options.acts,
@@ -537,10 +530,10 @@ class RunSession(ProcessBound):
         return () if self.outputs is None else self.outputs.loop.schedulers
 
     def _describe(self, probe: Probe, loop: TrainingLoop) -> RunInfo:
-        """Return what is known of the run: what the loop says, and what the monitor watches it with."""
         info, options, panel = loop.describe(), self.options, self.panels.panel
         config = info.config if options.config is None else options.config
         same = options.run_name in (None, self._resumed.get("name"))  # or it is a branch with a name of its own
+        ours = {"hilbert_monitor": __version__, "torch": str(torch.__version__)}
         return msgspec.structs.replace(
             info,
             id=self._resumed.get("run", "") if same else "",
@@ -553,11 +546,6 @@ class RunSession(ProcessBound):
             remarks=tuple(probe.remarks),
             stalled_after=options.advanced.stalled_after,
             last_step=int(probe.schedule.last) if math.isfinite(probe.schedule.last) else None,
-            versions={
-                "hilbert_monitor": __version__,
-                "torch": str(torch.__version__),
-                **info.versions,
-                "python": platform.python_version(),
-            },
+            versions=ours | info.versions | {"python": platform.python_version()},
             world_size=loop.ranks.world,
         )
