@@ -206,20 +206,17 @@ class HilbertCallback(TrainerCallback):
     def _load(self, args: TrainingArguments, state: TrainerState) -> None:
         """Go on counting where the run was saved, if it goes on."""
         assert self.run is not None
-        if state.global_step:
-            folders = [self._resumed_from, _checkpoint_folder(args, state)]
-            paths = [os.path.join(folder, STATE) for folder in folders if folder]
-            path = next((path for path in paths if os.path.isfile(path)), None)
-            if path is None:
-                return
-            try:
-                saved = torch.load(path, weights_only=True)
-            except Exception as error:  # whatever a damaged file makes of the unpickler, which says a page
-                raise ValueError(
-                    f"{path} cannot be read ({type(error).__name__}): the run goes on in a folder of its own, and"
-                    " counts its tokens anew"
-                ) from None
-            self.run.load_state_dict(saved)
+        folders = [self._resumed_from, _checkpoint_folder(args, state)] if state.global_step else []
+        paths = [os.path.join(folder, STATE) for folder in folders if folder]
+        path = next((path for path in paths if os.path.isfile(path)), None)
+        if path is None:
+            return
+        try:
+            saved = torch.load(path, weights_only=True)
+        except Exception as error:  # whatever a damaged file makes of the unpickler, which says a page
+            why = f"{path} cannot be read ({type(error).__name__})"
+            raise ValueError(f"{why}: the run goes on in a folder of its own, and counts its tokens anew") from None
+        self.run.load_state_dict(saved)
 
 
 with_options(HilbertCallback)

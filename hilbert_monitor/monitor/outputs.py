@@ -384,9 +384,8 @@ ON_ALL_RANKS = ("checkpoint", "stop")
 
 def action_of(action: Any) -> Any:
     """Return an action on a blow-up, or the function of that name."""
-    if callable(action) or action in ("warn", *ON_ALL_RANKS):
-        return action
-    if isinstance(action, str) and action.startswith(("http://", "https://")):
+    is_address = isinstance(action, str) and action.startswith(("http://", "https://"))
+    if is_address or callable(action) or action in ("warn", *ON_ALL_RANKS):
         return action
     place, _, name = action.rpartition(".") if isinstance(action, str) else ("", "", "")
     why = ""

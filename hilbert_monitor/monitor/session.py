@@ -359,7 +359,7 @@ class RunSession(ProcessBound):
                 )
                 if self._layers is not None:
                     self._layers.end(probe.step)
-                self._write([] if record is None else [(record, probe.alerts)], final=final)
+                self._write(probe, outputs, [] if record is None else [(record, probe.alerts)], final=final)
                 if self._layers is not None and not final:
                     self._layers.begin(probe.step + 1)
         if updated and not final:
@@ -370,17 +370,15 @@ class RunSession(ProcessBound):
         """Hand on the records of steps that are still on the device. Called on any rank, at any time."""
         if self.probe is not None and self.outputs is not None:
             self.probe.flush()
-            self._write([], final=True)
+            self._write(self.probe, self.outputs, [], final=True)
 
-    def _write(self, latest: list[Judged], *, final: bool) -> None:
+    def _write(self, probe: Probe, outputs: RunOutputs, latest: list[Judged], *, final: bool) -> None:
         """Write the records that are ready, with their alerts, and the description of the run if it has changed."""
-        probe, outputs = self.probe, self.outputs
-        assert probe is not None
-        assert outputs is not None
         judged = [*probe.earlier(), *latest]
         with self.guard("run log"):
-            if judged and self._known(probe) != self._described:
-                self._described = self._known(probe)
+            known = len(probe.remarks), self.panels.panel is not None
+            if judged and known != self._described:
+                self._described = known
                 outputs.describe(self._describe(probe, outputs.loop))
         for record, alerts in judged:
             if self._layers is not None:
@@ -389,9 +387,6 @@ class RunSession(ProcessBound):
                 if layers is not None:
                     outputs.write_log(layers)
             outputs.write(record, alerts, behind=probe.step - record.step, final=final)
-
-    def _known(self, probe: Probe) -> tuple[int, bool]:
-        return len(probe.remarks), self.panels.panel is not None
 
     def notice_update(self, *, weight: float = 1.0, scales_loss: bool = False) -> None:
         """Note an update in which no hook saw a step: it was compiled, or a GradScaler left it out."""
@@ -507,7 +502,7 @@ class RunSession(ProcessBound):
                 probe.judge.restore(self._resumed["history"])
         if loop.ranks.rank == 0:
             with self.guard("outputs"):
-                self._described = self._known(probe)
+                self._described = len(probe.remarks), self.panels.panel is not None
                 outputs.open(self._describe(probe, loop), first_step=probe.step)
         with self.guard("panel"):
             self.update_panel()

@@ -350,11 +350,7 @@ class Watch:
         return self
 
     def close(self, error: BaseException | None = None) -> None:
-        """Measure the last update, let go of the optimizer and close the outputs.
-
-        Args:
-            error: what ended the run, if it did not end by itself. Then nothing more is measured.
-        """
+        """Measure the last update, unless an `error` ended the run; let go of the optimizer and close the outputs."""
         self._signals.close()
         if not self._running:
             return
@@ -385,8 +381,7 @@ class Watch:
 def sigterm_raises() -> Iterator[None]:
     """Within the block, a SIGTERM raises SystemExit(143) in the main thread, where it would end the process at once.
 
-    A handler of the user's own stays, and so does the default in other threads. A process that is forked within the
-    block ends as it would have.
+    A handler of the user's own stays, and so does the default in other threads and in forked processes.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
