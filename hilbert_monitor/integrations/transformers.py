@@ -23,7 +23,6 @@ from torch.nn import Module
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hilbert_monitor.monitor.hidden_states import AutocastFactory
 from hilbert_monitor.monitor.panel import GivenPanel, token_count
 from hilbert_monitor.monitor.runtime import warn_user
 from hilbert_monitor.monitor.session import MonitorOptions, chosen_options, with_options
@@ -88,16 +87,7 @@ class HilbertCallback(TrainerCallback):
     ) -> None:
         """Find the head and its optimizer, and begin to watch: on all ranks, or on none."""
         self._close(RuntimeError("train() did not come to its end"))  # an earlier one, of which nobody told
-        loop = TransformersLoop(
-            args,
-            state,
-            control,
-            self._trainer,
-            logs=self._logs,
-            model=parts["model"],
-            optimizer=parts["optimizer"],
-            schedulers=parts.get("lr_scheduler"),
-        )
+        loop = TransformersLoop(args, state, control, parts, log_to=self._trainer if self._logs else None)
         self.run = run = Watch(loop, self.options, panel=self._panel)
         self._validation = ""
         with run.session.guard("checkpoint"):
@@ -113,21 +103,12 @@ class HilbertCallback(TrainerCallback):
             self._loop.control = control
             self.run.step()
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
         """Write a heartbeat."""
         if self.run is not None:
             self.run.heartbeat()
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_evaluate(self, *_: Any, metrics: dict[str, float] | None = None, **__: Any) -> None:
         """Note the loss of the first evaluation set, and make the panel of what was delivered."""
         if self.run is None:
             return
@@ -202,7 +183,8 @@ class HilbertCallback(TrainerCallback):
         with run.session.guard("batch"):
             if not module.training:
                 if "labels" in kwargs:  # not a step of a generation
-                    run.session.panels.offer(_batch_of(kwargs))
+                    batch = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+                    run.session.panels.offer(batch)
             elif self._trainer is None:
                 loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
                 tokens = token_count(kwargs)
@@ -212,7 +194,6 @@ class HilbertCallback(TrainerCallback):
                     run.accumulate(loss, tokens=tokens)
 
     def _collect(self) -> None:
-        """Begin to collect what evaluations deliver, if a panel is wanted and there is none yet."""
         assert self.run is not None
         if self.run.session.options.perturbation_every:
             self.run.session.panels.collect()
@@ -220,18 +201,22 @@ class HilbertCallback(TrainerCallback):
     def _add_part(self, loss: Any, tokens: int) -> None:
         """Note a micro-batch whose loss is a part of the update's."""
         if self.run is not None:
-            part = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
-            self.run.session.add_batch(loss=part, tokens=tokens * self._loop.ranks.world)
+            self.run.session.add_batch(loss=loss, tokens=tokens * self._loop.ranks.world)
 
     def _load(self, args: TrainingArguments, state: TrainerState) -> None:
         """Go on counting where the run was saved, if it goes on."""
         assert self.run is not None
-        if state.global_step:
-            folders = [self._resumed_from, _checkpoint_folder(args, state)]
-            paths = [os.path.join(folder, STATE) for folder in folders if folder]
-            path = next((path for path in paths if os.path.isfile(path)), None)
-            if path is not None:
-                self.run.load_state_dict(_saved_state(path))
+        folders = [self._resumed_from, _checkpoint_folder(args, state)] if state.global_step else []
+        paths = [os.path.join(folder, STATE) for folder in folders if folder]
+        path = next((path for path in paths if os.path.isfile(path)), None)
+        if path is None:
+            return
+        try:
+            saved = torch.load(path, weights_only=True)
+        except Exception as error:  # whatever a damaged file makes of the unpickler, which says a page
+            why = f"{path} cannot be read ({type(error).__name__})"
+            raise ValueError(f"{why}: the run goes on in a folder of its own, and counts its tokens anew") from None
+        self.run.load_state_dict(saved)
 
 
 with_options(HilbertCallback)
@@ -242,9 +227,6 @@ class TrustRegionCallback(TrainerCallback):
 
     Example:
         ``Trainer(model, args, ..., callbacks=[HilbertCallback(), TrustRegionCallback(TrustRegion(limit=0.02))])``
-
-    Args:
-        region: the TrustRegion.
     """
 
     def __init__(self, region: TrustRegion) -> None:
@@ -281,59 +263,28 @@ def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> str:
     return os.path.join(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 
-def _saved_state(path: str) -> dict[str, Any]:
-    """What `on_save` has written."""
-    try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
-    except Exception as error:  # whatever a damaged file makes of the unpickler, which says a page
-        raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}): the run goes on in a folder of its own, and counts its"
-            " tokens anew"
-        ) from None
-    return state
-
-
-def _batch_of(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a model was called with, less what is no part of a batch."""
-    return {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
-
-
 class TransformersLoop(PlainLoop):
-    """A Trainer as a session sees it.
-
-    Args:
-        args: of the Trainer.
-        state: of the Trainer.
-        control: of the Trainer.
-        trainer: it, where the callback is attached.
-        logs: whether records go to the Trainer's loggers.
-        model: that is trained.
-        optimizer: that moves it.
-        **arguments: those of `PlainLoop`.
-    """
+    """A Trainer as a session sees it, with model and optimizer in `parts`. The loggers of `log_to` get the records."""
 
     def __init__(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        trainer: Trainer | None,
-        *,
-        logs: bool,
-        model: Module,
-        optimizer: Any,
-        **arguments: Any,
+        parts: dict[str, Any],
+        log_to: Trainer | None,
     ) -> None:
-        self._args, self.control, self._trainer, self._logs = args, control, trainer, logs
+        self._args, self.control, self._log_to = args, control, log_to
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         super().__init__(
-            model,
-            optimizer,
-            autocast=_autocast(args),
+            parts["model"],
+            parts["optimizer"],
+            schedulers=parts.get("lr_scheduler"),
+            autocast=None if dtype is None else lambda: torch.autocast(args.device.type, dtype),
             first_step=state.global_step,
             last_step=state.max_steps,
             seed=args.seed,
             folder=args.output_dir or ".",
-            **arguments,
         )
         self.validates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
 
@@ -356,8 +307,8 @@ class TransformersLoop(PlainLoop):
         The Trainer's own `log` is called, as subclasses empty their metrics in theirs. It clears `control.should_log`,
         which is put back.
         """
-        trainer = self._trainer
-        if trainer is None or not self._logs or (record.diameter is None and record.perturbation_rms is None):
+        trainer = self._log_to
+        if trainer is None or (record.diameter is None and record.perturbation_rms is None):
             return
         should_log = self.control.should_log
         Trainer.log(trainer, logged_numbers(record))
@@ -374,9 +325,3 @@ class TransformersLoop(PlainLoop):
     def stop(self) -> None:
         """End training after this step."""
         self.control.should_training_stop = True
-
-
-def _autocast(args: TrainingArguments) -> AutocastFactory | None:
-    """The context in which Accelerate runs the model's forward pass."""
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    return None if dtype is None else lambda: torch.autocast(args.device.type, dtype)

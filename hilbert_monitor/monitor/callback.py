@@ -144,12 +144,16 @@ class HilbertMonitor(Callback):
         # In manual optimization the Trainer counts only steps that go through its wrappers.
         weight = 1.0 if updated else 0.0 if pl_module.automatic_optimization else MAYBE
         with session.guard("batch"):
-            self._add_batch(trainer, outputs, batch)
+            # Lightning has divided the loss by the number of micro-batches.
+            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            session.add_batch(loss=loss, tokens=token_count(batch) * _reader(trainer)[1])
         with session.guard("start"):
             session.look_again()
         with session.guard("increment"):
-            if weight and session.probe is not None and not session.probe.stepped:
-                self._notice_update(trainer, pl_module, weight)
+            if weight:
+                scaler = getattr(trainer.precision_plugin, "scaler", None)
+                scales_loss = scaler is not None and pl_module.automatic_optimization
+                session.notice_update(weight=weight, scales_loss=scales_loss)
         with session.guard("record"):
             session.record(updated=bool(weight))
 
@@ -218,25 +222,8 @@ class HilbertMonitor(Callback):
             raise ValueError(f"another HilbertMonitor watches the head '{name}': pass each a head=... of its own")
         return name
 
-    def _add_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
-        """Note the loss and the tokens of a micro-batch."""
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        # Lightning has divided the loss by the number of micro-batches.
-        loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
-        self.session.add_batch(loss=loss, tokens=token_count(batch) * _reader(trainer)[1])
-
-    def _notice_update(self, trainer: Trainer, pl_module: LightningModule, weight: float) -> None:
-        """Note an update in which no hook saw a step."""
-        probe = self.session.probe
-        assert probe is not None
-        is_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None and pl_module.automatic_optimization
-        self.session.notice_update(weight=0.0 if is_scaled else weight)
-        if is_scaled and not probe.stepped:
-            probe.skip("overflow")  # a GradScaler does not call step of an optimizer that is not fused
-
 
 def _monitors(trainer: Trainer) -> list[HilbertMonitor]:
-    """The monitors among a trainer's callbacks; they may be several, of several heads."""
     return [callback for callback in getattr(trainer, "callbacks", ()) if isinstance(callback, HilbertMonitor)]
 
 
@@ -248,23 +235,16 @@ def _reader(trainer: Trainer) -> tuple[int, int]:
 
 
 class LightningLoop:
-    """A Lightning Trainer and its module, as a session sees them.
-
-    Args:
-        trainer: that fits.
-        module: that is trained.
-        progress_bar: whether the diameter is shown in the progress bar.
-        label: name of the head in the names of what is logged, where several are watched.
-    """
+    """A Lightning Trainer and its module, as a session sees them. `progress_bar` shows the diameter there."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, *, progress_bar: bool, label: str = "") -> None:
         self._trainer, self._module, self._progress_bar, self.label = trainer, module, progress_bar, label
+        self.model: Module = module
         self.ranks = Ranks.of(module.device, trainer.world_size)
-
-    @property
-    def model(self) -> Module:
-        """The module."""
-        return self._module
+        self.validates = trainer.enable_validation
+        self.keeps_log = not getattr(trainer, "fast_dev_run", False)
+        self.folder = str(trainer.default_root_dir)
+        self.autocast: AutocastFactory | None = trainer.precision_plugin.forward_context
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -285,26 +265,6 @@ class LightningLoop:
     def last_update(self) -> float:
         """Global step at the end of training, as the trainer estimates it."""
         return self._trainer.estimated_stepping_batches
-
-    @property
-    def validates(self) -> bool:
-        """Whether the trainer validates at all."""
-        return self._trainer.enable_validation
-
-    @property
-    def keeps_log(self) -> bool:
-        """Not in a fast_dev_run."""
-        return not getattr(self._trainer, "fast_dev_run", False)
-
-    @property
-    def folder(self) -> str:
-        """The trainer's default folder."""
-        return str(self._trainer.default_root_dir)
-
-    @property
-    def autocast(self) -> AutocastFactory:
-        """Makes the context of the trainer's precision."""
-        return self._trainer.precision_plugin.forward_context
 
     def describe(self) -> RunInfo:
         """Name the module's class, its hyperparameters and the seed of `seed_everything`."""
@@ -339,22 +299,18 @@ class LightningLoop:
             return
         from torch.distributed.checkpoint.api import CheckpointException
 
-        path = self._in_shared_folder(strategy.broadcast(path))
-        try:
-            strategy.save_checkpoint(checkpoint, path)
-        except CheckpointException as error:  # raised on all ranks, and no Exception
-            raise RuntimeError(f"could not write {path}: {error}") from error
-
-    def _in_shared_folder(self, path: str) -> str:
-        """Make the folder of a checkpoint where all ranks can: one that fails later would leave the others waiting."""
+        path = strategy.broadcast(path)
         failure: OSError | None = None
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
         except OSError as error:
             failure = error
-        if not self.ranks.all_agree(failure is None):
+        if not self.ranks.all_agree(failure is None):  # a rank that fails later would leave the others waiting
             raise failure or OSError(f"another rank could not make the folder of {path}")
-        return path
+        try:
+            strategy.save_checkpoint(checkpoint, path)
+        except CheckpointException as error:  # raised on all ranks, and no Exception
+            raise RuntimeError(f"could not write {path}: {error}") from error
 
     def stop(self) -> None:
         """End training after this step."""

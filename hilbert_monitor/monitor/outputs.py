@@ -301,11 +301,7 @@ class RunOutputs:
     def write(self, record: StepRecord, alerts: list[Alert], *, behind: int = 0, final: bool) -> None:
         """Write a record with its alerts on rank zero, and do what that does alone on pages.
 
-        Args:
-            record: of a step.
-            alerts: about it.
-            behind: steps that were made since: an accelerator's records come later.
-            final: there is no next step.
+        An accelerator's records come `behind` steps later. After a `final` one there is no next step.
         """
         if self.loop.ranks.rank != 0:
             return
@@ -327,6 +323,8 @@ class RunOutputs:
 
     def put(self, record: StepRecord, alerts: Sequence[Alert] = ()) -> None:
         """Give a record and its alerts to the log, the exporter and the sinks."""
+        if self.loop.label:
+            record = msgspec.structs.replace(record, head=self.loop.label)
         items: tuple[StepRecord | Alert, ...] = (record, *alerts)
         for item in items:
             self._texts.ask(item)
@@ -386,9 +384,8 @@ ON_ALL_RANKS = ("checkpoint", "stop")
 
 def action_of(action: Any) -> Any:
     """Return an action on a blow-up, or the function of that name."""
-    if callable(action) or action in ("warn", *ON_ALL_RANKS):
-        return action
-    if isinstance(action, str) and action.startswith(("http://", "https://")):
+    is_address = isinstance(action, str) and action.startswith(("http://", "https://"))
+    if is_address or callable(action) or action in ("warn", *ON_ALL_RANKS):
         return action
     place, _, name = action.rpartition(".") if isinstance(action, str) else ("", "", "")
     why = ""

@@ -34,7 +34,7 @@ from .hidden_states import AutocastFactory, HiddenStates
 from .layers import LayerMonitor
 from .optimizers import Decay
 from .outputs import ON_ALL_RANKS, Action, RunOutputs, action_of
-from .panel import NAMED, Panel, PanelChoice, PanelCollector, SampleIndices, check_panel_folder
+from .panel import NAMED, PanelChoice, PanelCollector, SampleIndices, check_panel_folder
 from .probe import Judged, Probe, is_sharded
 from .prometheus import Prometheus
 from .runtime import Guard, Ranks, meet, warn_user
@@ -54,7 +54,6 @@ KINDS: dict[str, tuple[Any, str]] = {
 
 
 def _check_kind(name: str, value: Any, kind: Any, what: str) -> None:
-    """Refuse what is of another kind."""
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise TypeError(f"{name} is {what}, or None, got {type(value).__name__} {value!r}")
 
@@ -132,14 +131,28 @@ class MonitorOptions:
             raise ValueError(f"logit_scale is a number other than zero, or None, got {self.logit_scale!r}")
         if self.run_dir is not None:
             self.run_dir = os.path.expanduser(self.run_dir)
-        for name in ("diameter_every", "perturbation_every"):
-            _check_count(name, getattr(self, name), "a number of updates, 0 for never", least=0)
-        _check_count("panel_size", self.panel_size, "a number of validation positions", least=1)
-        if self.vocab_size is not None:
-            _check_count("vocab_size", self.vocab_size, "a number of rows of the head, or None for all", least=1)
+        for name, what, least in (
+            ("diameter_every", "a number of updates, 0 for never", 0),
+            ("perturbation_every", "a number of updates, 0 for never", 0),
+            ("panel_size", "a number of validation positions", 1),
+            ("vocab_size", "a number of rows of the head, or None for all", 1),
+        ):
+            value = getattr(self, name)
+            if name == "vocab_size" and value is None:
+                continue
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} is {what}: a whole number of at least {least}, got {value!r}")
         if isinstance(self.panel, str) and self.panel not in NAMED:
             check_panel_folder(self.panel)
-        self.sinks = _checked_sinks(self.sinks)
+        what = "sinks is a list of objects with write(record), got"
+        if not isinstance(self.sinks, Iterable):
+            raise TypeError(f"{what} {type(self.sinks).__name__}: write sinks=[...]")
+        self.sinks = tuple(self.sinks)
+        for sink in self.sinks:
+            if not callable(getattr(sink, "write", None)):
+                raise TypeError(f"{what} one with a {type(sink).__name__}, which has no write")
+            if isinstance(sink, type):
+                raise TypeError(f"{what} the class {sink.__name__}: make one, sinks=[{sink.__name__}(...)]")
         _ = self.actions  # refuses anything else
 
     @property
@@ -162,15 +175,7 @@ class MonitorOptions:
 
 
 def chosen_options(caller: str, given: dict[str, Any]) -> MonitorOptions:
-    """Return the options that a user gave by name.
-
-    Args:
-        caller: what was called, for errors.
-        given: names and values.
-
-    Raises:
-        TypeError: for a name that is no option, as Python itself would.
-    """
+    """Return the options given by name. Raise TypeError in the name of `caller` for one that does not exist."""
     names = {field.name for field in fields(MonitorOptions)}
     for name in given:
         if name not in names:
@@ -190,32 +195,16 @@ def with_options(function: F) -> F:
     return function
 
 
-def _checked_sinks(sinks: Any) -> tuple[Any, ...]:
-    """The sinks, each of which can be written to."""
-    what = "sinks is a list of objects with write(record), got"
-    if not isinstance(sinks, Iterable):
-        raise TypeError(f"{what} {type(sinks).__name__}: write sinks=[...]")
-    several = tuple(sinks)
-    for sink in several:
-        if not callable(getattr(sink, "write", None)):
-            raise TypeError(f"{what} one with a {type(sink).__name__}, which has no write")
-        if isinstance(sink, type):
-            raise TypeError(f"{what} the class {sink.__name__}: make one, sinks=[{sink.__name__}(...)]")
-    return several
-
-
-def _check_count(name: str, value: Any, what: str, *, least: int) -> None:
-    """Refuse what is no whole number, or too small."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {what}: a whole number of at least {least}, got {value!r}")
-
-
 class TrainingLoop(Protocol):
     """What a session needs of whatever trains the model."""
 
-    @property
-    def model(self) -> Module:
-        """The model, as the loop calls it."""
+    model: Module  # as the loop calls it
+    ranks: Ranks  # that train together
+    validates: bool  # whether there will be a validation
+    label: str  # name of the head in records and logs, where several heads have monitors; else empty
+    keeps_log: bool  # whether the run is worth a log; a trial of a few batches is not
+    folder: str  # where the loop puts its files
+    autocast: AutocastFactory | None  # makes the context in which the model runs its forward pass
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -226,36 +215,12 @@ class TrainingLoop(Protocol):
         """Those of the learning rate, as they are now."""
 
     @property
-    def ranks(self) -> Ranks:
-        """The processes that train together."""
-
-    @property
     def updates(self) -> int:
         """Optimizer updates so far."""
 
     @property
     def last_update(self) -> float:
         """Updates at the end of training, or infinity."""
-
-    @property
-    def validates(self) -> bool:
-        """Whether there will be a validation."""
-
-    @property
-    def label(self) -> str:
-        """Name of the head in records and logs, where several heads have monitors; else empty."""
-
-    @property
-    def keeps_log(self) -> bool:
-        """Whether the run is worth a log; a trial of a few batches is not."""
-
-    @property
-    def folder(self) -> str:
-        """Where the loop puts its files."""
-
-    @property
-    def autocast(self) -> AutocastFactory | None:
-        """Makes the context in which the model runs its forward pass."""
 
     def describe(self) -> RunInfo:
         """Say what the loop knows of the run: model, seed, configuration, versions."""
@@ -282,9 +247,6 @@ class RunSession(ProcessBound):
 
     Under DDP rank zero measures alone: the other ranks have no probe, and take part only in actions on a blow-up that
     all ranks take. Of a model with sharded parameters every rank has a probe.
-
-    Args:
-        options: of the user.
     """
 
     def __init__(self, options: MonitorOptions) -> None:
@@ -319,13 +281,7 @@ class RunSession(ProcessBound):
         self._begin(loop)
 
     def find_panel(self, ranks: Ranks, *, updates: int, validates: bool) -> None:
-        """Take the panel that was given, or that of the run that goes on, if there is none yet. Called on every rank.
-
-        Args:
-            ranks: those that train together.
-            updates: optimizer updates so far.
-            validates: whether validation will deliver batches.
-        """
+        """Take the panel that was given, or that of a run that goes on, if there is none yet. Called on every rank."""
         if updates == 0:
             self._resumed = {}
         if self.panels.panel is None and self.options.perturbation_every:
@@ -347,22 +303,17 @@ class RunSession(ProcessBound):
                 started = True
             except NobodyMovesIt as error:
                 why = str(error)
-        if not sharded or loop.ranks.all_agree(started):
-            started = self.probe is not None
-        else:
-            why = why if loop.ranks.all_agree(bool(why)) else ""
-            started = False
-        if not started:
+        disagree = sharded and not loop.ranks.all_agree(started)
+        if disagree and not loop.ranks.all_agree(bool(why)):
+            why = ""
+        if disagree or self.probe is None:
             if why and loop.ranks.rank == 0 and self._waits_for_groups is None:
-                warn_user(
-                    f"nothing is measured so far, and the head is watched as soon as an optimizer has it: {why}",
-                    stacklevel=4,
-                )
+                so_far = "nothing is measured so far, and the head is watched as soon as an optimizer has it"
+                warn_user(f"{so_far}: {why}", stacklevel=4)
             self._stop_probe()
             self.probe = None
             self._waits_for_groups = self._groups() if why else None
             return
-        assert self.probe is not None
         self._waits_for_groups = None
         schedule, has_panel = self.probe.schedule, self.panels.panel is not None
         if sharded:
@@ -381,32 +332,20 @@ class RunSession(ProcessBound):
         return sum(len(optimizer.param_groups) for optimizer in self.outputs.loop.optimizers)
 
     def begin_batch(self, index: int | None, samples: SampleIndices | None) -> None:
-        """Note a micro-batch, before a step is made of it.
-
-        Args:
-            index: its number in the epoch.
-            samples: indices of its samples, if they are known.
-        """
+        """Note a micro-batch before the step: its number in the epoch, and the indices of its samples if known."""
         if self.probe is not None:
             self.probe.begin_batch(index, samples)
 
-    def add_batch(self, *, loss: Tensor | None, tokens: int) -> None:
-        """Note a micro-batch of the update that is being made.
-
-        Args:
-            loss: its part of the update's loss.
-            tokens: its training tokens, over all ranks.
-        """
-        if loss is not None and self.probe is not None:
-            self._loss = loss if self._loss is None else self._loss + loss
+    def add_batch(self, *, loss: Any, tokens: int) -> None:
+        """Note a micro-batch of the update: its part of the loss, if known, and its training tokens over all ranks."""
+        if isinstance(loss, Tensor) and loss.numel() == 1 and self.probe is not None:
+            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         self._tokens += tokens
 
     def record(self, *, final: bool = False, updated: bool = True) -> None:
         """Make the record of the update, if there was one, and hand it on. Called on every rank.
 
-        Args:
-            final: there is no next step.
-            updated: the training loop has counted an update: the same on all ranks.
+        After a `final` one there is no next step. The loop tells whether it has `updated`: the same on all ranks.
         """
         outputs, probe = self.outputs, self.probe
         if outputs is None:
@@ -420,7 +359,7 @@ class RunSession(ProcessBound):
                 )
                 if self._layers is not None:
                     self._layers.end(probe.step)
-                self._write([] if record is None else [(record, probe.alerts)], final=final)
+                self._write(probe, outputs, [] if record is None else [(record, probe.alerts)], final=final)
                 if self._layers is not None and not final:
                     self._layers.begin(probe.step + 1)
         if updated and not final:
@@ -431,17 +370,15 @@ class RunSession(ProcessBound):
         """Hand on the records of steps that are still on the device. Called on any rank, at any time."""
         if self.probe is not None and self.outputs is not None:
             self.probe.flush()
-            self._write([], final=True)
+            self._write(self.probe, self.outputs, [], final=True)
 
-    def _write(self, latest: list[Judged], *, final: bool) -> None:
+    def _write(self, probe: Probe, outputs: RunOutputs, latest: list[Judged], *, final: bool) -> None:
         """Write the records that are ready, with their alerts, and the description of the run if it has changed."""
-        probe, outputs = self.probe, self.outputs
-        assert probe is not None
-        assert outputs is not None
         judged = [*probe.earlier(), *latest]
         with self.guard("run log"):
-            if judged and self._known != self._described:
-                self._described = self._known
+            known = len(probe.remarks), self.panels.panel is not None
+            if judged and known != self._described:
+                self._described = known
                 outputs.describe(self._describe(probe, outputs.loop))
         for record, alerts in judged:
             if self._layers is not None:
@@ -449,21 +386,16 @@ class RunSession(ProcessBound):
                 alerts = [*alerts, *more]
                 if layers is not None:
                     outputs.write_log(layers)
-            outputs.write(self._labelled(record), alerts, behind=probe.step - record.step, final=final)
+            outputs.write(record, alerts, behind=probe.step - record.step, final=final)
 
-    @property
-    def _known(self) -> tuple[int, bool]:
-        return (0 if self.probe is None else len(self.probe.remarks)), self.panels.panel is not None
-
-    def _labelled(self, record: StepRecord) -> StepRecord:
-        """Return the record with the name of its head, if others have monitors too."""
-        label = "" if self.outputs is None else self.outputs.loop.label
-        return msgspec.structs.replace(record, head=label) if label else record
-
-    def notice_update(self, *, weight: float = 1.0) -> None:
-        """Look for the step of an update that no hook saw."""
-        if self.probe is not None and self.outputs is not None:
-            self.probe.notice_update(self.outputs.loop.optimizers, weight=weight)
+    def notice_update(self, *, weight: float = 1.0, scales_loss: bool = False) -> None:
+        """Note an update in which no hook saw a step: it was compiled, or a GradScaler left it out."""
+        probe = self.probe
+        if probe is None or probe.stepped or self.outputs is None:
+            return
+        probe.notice_update(self.outputs.loop.optimizers, weight=0.0 if scales_loss else weight)
+        if scales_loss and not probe.stepped:
+            probe.skip("overflow")  # a GradScaler does not call step of an optimizer that is not fused
 
     def log_validation(self, loss: float) -> None:
         """Add the validation loss to the record of the step before it, or keep it for the first."""
@@ -472,7 +404,7 @@ class RunSession(ProcessBound):
         if updated is None:
             self._validation_loss = loss
         elif self.outputs is not None:
-            self.outputs.put(self._labelled(updated))
+            self.outputs.put(updated)
 
     def heartbeat(self) -> None:
         """Say that the run is doing something, though it makes no step."""
@@ -488,12 +420,7 @@ class RunSession(ProcessBound):
                 self.outputs.write_log(msgspec.json.encode(panel.saved))
 
     def close(self, error: BaseException | None = None, *, stopped: str = "") -> None:
-        """Let go of the optimizer and close the outputs; say what ended the run.
-
-        Args:
-            error: what ended it, if it did not end by itself.
-            stopped: the signal that asked it to end, where the loop knows of one.
-        """
+        """Let go of the optimizer and close the outputs; say what ended the run: an error or a signal, or itself."""
         stopped = stopped or requested_stop(error)
         self._waits_for_groups = None
         self._stop_probe()
@@ -552,18 +479,13 @@ class RunSession(ProcessBound):
     def _start_probe(self, loop: TrainingLoop) -> None:
         options, outputs = self.options, self.outputs
         assert outputs is not None
+        names = ("head", "diameter_every", "perturbation_every", "hidden", "decay", "vocab_size", "logit_scale")
         self.probe = probe = Probe(
             loop.model,
             loop.optimizers,
-            head=options.head,
-            diameter_every=options.diameter_every,
-            perturbation_every=options.perturbation_every,
+            **{name: getattr(options, name) for name in names},
             bounds=options.advanced.bounds,
-            hidden=options.hidden,
             autocast=loop.autocast,
-            decay=options.decay,
-            vocab_size=options.vocab_size,
-            logit_scale=options.logit_scale,
             schedulers=self._schedulers,
             judge=Judge(options.rules),
             immediate=options.advanced.immediate or options.acts,
@@ -580,7 +502,7 @@ class RunSession(ProcessBound):
                 probe.judge.restore(self._resumed["history"])
         if loop.ranks.rank == 0:
             with self.guard("outputs"):
-                self._described = self._known
+                self._described = len(probe.remarks), self.panels.panel is not None
                 outputs.open(self._describe(probe, loop), first_step=probe.step)
         with self.guard("panel"):
             self.update_panel()
@@ -600,15 +522,13 @@ class RunSession(ProcessBound):
                 self._layers.begin(probe.step + 1)
 
     def _schedulers(self) -> Sequence[Any]:
-        """Return those of the run, as they are now."""
         return () if self.outputs is None else self.outputs.loop.schedulers
 
     def _describe(self, probe: Probe, loop: TrainingLoop) -> RunInfo:
-        """Return what is known of the run: what the loop says, and what the monitor watches it with."""
-        info, options = loop.describe(), self.options
+        info, options, panel = loop.describe(), self.options, self.panels.panel
         config = info.config if options.config is None else options.config
         same = options.run_name in (None, self._resumed.get("name"))  # or it is a branch with a name of its own
-        panel: Panel | None = self.panels.panel
+        ours = {"hilbert_monitor": __version__, "torch": str(torch.__version__)}
         return msgspec.structs.replace(
             info,
             id=self._resumed.get("run", "") if same else "",
@@ -621,11 +541,6 @@ class RunSession(ProcessBound):
             remarks=tuple(probe.remarks),
             stalled_after=options.advanced.stalled_after,
             last_step=int(probe.schedule.last) if math.isfinite(probe.schedule.last) else None,
-            versions={
-                "hilbert_monitor": __version__,
-                "torch": str(torch.__version__),
-                **info.versions,
-                "python": platform.python_version(),
-            },
+            versions=ours | info.versions | {"python": platform.python_version()},
             world_size=loop.ranks.world,
         )

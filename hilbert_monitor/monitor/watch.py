@@ -31,25 +31,10 @@ from .runtime import Ranks, compute_device, meet, warn_user
 from .session import MonitorOptions, RunSession, chosen_options, with_options
 
 
-def check_loop_arguments(
-    model: Any,
-    optimizer: Any,
-    *,
-    panel: Any = None,
-    log: Any = None,
-    autocast: Any = None,
-    first_step: Any = 0,
-    last_step: Any = None,
-    seed: Any = None,
-    data_ranks: Any = None,
-    save_checkpoint: Any = None,
-) -> None:
-    """Refuse what cannot be an argument of `watch`, whose arguments these are.
-
-    Raises:
-        TypeError: for a value of the wrong kind; the message says which and what to give.
-        ValueError: for a negative number.
-    """
+def _check_arguments(given: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError for what cannot be an argument of `watch`."""
+    model, optimizer, panel = given["model"], given["optimizer"], given["panel"]
+    log, autocast, save_checkpoint = given["log"], given["autocast"], given["save_checkpoint"]
     if not isinstance(model, Module):
         raise TypeError(f"the model has to be a torch.nn.Module, got {_kind(model)}: watch(model, optimizer, ...)")
     several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
@@ -75,35 +60,19 @@ def check_loop_arguments(
         )
     if save_checkpoint is not None and not callable(save_checkpoint):
         raise TypeError(f"save_checkpoint takes a function of a path, got {_kind(save_checkpoint)}")
-    _check_number("first_step", first_step, "a number of updates", least=0)
-    _check_number("last_step", last_step, "a number of updates", least=0)
-    _check_number("data_ranks", data_ranks, "a number of processes", least=1)
-    _check_number("seed", seed, "a whole number")
-
-
-def _check_number(name: str, value: Any, what: str, *, least: int | None = None) -> None:
-    """Refuse what is no whole number, or too small; None is no number, and is left alone."""
-    if value is None:
-        return
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} is {what}, got {value!r}")
-    if least is not None and int(value) < least:
-        raise ValueError(f"{name} is {what}, {'zero' if least == 0 else 'one'} or more, got {value!r}")
-
-
-def check_state(state: Any) -> None:
-    """Refuse what no `state_dict()` of a watched run has returned.
-
-    Raises:
-        TypeError: if it is no dict.
-        ValueError: if it is the dict of something else.
-    """
-    what = "the state has to be what run.state_dict() returned"
-    if not isinstance(state, Mapping):
-        raise TypeError(f"{what}, got {_kind(state)}: load the checkpoint, and give its part")
-    if state and not isinstance(state.get("step"), int):
-        keys = ", ".join(map(repr, list(state)[:6]))
-        raise ValueError(f'{what}, with a "step", got a dict with {keys}: give its part of the checkpoint')
+    for name, what, least in (
+        ("first_step", "a number of updates", 0),
+        ("last_step", "a number of updates", 0),
+        ("data_ranks", "a number of processes", 1),
+        ("seed", "a whole number", None),
+    ):
+        value = given[name]
+        if value is None:
+            continue
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise TypeError(f"{name} is {what}, got {value!r}")
+        if least is not None and int(value) < least:
+            raise ValueError(f"{name} is {what}, {'zero' if least == 0 else 'one'} or more, got {value!r}")
 
 
 def _kind(value: Any) -> str:
@@ -180,8 +149,8 @@ class PlainLoop:
 
     def refusal(self) -> str:
         """Why nothing can be measured, in a sentence; empty if it can."""
-        kinds = {cls.__name__ for part in self.model.modules() for cls in type(part).__mro__}
-        kinds |= {cls.__name__ for optimizer in self.optimizers for cls in type(optimizer).__mro__}
+        parts = (*self.model.modules(), *self.optimizers)
+        kinds = {cls.__name__ for part in parts for cls in type(part).__mro__}
         if any(kind.startswith("DeepSpeed") for kind in kinds):
             return DEEPSPEED
         return FSDP1 if "FullyShardedDataParallel" in kinds else ""
@@ -234,13 +203,8 @@ def in_numbers(log: Log) -> Callable[[dict[str, float], int], None]:
 class Watch:
     """A run that is watched, from `start` to `close` or within a ``with`` block. `watch` makes it.
 
-    Every rank makes the same calls. What fails in one is counted and warned of, and costs the run nothing.
-
-    Args:
-        loop: that trains.
-        options: of the user.
-        panel: what the panel is made of; None if the session finds it.
-        data_ranks: ranks that read data of their own; by default all.
+    Every rank makes the same calls. What fails in one is counted and warned of, and costs the run nothing. Without a
+    `panel` the session finds it. `data_ranks` read data of their own; by default all do.
     """
 
     def __init__(
@@ -309,10 +273,12 @@ class Watch:
         with session.guard("start"):
             session.look_again()
         with session.guard("increment"):
-            if session.probe is not None and not session.probe.stepped:
-                self._notice_update()
+            session.notice_update(scales_loss=self.loop.scales_loss)
         with session.guard("batch"):
-            self._hand_over_batches()
+            losses, tokens = self._losses, self._tokens
+            self._losses, self._tokens = [], 0
+            mean = torch.stack([one.to(losses[-1].device) for one in losses]).mean() if losses else None
+            session.add_batch(loss=mean, tokens=tokens * self._data_ranks)
         with session.guard("record"):
             session.record()
 
@@ -343,7 +309,12 @@ class Watch:
                 "load_state_dict() came after the start of the run, whose log is open by then: call it before the with"
                 " block, or give watch(..., state=...)"
             )
-        check_state(state_dict)
+        what = "the state has to be what run.state_dict() returned"
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"{what}, got {_kind(state_dict)}: load the checkpoint, and give its part")
+        if state_dict and not isinstance(state_dict.get("step"), int):
+            keys = ", ".join(map(repr, list(state_dict)[:6]))
+            raise ValueError(f'{what}, with a "step", got a dict with {keys}: give its part of the checkpoint')
         self._state = dict(state_dict)
         self.loop.updates = self._state.get("step", self.loop.updates)
 
@@ -365,9 +336,10 @@ class Watch:
             return self
         if self._panel is not None and session.options.perturbation_every:
             with session.guard("panel", user_code=True):
-                session.panels.panel = panel_from(
-                    self._panel, session.options.panel_size, ranks=self._panel_ranks(), saved=self._state.get("panel")
-                )
+                size, ranks = session.options.panel_size, self.loop.ranks
+                if not is_sharded(self.loop.model) or meet(ranks, "panel", str(size)):
+                    ranks = Ranks.of(ranks.device, 1)  # rank zero measures alone, unless ranks have parts of the model
+                session.panels.panel = panel_from(self._panel, size, ranks=ranks, saved=self._state.get("panel"))
             if session.panels.panel is None:
                 session.options.perturbation_every = 0
         session.load_state_dict(self._state)
@@ -378,11 +350,7 @@ class Watch:
         return self
 
     def close(self, error: BaseException | None = None) -> None:
-        """Measure the last update, let go of the optimizer and close the outputs.
-
-        Args:
-            error: what ended the run, if it did not end by itself. Then nothing more is measured.
-        """
+        """Measure the last update, unless an `error` ended the run; let go of the optimizer and close the outputs."""
         self._signals.close()
         if not self._running:
             return
@@ -394,10 +362,7 @@ class Watch:
         self.session.close(error)
 
     def _close_at_exit(self) -> None:
-        """Close what nobody has closed, with the exception that ends the process if there is one.
-
-        Python keeps no SystemExit for its end, nor the code: it is cleared before functions like this one are called.
-        """
+        """Close what nobody has closed, with the exception that ends the process; Python keeps no SystemExit."""
         error = getattr(sys, "last_value", None)
         self._running = False
         self.session.close(error if isinstance(error, BaseException) else None)
@@ -411,34 +376,12 @@ class Watch:
     ) -> None:
         self.close(error)
 
-    def _panel_ranks(self) -> Ranks:
-        """Return those that measure the panel: rank zero alone, unless they have parts of the model."""
-        ranks = self.loop.ranks
-        together = is_sharded(self.loop.model) and not meet(ranks, "panel", str(self.session.options.panel_size))
-        return ranks if together else Ranks.of(ranks.device, 1)
-
-    def _hand_over_batches(self) -> None:
-        """Give the session the loss and the tokens of the update."""
-        losses, tokens = self._losses, self._tokens
-        self._losses, self._tokens = [], 0
-        loss = torch.stack([one.to(losses[-1].device) for one in losses]).mean() if losses else None
-        self.session.add_batch(loss=loss, tokens=tokens * self._data_ranks)
-
-    def _notice_update(self) -> None:
-        """Note an update in which no hook saw a step: it was compiled, or a GradScaler left it out."""
-        probe = self.session.probe
-        assert probe is not None
-        self.session.notice_update(weight=0.0 if self.loop.scales_loss else 1.0)
-        if self.loop.scales_loss and not probe.stepped:
-            probe.skip("overflow")
-
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
     """Within the block, a SIGTERM raises SystemExit(143) in the main thread, where it would end the process at once.
 
-    A handler of the user's own stays, and so does the default in other threads. A process that is forked within the
-    block ends as it would have.
+    A handler of the user's own stays, and so does the default in other threads and in forked processes.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
@@ -523,37 +466,15 @@ def watch(
         process_group: the ranks that have the head, if they are not all: in a pipeline.
         **options: those of `HilbertMonitor`.
     """
+    given = locals()
     chosen = chosen_options("watch()", options)
-    check_loop_arguments(
-        model,
-        optimizer,
-        panel=panel,
-        log=log,
-        autocast=autocast,
-        first_step=first_step,
-        last_step=last_step,
-        seed=seed,
-        data_ranks=data_ranks,
-        save_checkpoint=save_checkpoint,
-    )
+    _check_arguments(given)
     if "checkpoint" in chosen.actions and save_checkpoint is None:
         raise ValueError('on_blowup="checkpoint" needs save_checkpoint=..., a function that saves one at a path')
     if panel is None:
         chosen.perturbation_every = 0
-    loop = PlainLoop(
-        model,
-        optimizer,
-        schedulers=schedulers,
-        autocast=autocast,
-        scaler=scaler,
-        first_step=first_step,
-        last_step=last_step,
-        log=log,
-        save_checkpoint=save_checkpoint,
-        seed=seed,
-        folder=chosen.run_dir or ".",
-        process_group=process_group,
-    )
+    of_loop = {name: given[name] for name in inspect.signature(PlainLoop).parameters if name in given}
+    loop = PlainLoop(**of_loop, folder=chosen.run_dir or ".")
     run = Watch(loop, chosen, panel=panel, data_ranks=data_ranks)
     if state is not None:
         run.load_state_dict(state)
