@@ -26,25 +26,17 @@ from hilbert_monitor.runs.stops import handled_signals
 from .panel import Batch, Panel, input_ids, select_rows, with_tensors
 from .runtime import compute_device, keep_random_state, warn_user
 
-HiddenStates = Callable[[Module, Batch], Tensor]
-"""From the model and a batch to the head's inputs, (B, T, d) or (B * T, d)."""
-AutocastFactory = Callable[[], AbstractContextManager[Any]]
-"""Makes the context in which a run calls its model."""
-OnLogits = Callable[[Tensor, Tensor], None]
-"""Takes what the head returned and what the model returned, of one shape."""
+HiddenStates = Callable[[Module, Batch], Tensor]  # returns the head's inputs, (B, T, d) or (B * T, d)
+AutocastFactory = Callable[[], AbstractContextManager[Any]]  # makes the context in which a run calls its model
+OnLogits = Callable[[Tensor, Tensor], None]  # takes what the head returned and what the model returned, of one shape
 Undo = Callable[[], Any]
 
-LOGIT_BYTES = 256_000_000
-"""Logits of one forward pass, in fp32, unless one row has more."""
-KEPT_BYTES = 64_000_000
-"""Parameters, buffers and other tensors that are copied before a forward pass, the smallest first."""
-ENTRIES = 1_000
-"""Entries of a module's list, dict, set or deque that are looked at."""
+LOGIT_BYTES = 256_000_000  # logits of one forward pass, in fp32, unless one row has more
+KEPT_BYTES = 64_000_000  # tensors of the model that are copied before a forward pass, the smallest first
+ENTRIES = 1_000  # of a module's list, dict, set or deque that are looked at
 CONTAINERS = (OrderedDict, dict, list, set, deque)
-TARGETS = ("labels", "targets")
-"""What a forward pass calls the tokens that it should predict."""
-NO_FORWARD = ("_forward_unimplemented", "LightningModule.forward")
-"""Names of the forward that a module inherits when it defines none."""
+TARGETS = ("labels", "targets")  # what a forward pass calls the tokens that it should predict
+NO_FORWARD = ("_forward_unimplemented", "LightningModule.forward")  # what a module inherits that defines no forward
 ASK = "pass hidden=, a function of the module and a batch that returns the head's inputs (B, T, d)"
 
 
@@ -125,13 +117,10 @@ def unwrapped(model: Module) -> Module:
         model = inner
 
 
-# The head's inputs
-
-
 def _head_inputs(
     model: Module, batch: Batch, *, head: Module | Tensor, on_logits: OnLogits | None, remark: Callable[[str], None]
 ) -> Tensor:
-    """Run the model on a batch and return what its head is given. The arguments are those of `hidden_states`."""
+    """Run the model on a batch and return what its head is given."""
     if not isinstance(head, Module):
         raise HeadNotReached(f"the head is a bare parameter, which no module is called with: {ASK}")
     caller, ids = _innermost_caller(model, head), input_ids(batch)
@@ -205,7 +194,6 @@ def _noted(caller: Module, head: Module) -> Iterator[tuple[list[Tensor], list[An
 
 
 def _fit(states: Tensor, ids: Tensor) -> bool:
-    """Return True if states are (B, T, d) or (B * T, d)."""
     return states.shape[:-1] in (ids.shape, (ids.numel(),))
 
 
@@ -259,9 +247,6 @@ def _calls(forward: Callable[..., Any], batch: Batch) -> Iterator[tuple[tuple[An
         yield args, kwargs | targets
 
 
-# Nothing of the run changes
-
-
 @contextmanager
 def without_side_effects(model: Module) -> Iterator[None]:
     """Run eagerly, in eval mode, without gradients; afterwards all is as before.
@@ -295,7 +280,6 @@ def _log_nothing(*_: Any, **__: Any) -> None:
 
 
 def _is_sharded(module: Module) -> bool:
-    """Return True if FSDP shards the parameters of a module, and gathers them when it is called."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 

@@ -28,21 +28,14 @@ from hilbert_monitor.runs.reader import PANEL
 
 from .runtime import Ranks, keep_random_state, warn_user
 
-Batch = Any
-"""Token ids (B, T); a tuple or list whose first ids are the input; or a mapping with "input_ids"."""
+Batch = Any  # token ids (B, T); a tuple or list whose first ids are the input; or a mapping with "input_ids"
 SampleIndices = Tensor | Sequence[int]
 NAMED = ("loader", "paper")
 PanelChoice = Literal["loader", "paper"] | str | list[int] | list[list[int]] | Tensor
-IGNORED = -100
-"""The label of a token that no loss looks at."""
-WITHOUT_EFFECT = ("labels", "input_ids", "attention_mask")
-"""Entries of a batch that the hidden states do not depend on, or that the hash has already."""
-ROWS = 8
-"""Rows to a micro-batch where the text does not come in batches."""
+IGNORED = -100  # the label of a token that no loss looks at
+HASHED = ("labels", "input_ids", "attention_mask")  # what the hash has already, or what does not belong there
+ROWS = 8  # of a micro-batch where the text does not come in batches
 INDEX_NAME = re.compile(r"((sample|example|item|data|dataset)_)?(index|indices|indexes|idx|idxs)|(sample|example)_ids?")
-
-
-# The forms of a batch
 
 
 def _entries(batch: Batch, name: str) -> list[Any]:
@@ -171,15 +164,11 @@ def _is_integer(x: Tensor) -> bool:
     return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
 
 
-# The panel
-
-
 @dataclass(frozen=True, eq=False)
 class Panel:
     """Micro-batches of validation text on the CPU, without rows that have no position, and which positions count."""
 
     batches: tuple[Batch, ...]
-    """As the model takes them, in plain dicts, lists and tuples."""
     positions: tuple[Tensor, ...]
     """For each micro-batch indices into its B * T positions, ascending; int64."""
     order: tuple[Tensor, ...] = ()
@@ -201,7 +190,7 @@ class Panel:
         for k, (batch, positions) in enumerate(zip(self.batches, self.positions, strict=True)):
             ids, attention, start = input_ids(batch), _attended(batch), len(entries)
             named = batch if isinstance(batch, Mapping) else {}
-            others = [named[name] for name in sorted(named) if name not in WITHOUT_EFFECT]
+            others = [named[name] for name in sorted(named) if name not in HASHED]
             others = [x for x in others if isinstance(x, Tensor) and _is_integer(x) and x.shape == ids.shape]
             rows, columns = positions // ids.shape[1], positions % ids.shape[1]
             for row in range(len(ids)):
@@ -345,10 +334,7 @@ def _warn_if_few(found: int, size: int) -> None:
         warn_user(f"the validation text has {found} positions, fewer than the {size} asked for", stacklevel=3)
 
 
-# Where it comes from
-
-GivenPanel = Panel | Tensor | Iterable[Any] | str | os.PathLike[str]
-"""Token ids, batches, a DataLoader, a panel, or the folder of a run that has one."""
+GivenPanel = Panel | Tensor | Iterable[Any] | str | os.PathLike[str]  # also batches, or the folder of a run with one
 
 
 def panel_from(given: GivenPanel, size: int, *, ranks: Ranks, saved: dict[str, Any] | None = None) -> Panel | None:
@@ -445,7 +431,6 @@ class PanelCollector:
         self.choice, self.size = choice, size
         self._collects = isinstance(choice, str) and choice in NAMED
         self.panel: Panel | None = None
-        """The panel, once there is one."""
         self._parts: list[tuple[Batch, Tensor]] | None = None  # what this rank has collected
 
     def take(self, saved: dict[str, Any] | None, *, validates: bool, ranks: Ranks) -> None:
@@ -485,9 +470,8 @@ class PanelCollector:
         self._parts, mine = None, Panel(batches, positions)
         if not more_to_come and ranks.world == 1 and batches:
             _warn_if_few(mine.size, self.size)
-        self.panel = _share(
-            mine, self.size, ranks, reader=reader, paper=self.choice == "paper", more_to_come=more_to_come
-        )
+        paper = self.choice == "paper"
+        self.panel = _share(mine, self.size, ranks, reader=reader, paper=paper, more_to_come=more_to_come)
 
     def reset(self) -> None:
         """Forget the panel: the next run finds its own."""

@@ -98,8 +98,7 @@ class Exporter(ProcessBound, Exposition):
             self.stop()
             return
         seconds = min(self.settings.linger, STOP_LINGER) if status == "stopped" else self.settings.linger
-        # Not a daemon thread: the process stays for the last scrape.
-        threading.Thread(target=self._linger, args=(seconds,), name="hilbert-monitor last scrape").start()
+        threading.Thread(target=self._linger, args=(seconds,), name="hilbert-monitor last scrape").start()  # no daemon
 
     def stop(self) -> None:
         """Stop serving, and remove the run from the registry."""
@@ -123,7 +122,6 @@ class Exporter(ProcessBound, Exposition):
         self.stop()
 
     def _present(self) -> list[Samples]:
-        """Return the samples of the run, once it has a name."""
         if self.inherited:
             return []
         samples = self.samples.samples()
@@ -184,7 +182,6 @@ class _Handler(WSGIRequestHandler):
 
 
 def _serve(settings: Prometheus, registry: CollectorRegistry) -> MetricsServer:
-    """Serve at the given port, or at the next free one."""
     tls, first = None if settings.tls is None else _tls_context(*settings.tls), settings.port or 0
     for port in range(first, min(first + PORTS, 65536)):
         try:
@@ -192,10 +189,10 @@ def _serve(settings: Prometheus, registry: CollectorRegistry) -> MetricsServer:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or first == 0:
                 raise
-            continue
-        if port != first:
-            warn_user(f"port {first} is taken: the metrics are at port {port}", stacklevel=4)
-        return server
+        else:
+            if port != first:
+                warn_user(f"port {first} is taken: the metrics are at port {port}", stacklevel=4)
+            return server
     raise OSError(errno.EADDRINUSE, f"port {first} and the next {PORTS - 1} are taken: give another")
 
 

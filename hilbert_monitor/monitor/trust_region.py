@@ -225,12 +225,9 @@ class TrustRegion(Callback):
             raise ValueError(f"stop_after must be at least 1, got {stop_after}")
         self.limit, self.lr_multiple, self.usual, self.stop_after = limit, lr_multiple, usual, stop_after
         self._options: dict[str, Any] = {"head": head, "decay": decay, "logit_scale": logit_scale}
-        self.step = 0
-        """Steps so far."""
-        self.clipped = 0
-        """Steps with rows outside the ball, counted when they are read."""
-        self.left_out = 0
-        """Steps skipped."""
+        self.step = 0  # steps so far
+        self.clipped = 0  # those with rows outside the ball, counted when they are read
+        self.left_out = 0  # those skipped
         self._head: Head | None = None
         self._sources: list[IncrementSource] = []  # the weight's, and a trained bias's
         self._remove: Callable[[], None] | None = None
@@ -387,8 +384,6 @@ class TrustRegion(Callback):
         for p, gradient in self._bad or ():
             p.grad = gradient if p.grad is None else p.grad
         self._bad = None
-
-    # Hooks of Lightning
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the head and its optimizer, and hold steps."""
