@@ -51,20 +51,8 @@ SAMPLES = 64
 """Indices of samples that a record with an alert keeps."""
 QUIET = 20
 """Updates in which nothing was measured, after which the user is told why."""
-INCREMENT_FIELDS = (
-    *("diameter", "diameter_lower", "diameter_upper", "pair", "nonfinite_rows", "row_norm", "row_token", "radius"),
-    *(
-        "radius_lower",
-        "stored_diameter",
-        "stored_diameter_lower",
-        "stored_diameter_upper",
-        "stored_pair",
-        "moved_share",
-    ),
-    *("gauge_waste", "spectral_norm", "efficiency_lower", "efficiency_upper", "moment_efficiency_lower"),
-    *("moment_efficiency_upper", "ceiling", "rounding", "increment_from", "change_diameter", "decay"),
-)
-"""What is dropped of an increment that turned out not to be that of the update."""
+BEFORE_MEASURING = {"step", "skipped", "batch", "learning_rate", "scheduled"}
+"""Fields of a record that do not depend on the increment."""
 
 _probes: Any = WeakIdKeyDictionary()  # weak sets of those that watch a weight
 
@@ -138,35 +126,23 @@ class Probe(ProcessBound):
     A model that every rank has whole is measured by one process alone, and nothing is sent. Of a model with sharded
     parameters there is a probe on each rank, and all of them make the same calls.
 
+    Arguments that `HilbertMonitor` has too are documented there.
+
     Args:
-        model: a language model; a head that is tied to an embedding is measured too, with a remark.
+        model: a language model.
         optimizer: the one that moves the head, a ChainedOptimizer, or several of which one does.
-        head: the LM head, its name or that of its weight, or None to look for it.
-        panel: validation positions for the Hilbert perturbation, the same on every rank; without it only the diameter
-            is measured.
-        diameter_every: steps between exact diameters; 0 for none.
-        perturbation_every: steps between perturbations of the panel; 0 for none.
+        panel: validation positions, the same on every rank; without it only the diameter is measured.
         bounds: measure bounds of the diameter on every step; by default where the increment is formed from state.
-        hidden: how to get hidden states from a model that never calls its head: (model, batch) -> states. The passes of
-            a sharded model wait for all ranks: there it has to run the model on each of them, and fail on all or none.
+        hidden: (model, batch) -> hidden states. Of a sharded model it runs on each rank, and fails on all or none.
         autocast: makes the context in which the model runs its forward pass.
-        decay: how the optimizer uses weight_decay: "decoupled", "coupled", or the share of the weights that a step
-            takes away, as a number or a function of the group. By default what is known of its class.
-        vocab_size: rows of the head that are tokens, if it is padded.
-        logit_scale: factor between the head's output and the logits; by default that of the model's config, or 1.
-        efficiency: also bracket, where the panel is due, how much descent the step makes of its diameter.
         attention: also find the largest attention logit of the panel, see `AttentionLogits`.
-        schedulers: of the learning rate, one or several, or a function that returns them. Records then say whether the
-            rate of a step was set by one.
-        judge: blow-up rules. If the bounds of a step are higher than usual, its exact diameter is computed. If it is a
-            blow-up, the panel is measured too.
-        immediate: wait for the device in every step that is measured, so that `record` has its record. Otherwise an
-            accelerator is not waited for in ordinary steps: `record` returns None, and `earlier` has the record after
-            the next step has begun, or `flush` was called.
-        process_group: the ranks that train together, if they are not all: in a pipeline, those of the stage with the
-            head.
-        guard: counts what fails; by default one of its own.
-        strict: raise failures instead of counting them. Ignored if `guard` is given.
+        schedulers: of the learning rate, one or several, or a function that returns them.
+        judge: blow-up rules. A step whose bounds they suspect is searched for its diameter; of a blow-up the panel is
+            measured too.
+        immediate: wait for the device in every step that is measured. Otherwise `record` returns None for an ordinary
+            step, and `earlier` has its record after the next step has begun, or `flush` was called.
+        process_group: the ranks that train together, if they are not all: in a pipeline, those with the head.
+        guard: counts what fails; by default one of its own, which raises if `strict`.
     """
 
     def __init__(
@@ -204,9 +180,9 @@ class Probe(ProcessBound):
         """What is due at which step."""
         self.step = 0
         self.remarks: list[str] = []
-        """What a reader of the numbers should know, such as why the bound H D(S) on the perturbation is not tight."""
+        """What a reader of the numbers should know."""
         self.alerts: list[Alert] = []
-        """What the judge said of the last record."""
+        """Those of the last record."""
         self._make_measurer = partial(
             Measurer,
             model,
@@ -549,8 +525,8 @@ class Probe(ProcessBound):
                 unchanged = bool(self.head.agree(self.ranks, float(mine))[0])
                 self.schedule.decide(self.head)
         if not unchanged:
-            for name in INCREMENT_FIELDS:
-                fields.pop(name, None)
+            for name in fields.keys() - BEFORE_MEASURING:
+                del fields[name]
             self._measurer.forget()
         self._drain_fallbacks()
         self.schedule.waits &= waited or not unchanged  # what was measured in the hook is not measured again

@@ -173,7 +173,7 @@ class FSDPStrategy(SingleDeviceStrategy):
 
 
 def test_under_the_older_fsdp_strategy_one_sentence_says_what_to_use_and_training_goes_on():
-    watched = HilbertMonitor(strict=True, run_dir=None)
+    watched = HilbertMonitor(panel_size=50, strict=True, run_dir=None)
     with pytest.warns(UserWarning, match="use ModelParallelStrategy, with fully_shard in configure_model") as told:
         trainer = fit(Module(), watched, strategy=FSDPStrategy(device=torch.device("cpu")))
     assert trainer.state.finished

@@ -94,7 +94,7 @@ FORMS = {
     "frozen bias": (lambda: Plain(V=V, d=D, bias=True), {}),
     "transposed, with a bias": (stored, {"head": "lm_head"}),
     "transposed, padded": (lambda: stored(V + 7), {"head": "lm_head", "vocab_size": V}),
-    "bare": (lambda: Bare(V=V, d=D), {"head": "unembed"}),
+    "bare": (lambda: Bare(V=V, d=D), {"head": "unembed", "hidden": lambda model, ids: model.hidden(ids)}),
 }
 
 
