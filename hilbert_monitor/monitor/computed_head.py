@@ -27,6 +27,9 @@ WRAPPED = ("base_layer", "original_module")  # where an adapter of peft has the 
 HOOKED = ("weight_g", "weight_orig")  # parameters of a head whose weight a hook of torch's older functions computes
 
 
+_product = full_precision(torch.matmul)
+
+
 class ComputedWeight:
     """A head's weight that is computed from its parameters whenever it is asked for.
 
@@ -78,11 +81,6 @@ class ComputedWeight:
             return RowSource(local.of(left))
         form = lambda b, w: _product(b, right) + w.to(b.dtype)  # noqa: E731
         return RowSource(left, self._fixed.detach(), form=form, width=right.shape[1], dtype=left.dtype)
-
-
-@full_precision
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    return left @ right
 
 
 def computed_weight(module: Module) -> ComputedWeight | None:

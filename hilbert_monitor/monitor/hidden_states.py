@@ -62,16 +62,8 @@ def hidden_states(
 
     Calls the innermost module that contains the head, and the embedding if there is one, and defines forward; of a
     model that FSDP shards, its root. It gets the ids of a batch, or the entries of a dict that its forward takes. Where
-    the head is never called, as under a fused loss, the states are the output of the last norm.
-
-    Args:
-        model: the model, or what DistributedDataParallel or torch.compile made of it.
-        head: a module of it; a parameter needs `hidden`.
-        panel: the positions.
-        hidden: forms the states of a batch, for a model that never calls its head.
-        autocast: makes the run's autocast context.
-        on_logits: called with what the head and the model returned in a forward pass.
-        remark: called with a sentence if the states are taken from a norm.
+    the head is never called, as under a fused loss, the states are the output of the last norm, and `remark` is told.
+    A head that is a parameter needs `hidden`.
     """
     module = unwrapped(model)
     weight = weight_matrix(head) if isinstance(head, Module) else head  # (V, d), or (d, V)
@@ -334,7 +326,6 @@ def _held(module: Module) -> Iterator[tuple[str, Any]]:
 
 
 def _undo_container(x: Any) -> Undo:
-    """Remember the entries of a container. They are restored by the methods of Python's own type."""
     kind: Any = next(t for t in CONTAINERS if isinstance(x, t))
     before = dict.copy(x) if isinstance(x, dict) else kind(x)
 
@@ -349,7 +340,6 @@ def _undo_container(x: Any) -> Undo:
 
 
 def _undo_tensor(name: str, x: Tensor, *, copied: bool) -> Undo:
-    """Remember the values of a tensor, or only its version, to warn if it was written to."""
     before, version = x.detach().clone() if copied else None, 0 if x.is_inference() else x._version
 
     def undo() -> None:

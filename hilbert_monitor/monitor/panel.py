@@ -89,10 +89,7 @@ def sample_indices(batch: Batch) -> SampleIndices | None:
 
 
 def next_tokens(batch: Batch) -> Tensor:
-    """Return the token that each position of a batch predicts, (B, T) on the CPU; IGNORED where no loss looks at it.
-
-    Without labels it is the next token of the row.
-    """
+    """Return the token that each position of a batch predicts, (B, T) on the CPU; IGNORED where no loss looks at it."""
     for targets in _targets(batch):
         return targets.long().cpu()
     following = input_ids(batch).long().masked_fill(~_attended(batch), IGNORED)[:, 1:]
@@ -210,10 +207,7 @@ class Panel:
 
     @classmethod
     def of_tokens(cls, tokens: Tensor | Sequence[Any], size: int = 8192, context: int = 1024) -> Panel:
-        """Take the first `size` positions of the ids of one text, or of several of any lengths.
-
-        A text is cut into rows of `context` tokens, no more than the model takes; the rest is a row too.
-        """
+        """Take the first `size` positions of one text or of several, in rows of `context` tokens at most."""
         if not context >= 1:
             raise ValueError(f"context must be at least one token, got {context}")
         rows = [tokens] if len(tokens) and not getattr(tokens[0], "ndim", isinstance(tokens[0], Sequence)) else tokens
@@ -340,8 +334,7 @@ GivenPanel = Panel | Tensor | Iterable[Any] | str | os.PathLike[str]  # also bat
 def panel_from(given: GivenPanel, size: int, *, ranks: Ranks, saved: dict[str, Any] | None = None) -> Panel | None:
     """Make a panel of what a user gives. Called on every rank of `ranks`; None if another rank could not make its own.
 
-    The panel that was `saved` of a run that goes on takes the place of batches, which may have been shuffled, but not
-    of token ids.
+    The `saved` panel takes the place of batches, which may have been shuffled, but not of token ids.
     """
     panel: Panel | None = None
     try:
@@ -419,12 +412,10 @@ def _turns(rows: list[list[int]], size: int) -> list[int]:
 
 
 class PanelCollector:
-    """Finds the panel of a run. All ranks have the same one, or none has.
+    """Finds the panel of a run, `size` positions. All ranks have the same one, or none has.
 
-    Args:
-        choice: "loader" for the first positions that validation delivers, the rows of all ranks in turn; "paper" for an
-            equal part from each rank, as the paper's authors take them; the folder of another run; or token ids.
-        size: number of positions on all ranks together.
+    "loader" chooses the first positions that validation delivers, the rows of all ranks in turn; "paper" an equal part
+    from each rank, as the paper's authors take them.
     """
 
     def __init__(self, choice: PanelChoice, size: int) -> None:
@@ -460,10 +451,7 @@ class PanelCollector:
             _add(self._parts, batch, self.size)
 
     def finish(self, *, ranks: Ranks, reader: int, more_to_come: bool = False) -> None:
-        """Make the panel of what the ranks have collected. Called on every rank.
-
-        Ranks with the same `reader` share their data. Too few positions make no panel if there is `more_to_come`.
-        """
+        """Make the panel of what the ranks have collected. Called on every rank. Those of one `reader` share data."""
         if self._parts is None:
             return
         batches, positions = zip(*self._parts, strict=True) if self._parts else ((), ())

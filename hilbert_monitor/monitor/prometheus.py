@@ -32,11 +32,7 @@ NAME_WAIT = 10.0  # seconds that the log has to name the run; until then scrapes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prometheus:
-    """Settings of the export to Prometheus.
-
-    Example:
-        ``HilbertMonitor(prometheus=Prometheus(port=9464, address="0.0.0.0"))``
-    """
+    """Settings of the export: ``HilbertMonitor(prometheus=Prometheus(port=9464, address="0.0.0.0"))``."""
 
     port: int | None = None
     """Port of /metrics on rank zero, or the next free one if it is taken. 0 for any free port, None for no server."""

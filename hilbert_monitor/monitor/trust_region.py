@@ -9,9 +9,8 @@ All rows are then within r of m', so that no two of them are farther apart than 
 it is longer: log-odds ignore a shift that all rows share, but floating-point numbers and a tied embedding do not.
 
 e_i makes room for rounding. A dtype with unit roundoff u and smallest positive number a moves a row t = c U_i + s_i' of
-d entries by |t| u + sqrt(d) a / 2 at most, and |t| <= |c U_i| + |m'| + r. That is e_i, but never more than r / 2. The
-rounded row is then measured. If it is outside the ball, the row keeps its bits from before the step: it does not move,
-and zero is in the ball because |m'| <= r. So the limit holds in every dtype.
+d entries by |t| u + sqrt(d) a / 2 at most, and |t| <= |c U_i| + |m'| + r. That is e_i, but never more than r / 2. A
+rounded row outside the ball keeps its bits from before the step: zero is in the ball because |m'| <= r.
 """
 
 from __future__ import annotations
@@ -181,8 +180,8 @@ class RowBall:
 class TrustRegion(Callback):
     """Holds each step of an LM head to a limit of its diameter D(S), and skips steps that are not finite.
 
-    After ``optimizer.step()`` it projects the centred rows of S onto the ball of radius limit / 2. If all rows are
-    inside, no bit changes. It does not hold weight decay, nor what the backbone does to the log-odds.
+    If all centred rows of S are in the ball of radius limit / 2, no bit changes. It does not hold weight decay, nor
+    what the backbone does to the log-odds.
 
     Example:
         ``Trainer(callbacks=[HilbertMonitor(), TrustRegion(limit=0.02)])`` in Lightning. In another loop::
@@ -321,14 +320,22 @@ class TrustRegion(Callback):
     @torch.no_grad()
     def _begin(self) -> None:
         self._restore_gradients()  # of a step that raised
-        self._remove_bad_gradients()
+        params = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        scaled = getattr(self._optimizer, "found_inf", None) is not None  # a GradScaler has a fused optimizer skip it
+        finite = scaled or self._ranks.all_agree(_are_finite(p.grad.detach() for p in params))
         _ = self.last  # the check has synchronized
-        if self._bad is None:
-            weights = [source.rows.of(source.param) for source in self._sources]
-            if [x.shape for x in weights] != [x.shape for x in self._copies]:
-                self._copies = [torch.empty_like(x) for x in weights]
-            for copy, x in zip(self._copies, weights, strict=True):
-                copy.copy_(x)
+        if not finite:  # an optimizer moves no parameter without a gradient, and leaves its state alone
+            self._bad_in_a_row += 1
+            self._bad = [(p, p.grad) for p in params]
+            for p in params:
+                p.grad = None
+            return
+        self._bad_in_a_row = 0
+        weights = [source.rows.of(source.param) for source in self._sources]
+        if [x.shape for x in weights] != [x.shape for x in self._copies]:
+            self._copies = [torch.empty_like(x) for x in weights]
+        for copy, x in zip(self._copies, weights, strict=True):
+            copy.copy_(x)
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -367,18 +374,6 @@ class TrustRegion(Callback):
             multiple: Rate = self._sources[0].group["lr"] * self.lr_multiple  # perhaps a tensor
             return multiple
         return _check_limit(self.limit(self.step) if callable(self.limit) else self.limit)
-
-    def _remove_bad_gradients(self) -> None:
-        """Remove all gradients if one of any rank is not finite, so that the optimizer moves nothing."""
-        params = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        scaled = getattr(self._optimizer, "found_inf", None) is not None  # a GradScaler has a fused optimizer skip it
-        if scaled or self._ranks.all_agree(_are_finite(p.grad.detach() for p in params)):
-            self._bad_in_a_row = 0
-            return
-        self._bad_in_a_row += 1
-        self._bad = [(p, p.grad) for p in params]
-        for p in params:
-            p.grad = None
 
     def _restore_gradients(self) -> None:
         for p, gradient in self._bad or ():
