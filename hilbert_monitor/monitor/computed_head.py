@@ -1,9 +1,7 @@
 """The weight of a head that is computed from other parameters: LoRA's products, and torch's parametrizations.
 
-Such a head has no parameter whose step is the step of its weight. Its increment is the difference of the effective
-weight before and after a step, with the weight decay of the parameters in it: what that does to the effective weight is
-no common factor. Of LoRA on a frozen nn.Linear the factors alone are kept, and the frozen weight cancels. Other
-adapters (DoRA and the like) are refused.
+The increment is the difference of the effective weight before and after a step, with the weight decay of the parameters
+in it. Of LoRA on a frozen nn.Linear the factors alone are kept, and the frozen weight cancels.
 """
 
 from __future__ import annotations
@@ -25,21 +23,18 @@ from .hidden_states import without_side_effects
 from .increment import Basis, IncrementSource, LocalRows, SampledRows, largest
 from .optimizers import Rate, owner_of
 
-WRAPPED = ("base_layer", "original_module")
-"""Where an adapter of peft has the head that it changes; the second of these around a few tokens."""
-HOOKED = ("weight_g", "weight_orig")
-"""Parameters of a head whose weight a hook of torch's older functions computes."""
+WRAPPED = ("base_layer", "original_module")  # where an adapter of peft has the head that it changes
+HOOKED = ("weight_g", "weight_orig")  # parameters of a head whose weight a hook of torch's older functions computes
+
+
+_product = full_precision(torch.matmul)
 
 
 class ComputedWeight:
     """A head's weight that is computed from its parameters whenever it is asked for.
 
-    Args:
-        module: the head.
-        kind: how it is computed, in a word or two.
-        parameters: from which it is computed.
-        factors: returns (V, r) and (r, d), whose product is the part that steps change; or (V, d) and nothing.
-        fixed: the part that no step changes, (V, d).
+    `factors` returns (V, r) and (r, d), whose product is the part that steps change, beside the `fixed` one (V, d); or
+    the whole weight (V, d) and nothing.
     """
 
     def __init__(
@@ -88,17 +83,8 @@ class ComputedWeight:
         return RowSource(left, self._fixed.detach(), form=form, width=right.shape[1], dtype=left.dtype)
 
 
-@full_precision
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    return left @ right
-
-
 def computed_weight(module: Module) -> ComputedWeight | None:
-    """Return how a head's weight is computed, or None if it is a parameter of its own.
-
-    Raises:
-        TypeError: if it is computed in a way that is not known, or from shards.
-    """
+    """Return how a head's weight is computed, or None if it is a parameter of its own."""
     if is_parametrized(module, "weight"):
         chain: Any = module.parametrizations["weight"]  # type: ignore[index]
 
@@ -118,12 +104,11 @@ def computed_weight(module: Module) -> ComputedWeight | None:
     if base is None and (own is None or own.requires_grad or not beside):
         return None
     factors = _low_rank_factors(module, base) if isinstance(base, Linear) else None
-    if factors is None:
+    if factors is None or not isinstance(base, Linear):
         raise TypeError(
             f"the head is an adapter, a {type(module).__name__}, other than plain LoRA on a frozen nn.Linear, and is"
             " not measured: train the head whole, or watch another as head=..."
         )
-    assert isinstance(base, Linear)
     parameters = [p for p in module.parameters() if p.ndim > 1 or p.requires_grad]
     return ComputedWeight(module, type(module).__name__, parameters, factors, fixed=base.weight)
 
@@ -151,13 +136,7 @@ def _low_rank_factors(module: Any, base: Linear) -> Callable[[], tuple[Tensor, T
 
 
 class ComputedSource(IncrementSource):
-    """Tells what each step does to a computed weight, as the difference of it before and after.
-
-    Args:
-        optimizers: that move its parameters, one or several.
-        computed: the weight.
-        rows: of it that this rank has.
-    """
+    """Tells what each step does to a computed weight, as the difference of it before and after."""
 
     def __init__(self, optimizers: list[Optimizer], computed: ComputedWeight, *, rows: LocalRows) -> None:
         self.computed = computed
@@ -193,8 +172,5 @@ class ComputedSource(IncrementSource):
             dtype = compute_dtype(left)
             parts = self.rows.of(left), self.rows.of(old_left)
             return RowSource(*parts, form=lambda u, b: torch.sub(u.to(dtype), b.to(dtype)), dtype=dtype)
-
-        def form(b1: Tensor, b0: Tensor) -> Tensor:
-            return _product(b1, right) - _product(b0, old_right)
-
+        form = lambda b, old: _product(b, right) - _product(old, old_right)  # noqa: E731
         return RowSource(left, old_left, form=form, width=right.shape[1], dtype=left.dtype)

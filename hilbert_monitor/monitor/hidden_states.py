@@ -1,9 +1,6 @@
 """Hidden states: the inputs of the LM head at the positions of a panel, under the weights as they are now.
 
-The model runs as in validation, a few rows of a batch at a time, and nothing of the run changes.
-
-Tried and dropped: to stop the forward pass at the head by an exception. It saves the logits, but a model that sets a
-flag, a lock or a cache at the start of its forward pass and clears it at the end is broken at its next step.
+An exception at the head would save the logits, but break a model that clears a flag or a cache at the end of its pass.
 """
 
 from __future__ import annotations
@@ -29,26 +26,17 @@ from hilbert_monitor.runs.stops import handled_signals
 from .panel import Batch, Panel, input_ids, select_rows, with_tensors
 from .runtime import compute_device, keep_random_state, warn_user
 
-HiddenStates = Callable[[Module, Batch], Tensor]
-"""From the model and a batch to the head's inputs, (B, T, d) or (B * T, d)."""
-AutocastFactory = Callable[[], AbstractContextManager[Any]]
-"""Makes the context in which a run calls its model."""
-OnLogits = Callable[[Tensor, Tensor], None]
-"""Takes what the head returned and what the model returned, of one shape."""
+HiddenStates = Callable[[Module, Batch], Tensor]  # returns the head's inputs, (B, T, d) or (B * T, d)
+AutocastFactory = Callable[[], AbstractContextManager[Any]]  # makes the context in which a run calls its model
+OnLogits = Callable[[Tensor, Tensor], None]  # takes what the head returned and what the model returned, of one shape
 Undo = Callable[[], Any]
-"""Restores one thing."""
 
-LOGIT_BYTES = 256_000_000
-"""Logits of one forward pass, in fp32, unless one row has more."""
-KEPT_BYTES = 64_000_000
-"""Parameters, buffers and other tensors that are copied before a forward pass, the smallest first."""
-ENTRIES = 1_000
-"""Entries of a module's list, dict, set or deque that are looked at."""
+LOGIT_BYTES = 256_000_000  # logits of one forward pass, in fp32, unless one row has more
+KEPT_BYTES = 64_000_000  # tensors of the model that are copied before a forward pass, the smallest first
+ENTRIES = 1_000  # of a module's list, dict, set or deque that are looked at
 CONTAINERS = (OrderedDict, dict, list, set, deque)
-TARGETS = ("labels", "targets")
-"""What a forward pass calls the tokens that it should predict."""
-NO_FORWARD = ("_forward_unimplemented", "LightningModule.forward")
-"""Names of the forward that a module inherits when it defines none."""
+TARGETS = ("labels", "targets")  # what a forward pass calls the tokens that it should predict
+NO_FORWARD = ("_forward_unimplemented", "LightningModule.forward")  # what a module inherits that defines no forward
 ASK = "pass hidden=, a function of the module and a batch that returns the head's inputs (B, T, d)"
 
 
@@ -74,20 +62,8 @@ def hidden_states(
 
     Calls the innermost module that contains the head, and the embedding if there is one, and defines forward; of a
     model that FSDP shards, its root. It gets the ids of a batch, or the entries of a dict that its forward takes. Where
-    the head is never called, as under a fused loss, the states are the output of the last norm.
-
-    Args:
-        model: the model, or what DistributedDataParallel or torch.compile made of it.
-        head: a module of it; a parameter needs `hidden`.
-        panel: the positions.
-        hidden: forms the states of a batch, for a model that never calls its head.
-        autocast: makes the run's autocast context.
-        on_logits: called with what the head returned in the first forward pass and with the model's logits.
-        remark: called with a sentence if the states are taken from a norm.
-
-    Raises:
-        HeadNotReached: if the head is not called, or not with a state for each token of a batch.
-        SideEffects: if the modules that would run have an iterator, which could not be restored.
+    the head is never called, as under a fused loss, the states are the output of the last norm, and `remark` is told.
+    A head that is a parameter needs `hidden`.
     """
     module = unwrapped(model)
     weight = weight_matrix(head) if isinstance(head, Module) else head  # (V, d), or (d, V)
@@ -101,7 +77,8 @@ def hidden_states(
             found: Any = read(module, batch)
             if hasattr(found, "full_tensor"):  # tensor-parallel ranks hold parts
                 found = found.full_tensor()
-            if not _fit(found, ids := input_ids(batch)):
+            ids = input_ids(batch)
+            if not _fit(found, ids):
                 raise HeadNotReached(
                     f"the states of a batch of {tuple(ids.shape)} tokens have shape {tuple(found.shape)}, not a row for"
                     f" each: {ASK}"
@@ -132,38 +109,48 @@ def unwrapped(model: Module) -> Module:
         model = inner
 
 
-# The head's inputs
-
-
 def _head_inputs(
     model: Module, batch: Batch, *, head: Module | Tensor, on_logits: OnLogits | None, remark: Callable[[str], None]
 ) -> Tensor:
-    """Run the model on a batch and return what its head is given. The arguments are those of `hidden_states`."""
+    """Run the model on a batch and return what its head is given."""
     if not isinstance(head, Module):
         raise HeadNotReached(f"the head is a bare parameter, which no module is called with: {ASK}")
     caller, ids = _innermost_caller(model, head), input_ids(batch)
-    _refuse_iterators(caller)
     name, failure = type(caller).__name__, None
+    for path, module in caller.named_modules(prefix=name):
+        for attribute, value in _held(module):
+            if isinstance(value, Iterator):
+                raise SideEffects(
+                    f"{path}.{attribute}, a {type(value).__name__}, could not be restored after the forward pass of the"
+                    " panel: keep it outside of the model, or pass hidden=, a function that does not advance it"
+                )
     for args, kwargs in _calls(caller.forward, batch):
         with _noted(caller, head) as (inputs, outputs, returned):
             try:
                 result = caller(*args, **kwargs)
-                _compare(outputs, getattr(result, "logits", result), on_logits)
+                both = [*outputs, getattr(result, "logits", result)]
+                whole = [x for x in both if isinstance(x, Tensor) and not hasattr(x, "device_mesh")]
+                if on_logits is not None and len(both) == len(whole) == 2 and both[0].shape == both[1].shape:
+                    on_logits(*both)
             except Exception as error:  # perhaps after the head: a loss without its targets
                 if handled_signals(error):
                     raise
                 failure = error
-        if (whole := _joined(inputs, ids)) is not None:
-            return whole
-    norm = _last_norm(returned, ids, weight_matrix(head))
-    if not inputs and norm is not None:
-        path = next(path for path, module in caller.named_modules() if module is norm)
+        states = _joined(inputs, ids)
+        if states is not None:
+            return states
+    weight = weight_matrix(head)
+    widths = () if weight is None else weight.shape
+    fitting = (m for m, x in returned.items() if isinstance(x, Tensor) and _fit(x, ids) and x.shape[-1] in widths)
+    last = next(reversed([*fitting]), None)
+    if not inputs and last is not None and "norm" in type(last).__name__.lower():  # or no module made the last states
+        path = next(path for path, module in caller.named_modules() if module is last)
         remark(
             f"the forward pass never calls the head: hidden states are the output of {path!r}; if they are others, pass"
             " hidden=..."
         )
-        states: Tensor = returned[norm]
-        return states
+        made: Tensor = returned[last]
+        return made
     if failure is not None:
         failure.add_note(f"hilbert_monitor called {name} to see what its head is given; hidden= says how else to")
         raise failure
@@ -198,23 +185,7 @@ def _noted(caller: Module, head: Module) -> Iterator[tuple[list[Tensor], list[An
             hook.remove()
 
 
-def _compare(outputs: list[Any], logits: Any, on_logits: OnLogits | None) -> None:
-    """Pass the head's output and the model's logits to `on_logits`, if both are whole and of one shape."""
-    whole = [x for x in (*outputs, logits) if isinstance(x, Tensor) and not hasattr(x, "device_mesh")]
-    if on_logits is not None and len(outputs) == 1 and len(whole) == 2 and whole[0].shape == whole[1].shape:
-        on_logits(*whole)
-
-
-def _last_norm(returned: dict[Module, Any], ids: Tensor, weight: Tensor | None) -> Module | None:
-    """Return the module that made the last states of a batch, if it is a norm: what follows is no module's work."""
-    for module, output in reversed(returned.items()):
-        if isinstance(output, Tensor) and _fit(output, ids) and weight is not None and output.shape[-1] in weight.shape:
-            return module if "norm" in type(module).__name__.lower() else None
-    return None
-
-
 def _fit(states: Tensor, ids: Tensor) -> bool:
-    """Return True if states are (B, T, d) or (B * T, d)."""
     return states.shape[:-1] in (ids.shape, (ids.numel(),))
 
 
@@ -229,10 +200,8 @@ def _joined(inputs: list[Tensor], ids: Tensor) -> Tensor | None:
     return None
 
 
-def _innermost_caller(model: Module, head: Module | Tensor) -> Module:
+def _innermost_caller(model: Module, head: Module) -> Module:
     """Return the innermost module that contains the head and can be called with tokens."""
-    if not isinstance(head, Module):
-        raise HeadNotReached(f"the head is a bare parameter, which no module is called with: {ASK}")
     paths = [name.split(".") for name, m in model.named_modules(remove_duplicate=False) if m is head and name]
     if not paths:
         raise ValueError(f"the head, a {type(head).__name__}, is no module of {type(model).__name__}: give one that is")
@@ -270,52 +239,39 @@ def _calls(forward: Callable[..., Any], batch: Batch) -> Iterator[tuple[tuple[An
         yield args, kwargs | targets
 
 
-# Nothing of the run changes
-
-
-def _refuse_iterators(caller: Module) -> None:
-    """Refuse a module with an iterator: what a forward pass takes from it cannot be restored."""
-    for path, module in caller.named_modules(prefix=type(caller).__name__):
-        for name, value in _held(module):
-            if isinstance(value, Iterator):
-                raise SideEffects(
-                    f"{path}.{name}, a {type(value).__name__}, could not be restored after the forward pass of the"
-                    " panel: keep it outside of the model, or pass hidden=, a function that does not advance it"
-                )
-
-
 @contextmanager
 def without_side_effects(model: Module) -> Iterator[None]:
     """Run eagerly, in eval mode, without gradients; afterwards all is as before.
 
     It restores random numbers, parameters, buffers and other attributes of modules: rebound, tensors written to, lists
-    and dicts changed. So are generators among them and among the global variables next to the modules' classes.
-    It does not look deeper.
-
-    Flags are set one by one: a module's own `train` may do more than that. Under torch.compile an exception would leave
-    the module eager for good.
+    and dicts changed, and generators, also those among the global variables next to the modules' classes.
     """
     modules = dict(model.named_modules(prefix=type(model).__name__))
+    before = list(model.parameters())
+
+    def reshard_if_changed() -> None:  # FSDP keeps the outermost module's parameters gathered for a backward pass
+        if not all(map(is_, before, model.parameters())):
+            reshard(model)
+
     with ExitStack() as stack:
         for context in (torch.inference_mode(False), torch.no_grad(), keep_random_state()):
             stack.enter_context(context)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for undo in _undos(modules):
             stack.callback(undo)
-        stack.callback(_reshard_if_changed, model, list(model.parameters()))
+        stack.callback(reshard_if_changed)
         for module in modules.values():
-            module.training = False
+            module.training = False  # not `train`, which a module may have changed
             if "LightningModule" in (cls.__name__ for cls in type(module).__mro__):
                 module.__dict__.update(log=_log_nothing, log_dict=_log_nothing)
         yield
 
 
 def _log_nothing(*_: Any, **__: Any) -> None:
-    """Take the place of LightningModule.log, so that the panel is not logged."""
+    pass
 
 
 def _is_sharded(module: Module) -> bool:
-    """Return True if FSDP shards the parameters of a module, and gathers them when it is called."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
@@ -325,12 +281,6 @@ def reshard(model: Module) -> None:
     for module in model.modules():
         if _is_sharded(module):
             module.reshard()  # type: ignore[operator]
-
-
-def _reshard_if_changed(model: Module, before: list[Tensor]) -> None:
-    """Reshard after a forward pass: FSDP keeps the outermost module's parameters gathered for a backward pass."""
-    if not all(map(is_, before, model.parameters())):
-        reshard(model)
 
 
 @contextmanager
@@ -376,7 +326,6 @@ def _held(module: Module) -> Iterator[tuple[str, Any]]:
 
 
 def _undo_container(x: Any) -> Undo:
-    """Remember the entries of a container. They are restored by the methods of Python's own type."""
     kind: Any = next(t for t in CONTAINERS if isinstance(x, t))
     before = dict.copy(x) if isinstance(x, dict) else kind(x)
 
@@ -391,7 +340,6 @@ def _undo_container(x: Any) -> Undo:
 
 
 def _undo_tensor(name: str, x: Tensor, *, copied: bool) -> Undo:
-    """Remember the values of a tensor, or only its version, to warn if it was written to."""
     before, version = x.detach().clone() if copied else None, 0 if x.is_inference() else x._version
 
     def undo() -> None:
@@ -429,7 +377,6 @@ def _is_generator(x: Any) -> bool:
 
 
 def _undo_generator(x: Any) -> Undo:
-    """Remember the state of a generator."""
     for get, put in (("get_state", "set_state"), ("getstate", "setstate")):
         if hasattr(x, get):
             return partial(getattr(x, put), getattr(x, get)())

@@ -5,7 +5,6 @@ vector; each stands beside the same of the weight. Two passes of a power iterati
 step bound a spectral norm from below. Between measured steps nothing is hooked and nothing is kept.
 
 Rank zero measures, and nothing is sent. A parameter that is sharded is left out: its parts have no norms of their own.
-Muon's steps have a nearly constant spectral norm by construction: of its layers only the weight can tell something.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,10 +34,8 @@ from .increment import Basis, IncrementSource, StepPlan
 from .optimizers import Decay, inner_optimizers, on_steps, owner_of, state_of
 from .runtime import Guard
 
-EVERY = 10
-"""Steps between two measurements."""
-UPPER_EVERY = 500
-"""Steps between two certified upper bounds of the spectral norms, which cost as much as many products."""
+EVERY = 10  # steps between two measurements
+UPPER_EVERY = 500  # steps between two certified upper bounds of the spectral norms, which cost many products
 
 
 @dataclass
@@ -83,18 +81,10 @@ class WatchedLayer:
 
 
 class LayerMonitor:
-    """Measures and judges the layers of a model, one step in ten, on rank zero.
+    """Measures and judges the layers of a model, but its head, one step in ten, on rank zero.
 
-    Args:
-        model: a language model.
-        optimizers: those that move its parameters.
-        head: the LM head's weight, which has a ruler of its own.
-        guard: counts what fails.
-        remark: told what is left out.
-        decay: how the head's optimizer uses weight_decay, where the user says so.
-        rules: with the dial that they share.
-        history: what `state` of an earlier attempt returned; None if there is none.
-        every: steps between two measurements.
+    `remark` is told what is left out, `decay` is that of the head's optimizer, and `history` is the `state` of an
+    earlier attempt.
     """
 
     def __init__(
@@ -125,16 +115,13 @@ class LayerMonitor:
         """Note that a step is about to be made; hook it if it is to be measured."""
         if self._ends or step % self.every:
             return
-        start = time.perf_counter()
-        with self.guard("layers"):
+        with self._timed():
             plan = StepPlan(step, check=False)
             for layer in self.layers:
                 optimizer, param = layer.source.optimizer, layer.source.param
                 steps = (optimizer, *inner_optimizers(optimizer, param))
-                before = partial(self._timed, partial(layer.source.begin, plan))
-                after = partial(self._timed, partial(self._measure, layer, exact=step % UPPER_EVERY == 0))
+                before, after = partial(self._before, layer, plan), partial(self._after, layer, step)
                 self._ends.append(on_steps(steps, before, after))
-        self._seconds += time.perf_counter() - start
 
     def end(self, step: int) -> None:
         """Note that a step was made, and let go of the optimizers."""
@@ -151,7 +138,14 @@ class LayerMonitor:
         if measured is not None:
             with self.guard("layers"):
                 alerts = self._judge.judge(measured)
-                record = _with_layers(record, measured, seconds)
+                layers, before = measured.layers.values(), sum(record.seconds.values())
+                record = msgspec.structs.replace(
+                    record,
+                    layer_step=max((layer.relative for layer in layers if layer.weight), default=None),
+                    layer_ratio=max((layer.ratio for layer in layers if layer.ratio is not None), default=None),
+                    seconds=record.seconds | {"layers": seconds},
+                    share=record.share * (before + seconds) / before if record.share is not None and before else None,
+                )
         return record, measured, alerts
 
     def state(self) -> dict[str, Any]:
@@ -166,15 +160,21 @@ class LayerMonitor:
         for layer in self.layers:
             layer.source.forget()
 
-    def _measure(self, layer: WatchedLayer, *, exact: bool) -> None:
-        measured = layer.measure(exact=exact)
-        if measured is not None:
-            self._found[layer.name] = measured
+    def _before(self, layer: WatchedLayer, plan: StepPlan) -> None:
+        with self._timed():
+            layer.source.begin(plan)
 
-    def _timed(self, run: Callable[[], None]) -> None:
+    def _after(self, layer: WatchedLayer, step: int) -> None:
+        with self._timed():
+            measured = layer.measure(exact=step % UPPER_EVERY == 0)
+            if measured is not None:
+                self._found[layer.name] = measured
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         start = time.perf_counter()
         with self.guard("layers"):
-            run()
+            yield
         self._seconds += time.perf_counter() - start
 
 
@@ -202,21 +202,6 @@ def _layers(
         remark(f"the weight decay of {unknown} layers is not known, and neither are their steps: they are left out")
     if left_out:
         remark(f"{left_out} layers are sharded, and have no norm on one rank alone: they are left out")
-
-
-def _with_layers(record: StepRecord, measured: LayerRecord, seconds: float) -> StepRecord:
-    """Return the record of a step with the largest of its layers in it, and what measuring them cost."""
-    steps = [layer.relative for layer in measured.layers.values() if layer.weight]
-    ratios = [layer.ratio for layer in measured.layers.values() if layer.ratio is not None]
-    before = sum(record.seconds.values())
-    share = None if record.share is None or not before else record.share * (before + seconds) / before
-    return msgspec.structs.replace(
-        record,
-        layer_step=max(steps, default=None),
-        layer_ratio=max(ratios, default=None),
-        seconds=record.seconds | {"layers": seconds},
-        share=share,
-    )
 
 
 class AttentionLogits(TorchFunctionMode):
@@ -261,14 +246,10 @@ class AttentionLogits(TorchFunctionMode):
         if enable_gqa and q.ndim > 2 and q.shape[-3] != k.shape[-3]:
             k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
         logits = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-        excluded: Tensor | None = None
         if is_causal:
-            excluded = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
-        elif attn_mask is not None and attn_mask.dtype == torch.bool:
-            excluded = ~attn_mask
+            logits = logits.tril()
         elif attn_mask is not None:
-            excluded = attn_mask < -1e4
-        if excluded is not None:
+            excluded = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask < -1e4
             logits = logits.masked_fill(excluded, 0.0)
         if logits.numel():
             self._maxima.append(logits.abs().amax())

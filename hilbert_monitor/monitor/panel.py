@@ -1,12 +1,10 @@
 """The panel: fixed positions of validation text, at which every measured step is looked at.
 
-A position is one token of one row of a batch. The hidden state there depends on the row up to that token. Padding, and
-tokens after which no loss looks at the prediction, are not positions.
+A position is one token of one row of a batch. Padding, and tokens after which no loss looks at the prediction, are not
+positions.
 
-Labels come in two forms. Hugging Face's stand at the token that they are: the model predicts label t + 1 at position t.
-Others are shifted by the loader and stand where they are predicted. The batch itself tells: labels of the first form
-are the input ids wherever they are not ignored. Those of a model for masked tokens are not, and stand where they are
-predicted.
+Hugging Face's labels stand at the token that they are, and are the input ids wherever they are not ignored. Others,
+shifted by the loader or for masked tokens, stand where they are predicted.
 """
 
 from __future__ import annotations
@@ -30,33 +28,26 @@ from hilbert_monitor.runs.reader import PANEL
 
 from .runtime import Ranks, keep_random_state, warn_user
 
-Batch = Any
-"""Token ids (B, T); a tuple or list whose first ids are the input; or a mapping with "input_ids"."""
+Batch = Any  # token ids (B, T); a tuple or list whose first ids are the input; or a mapping with "input_ids"
 SampleIndices = Tensor | Sequence[int]
-"""Indices of the samples of a batch, (B,)."""
 NAMED = ("loader", "paper")
 PanelChoice = Literal["loader", "paper"] | str | list[int] | list[list[int]] | Tensor
-"""See `PanelCollector`."""
-
-IGNORED = -100
-"""The label of a token that no loss looks at."""
-WITHOUT_EFFECT = ("labels", "input_ids", "attention_mask")
-"""Entries of a batch that the hidden states do not depend on, or that count by themselves."""
-ROWS = 8
-"""Rows to a micro-batch where the text does not come in batches."""
+IGNORED = -100  # the label of a token that no loss looks at
+HASHED = ("labels", "input_ids", "attention_mask")  # what the hash has already, or what does not belong there
+ROWS = 8  # of a micro-batch where the text does not come in batches
 INDEX_NAME = re.compile(r"((sample|example|item|data|dataset)_)?(index|indices|indexes|idx|idxs)|(sample|example)_ids?")
-"""What the indices of samples are usually called in a batch."""
 
 
-# The forms of a batch
+def _entries(batch: Batch, name: str) -> list[Any]:
+    """Return the entry of that name, or all entries of a batch without names."""
+    if isinstance(batch, Mapping):
+        return [batch.get(name)]
+    return list(batch) if isinstance(batch, list | tuple) else [batch]
 
 
 def token_ids(batch: Batch) -> Tensor | None:
     """Return the input ids of a batch, (B, T), if it has any."""
-    if isinstance(batch, Mapping):
-        candidates = [batch.get("input_ids")]
-    else:
-        candidates = list(batch) if isinstance(batch, list | tuple) else [batch]
+    candidates = _entries(batch, "input_ids")
     return next((x for x in candidates if isinstance(x, Tensor) and x.ndim == 2 and _is_integer(x)), None)
 
 
@@ -98,10 +89,7 @@ def sample_indices(batch: Batch) -> SampleIndices | None:
 
 
 def next_tokens(batch: Batch) -> Tensor:
-    """Return the token that each position of a batch predicts, (B, T) on the CPU; IGNORED where no loss looks at it.
-
-    Without labels it is the next token of the row.
-    """
+    """Return the token that each position of a batch predicts, (B, T) on the CPU; IGNORED where no loss looks at it."""
     for targets in _targets(batch):
         return targets.long().cpu()
     following = input_ids(batch).long().masked_fill(~_attended(batch), IGNORED)[:, 1:]
@@ -155,46 +143,29 @@ def _attended(batch: Batch) -> Tensor:
 def _targets(batch: Batch) -> Iterator[Tensor]:
     """Yield what a batch says of the token that each position predicts, (B, T).
 
-    Of a tuple or list all integers of the ids' shape are labels.
+    Of a tuple or list all integers of the ids' shape are labels. Text of one repeated token does not tell where labels
+    stand: then those that have a name are Hugging Face's.
     """
-    ids, named = input_ids(batch), isinstance(batch, Mapping)
-    others = [batch.get("labels")] if named else batch if isinstance(batch, list | tuple) else []
-    for labels in others:
+    ids = input_ids(batch)
+    for labels in _entries(batch, "labels"):
         if not isinstance(labels, Tensor) or labels is ids or not _is_integer(labels) or labels.shape != ids.shape:
             continue
-        if _are_unshifted(labels, ids.to(labels.device), by_name=named):
-            labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        yield labels
-
-
-def _are_unshifted(labels: Tensor, ids: Tensor, *, by_name: bool) -> bool:
-    """Return True if labels stand at the token that they are, and not at the one before it.
-
-    Text of one repeated token does not tell: then labels that have a name are Hugging Face's.
-    """
-    ignored = labels == IGNORED
-    if bool(ignored.all()) or not bool(((labels == ids) | ignored).all()):
-        return False
-    return by_name or not bool(((labels[:, :-1] == ids[:, 1:]) | ignored[:, :-1]).all())
+        text, ignored = ids.to(labels.device), labels == IGNORED
+        unshifted = bool(((labels == text) | ignored).all()) and not bool(ignored.all())
+        if unshifted and not isinstance(batch, Mapping):
+            unshifted = not bool(((labels[:, :-1] == text[:, 1:]) | ignored[:, :-1]).all())
+        yield torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if unshifted else labels
 
 
 def _is_integer(x: Tensor) -> bool:
     return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
 
 
-# The panel
-
-
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """Micro-batches of validation text on the CPU, and which of their positions count.
-
-    Rows without a position that counts are left out of a micro-batch: its tensors with B entries in the first dimension
-    lose those.
-    """
+    """Micro-batches of validation text on the CPU, without rows that have no position, and which positions count."""
 
     batches: tuple[Batch, ...]
-    """As the model takes them, in plain dicts, lists and tuples."""
     positions: tuple[Tensor, ...]
     """For each micro-batch indices into its B * T positions, ascending; int64."""
     order: tuple[Tensor, ...] = ()
@@ -205,24 +176,18 @@ class Panel:
         """Number of positions."""
         return sum(map(len, self.positions))
 
-    def positions_of_rows(self) -> list[int]:
-        """Return the number of positions of each row."""
-        pairs = zip(self.batches, self.positions, strict=True)
-        return [n for batch, at in pairs for n in torch.bincount(at // input_ids(batch).shape[1]).tolist()]
-
     @cached_property
     def hash(self) -> str:
         """SHA-256, in hex, of all that the hidden states depend on, besides the weights.
 
-        That is, row by row in order: the tokens up to the last position that counts, padding left out, and the places
-        of the positions among them; what else the batch has for each token. Neither the size of micro-batches nor the
-        width of padding enters, nor a device nor a dtype.
+        Row by row: the tokens up to the last position, the places of the positions among them, and what else the batch
+        has for each token. Neither padding nor the size of micro-batches enters, nor a device nor a dtype.
         """
         entries: list[tuple[int, bytes]] = []
         for k, (batch, positions) in enumerate(zip(self.batches, self.positions, strict=True)):
             ids, attention, start = input_ids(batch), _attended(batch), len(entries)
             named = batch if isinstance(batch, Mapping) else {}
-            others = [named[name] for name in sorted(named) if name not in WITHOUT_EFFECT]
+            others = [named[name] for name in sorted(named) if name not in HASHED]
             others = [x for x in others if isinstance(x, Tensor) and _is_integer(x) and x.shape == ids.shape]
             rows, columns = positions // ids.shape[1], positions % ids.shape[1]
             for row in range(len(ids)):
@@ -242,10 +207,7 @@ class Panel:
 
     @classmethod
     def of_tokens(cls, tokens: Tensor | Sequence[Any], size: int = 8192, context: int = 1024) -> Panel:
-        """Take the first `size` positions of the ids of one text, or of several of any lengths.
-
-        A text is cut into rows of `context` tokens, no more than the model takes; the rest is a row too.
-        """
+        """Take the first `size` positions of one text or of several, in rows of `context` tokens at most."""
         if not context >= 1:
             raise ValueError(f"context must be at least one token, got {context}")
         rows = [tokens] if len(tokens) and not getattr(tokens[0], "ndim", isinstance(tokens[0], Sequence)) else tokens
@@ -265,46 +227,39 @@ class Panel:
         """Take the first `size` positions of batches, which are copied; ask for no more batches than are needed."""
         if not size >= 1:
             raise ValueError(f"a panel has at least one position, got size={size}")
-        parts, missing = [], size
-        with torch.inference_mode(False):
-            for batch in batches:
-                positions = positions_of(batch)[:missing]
-                if len(positions):
-                    parts.append(select_rows(batch, positions))
-                    missing -= len(positions)
-                if not missing:
-                    break
+        parts: list[tuple[Batch, Tensor]] = []
+        for batch in batches:
+            if not _add(parts, batch, size):
+                break
         if not parts:
             raise ValueError(
                 f"found no position in the validation text, of {size} asked for: it is empty, or all padding and labels"
                 f" of {IGNORED}"
             )
-        _warn_if_few(size - missing, size)
-        return cls(tuple(batch for batch, _ in parts), tuple(positions for _, positions in parts))
+        panel = cls(*zip(*parts, strict=True))
+        _warn_if_few(panel.size, size)
+        return panel
 
     @classmethod
     def joined(cls, parts: Sequence[Panel], *, interleaved: bool = False) -> Panel:
         """Return panels as one: one after the other, or with their first rows before their second ones."""
-        batches = tuple(batch for panel in parts for batch in panel.batches)
-        positions = tuple(positions for panel in parts for positions in panel.positions)
-        if not interleaved:
-            return cls(batches, positions)
         order: list[Tensor] = []
         for number, panel in enumerate(parts):
-            place = number
-            for batch in panel.batches:
-                order.append(place + len(parts) * torch.arange(len(input_ids(batch))))
-                place += len(parts) * len(input_ids(batch))
-        return cls(batches, positions, tuple(order))
-
-    # On disk, and in checkpoints
+            counts = [len(input_ids(batch)) for batch in panel.batches]
+            order += torch.split(number + len(parts) * torch.arange(sum(counts)), counts)
+        batches = tuple(batch for panel in parts for batch in panel.batches)
+        positions = tuple(positions for panel in parts for positions in panel.positions)
+        return cls(batches, positions, tuple(order) if interleaved else ())
 
     @cached_property
     def saved(self) -> dict[str, Any]:
         """The panel as plain types, for JSON and for a checkpoint."""
-        tensors = {"positions": self.positions, "order": self.order}
-        plain = {name: [x.tolist() for x in those] for name, those in tensors.items()}
-        return {"hash": self.hash, "batches": [_to_plain(batch) for batch in self.batches], **plain}
+        return {
+            "hash": self.hash,
+            "batches": [_to_plain(batch) for batch in self.batches],
+            "positions": [x.tolist() for x in self.positions],
+            "order": [x.tolist() for x in self.order],
+        }
 
     @classmethod
     def restored(cls, saved: dict[str, Any]) -> Panel:
@@ -356,22 +311,30 @@ def _from_plain(x: Any) -> Any:
     return list(map(_from_plain, x["list"])) if "list" in x else tuple(map(_from_plain, x["tuple"]))
 
 
+def _add(parts: list[tuple[Batch, Tensor]], batch: Batch, size: int) -> bool:
+    """Copy what a batch adds to the first `size` positions; return True if some are still missing."""
+    missing = size - sum(len(positions) for _, positions in parts)
+    if missing <= 0:
+        return False
+    with torch.inference_mode(False):  # inference tensors could not be used outside of it
+        positions = positions_of(batch)[:missing]
+        if len(positions):
+            parts.append(select_rows(batch, positions))
+    return len(positions) < missing
+
+
 def _warn_if_few(found: int, size: int) -> None:
     if found < size:
         warn_user(f"the validation text has {found} positions, fewer than the {size} asked for", stacklevel=3)
 
 
-# Where it comes from
-
-GivenPanel = Panel | Tensor | Iterable[Any] | str | os.PathLike[str]
-"""Token ids, batches, a DataLoader, a panel, or the folder of a run that has one."""
+GivenPanel = Panel | Tensor | Iterable[Any] | str | os.PathLike[str]  # also batches, or the folder of a run with one
 
 
 def panel_from(given: GivenPanel, size: int, *, ranks: Ranks, saved: dict[str, Any] | None = None) -> Panel | None:
     """Make a panel of what a user gives. Called on every rank of `ranks`; None if another rank could not make its own.
 
-    The rows of ranks that give different text take turns. The panel that was `saved` of a run that goes on takes the
-    place of batches, which may have been shuffled, but not of token ids.
+    The `saved` panel takes the place of batches, which may have been shuffled, but not of token ids.
     """
     panel: Panel | None = None
     try:
@@ -387,7 +350,9 @@ def _own_panel(given: Any, size: int, saved: dict[str, Any] | None) -> Panel:
     if isinstance(given, str | os.PathLike):
         return Panel.of_run(given)
     first = given[0] if isinstance(given, list | tuple) and given else None
-    if isinstance(given, Tensor | np.ndarray) or isinstance(first, int) or _is_text(first):
+    text = isinstance(first, list) and bool(first) and isinstance(first[0], int)
+    text = text or (isinstance(first, Tensor) and first.ndim < 2)  # no batch has one dimension only
+    if isinstance(given, Tensor | np.ndarray) or isinstance(first, int) or text:
         return Panel.of_tokens(given, size)
     if saved is not None:
         return Panel.restored(saved)
@@ -401,11 +366,6 @@ def _own_panel(given: Any, size: int, saved: dict[str, Any] | None) -> Panel:
             maker.set_state(state)
 
 
-def _is_text(x: Any) -> bool:
-    """Return True for the ids of one text: no batch has one dimension only."""
-    return (isinstance(x, Tensor) and x.ndim < 2) or (isinstance(x, list) and bool(x) and isinstance(x[0], int))
-
-
 def _share(
     mine: Panel | None, size: int, ranks: Ranks, *, reader: int, paper: bool = False, more_to_come: bool = False
 ) -> Panel | None:
@@ -414,7 +374,12 @@ def _share(
     The rows of different texts take turns. For the paper each reader has an equal part, one after the other. Too few
     positions make no panel if there is `more_to_come`.
     """
-    told = ranks.gather(None if mine is None else (reader, mine.hash, mine.positions_of_rows()))
+    own: tuple[int, str, list[int]] | None = None
+    if mine is not None:
+        pairs = zip(mine.batches, mine.positions, strict=True)
+        counts = [n for batch, at in pairs for n in torch.bincount(at // input_ids(batch).shape[1]).tolist()]
+        own = reader, mine.hash, counts
+    told = ranks.gather(own)
     if mine is None or None in told:
         return None
     owners: dict[Any, int] = {}  # the first rank of each reader, or of each text
@@ -447,26 +412,20 @@ def _turns(rows: list[list[int]], size: int) -> list[int]:
 
 
 class PanelCollector:
-    """Finds the panel of a run. All ranks have the same one, or none has.
+    """Finds the panel of a run, `size` positions. All ranks have the same one, or none has.
 
-    Args:
-        choice: "loader" for the first positions that validation delivers, the rows of all ranks in turn; "paper" for an
-            equal part from each rank, as the paper's authors take them; the folder of another run; or token ids.
-        size: number of positions on all ranks together.
+    "loader" chooses the first positions that validation delivers, the rows of all ranks in turn; "paper" an equal part
+    from each rank, as the paper's authors take them.
     """
 
     def __init__(self, choice: PanelChoice, size: int) -> None:
         self.choice, self.size = choice, size
         self._collects = isinstance(choice, str) and choice in NAMED
         self.panel: Panel | None = None
-        """The panel, once there is one."""
         self._parts: list[tuple[Batch, Tensor]] | None = None  # what this rank has collected
 
     def take(self, saved: dict[str, Any] | None, *, validates: bool, ranks: Ranks) -> None:
-        """Take the panel that the user chose, or the `saved` one of a run that goes on. Called on every rank.
-
-        If there is neither, and the run never `validates`, warn.
-        """
+        """Take the panel that the user chose, or the `saved` one of a run that goes on. Called on every rank."""
         panel: Panel | None = None
         try:
             if not self._collects:
@@ -488,27 +447,19 @@ class PanelCollector:
 
     def offer(self, batch: Batch) -> None:
         """Collect a validation batch, as the model takes it, if this rank still lacks positions."""
-        missing = self.size - sum(len(positions) for _, positions in self._parts or ())
-        if self._parts is not None and missing > 0:
-            with torch.inference_mode(False):  # inference tensors could not be used outside of it
-                positions = positions_of(batch)[:missing]
-                if len(positions):
-                    self._parts.append(select_rows(batch, positions))
+        if self._parts is not None:
+            _add(self._parts, batch, self.size)
 
     def finish(self, *, ranks: Ranks, reader: int, more_to_come: bool = False) -> None:
-        """Make the panel of what the ranks have collected. Called on every rank.
-
-        Ranks with the same `reader` share their data. Too few positions make no panel if there is `more_to_come`.
-        """
+        """Make the panel of what the ranks have collected. Called on every rank. Those of one `reader` share data."""
         if self._parts is None:
             return
         batches, positions = zip(*self._parts, strict=True) if self._parts else ((), ())
         self._parts, mine = None, Panel(batches, positions)
         if not more_to_come and ranks.world == 1 and batches:
             _warn_if_few(mine.size, self.size)
-        self.panel = _share(
-            mine, self.size, ranks, reader=reader, paper=self.choice == "paper", more_to_come=more_to_come
-        )
+        paper = self.choice == "paper"
+        self.panel = _share(mine, self.size, ranks, reader=reader, paper=paper, more_to_come=more_to_come)
 
     def reset(self) -> None:
         """Forget the panel: the next run finds its own."""

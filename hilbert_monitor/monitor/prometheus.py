@@ -32,11 +32,7 @@ NAME_WAIT = 10.0  # seconds that the log has to name the run; until then scrapes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prometheus:
-    """Settings of the export to Prometheus.
-
-    Example:
-        ``HilbertMonitor(prometheus=Prometheus(port=9464, address="0.0.0.0"))``
-    """
+    """Settings of the export: ``HilbertMonitor(prometheus=Prometheus(port=9464, address="0.0.0.0"))``."""
 
     port: int | None = None
     """Port of /metrics on rank zero, or the next free one if it is taken. 0 for any free port, None for no server."""
@@ -98,8 +94,7 @@ class Exporter(ProcessBound, Exposition):
             self.stop()
             return
         seconds = min(self.settings.linger, STOP_LINGER) if status == "stopped" else self.settings.linger
-        # Not a daemon thread: the process stays for the last scrape.
-        threading.Thread(target=self._linger, args=(seconds,), name="hilbert-monitor last scrape").start()
+        threading.Thread(target=self._linger, args=(seconds,), name="hilbert-monitor last scrape").start()  # no daemon
 
     def stop(self) -> None:
         """Stop serving, and remove the run from the registry."""
@@ -123,7 +118,6 @@ class Exporter(ProcessBound, Exposition):
         self.stop()
 
     def _present(self) -> list[Samples]:
-        """Return the samples of the run, once it has a name."""
         if self.inherited:
             return []
         samples = self.samples.samples()
@@ -184,7 +178,6 @@ class _Handler(WSGIRequestHandler):
 
 
 def _serve(settings: Prometheus, registry: CollectorRegistry) -> MetricsServer:
-    """Serve at the given port, or at the next free one."""
     tls, first = None if settings.tls is None else _tls_context(*settings.tls), settings.port or 0
     for port in range(first, min(first + PORTS, 65536)):
         try:
@@ -192,10 +185,10 @@ def _serve(settings: Prometheus, registry: CollectorRegistry) -> MetricsServer:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or first == 0:
                 raise
-            continue
-        if port != first:
-            warn_user(f"port {first} is taken: the metrics are at port {port}", stacklevel=4)
-        return server
+        else:
+            if port != first:
+                warn_user(f"port {first} is taken: the metrics are at port {port}", stacklevel=4)
+            return server
     raise OSError(errno.EADDRINUSE, f"port {first} and the next {PORTS - 1} are taken: give another")
 
 

@@ -1,8 +1,7 @@
 """`TrustRegion`: holds each step of an LM head to a limit of its diameter D(S), and skips steps that are not finite.
 
-An optimizer makes U' = c U + S, where c is what decoupled weight decay leaves of the weights U. S = U' - c U is formed
-from the weights that were stored and a copy of those before the step, in fp64. With the mean row m and r = limit / 2, a
-row with |s_i - m| > r becomes
+An optimizer makes U' = c U + S, where c is what decoupled weight decay leaves of the weights U. With S's mean row m and
+r = limit / 2, a row with |s_i - m| > r becomes
 
     s_i' = m' + f_i (s_i - m),    f_i = (r - e_i) / |s_i - m|.
 
@@ -10,9 +9,8 @@ All rows are then within r of m', so that no two of them are farther apart than 
 it is longer: log-odds ignore a shift that all rows share, but floating-point numbers and a tied embedding do not.
 
 e_i makes room for rounding. A dtype with unit roundoff u and smallest positive number a moves a row t = c U_i + s_i' of
-d entries by |t| u + sqrt(d) a / 2 at most, and |t| <= |c U_i| + |m'| + r. That is e_i, but never more than r / 2. The
-rounded row is then measured. If it is outside the ball, the row keeps its bits from before the step: it does not move,
-and zero is in the ball because |m'| <= r. So the limit holds in every dtype.
+d entries by |t| u + sqrt(d) a / 2 at most, and |t| <= |c U_i| + |m'| + r. That is e_i, but never more than r / 2. A
+rounded row outside the ball keeps its bits from before the step: zero is in the ball because |m'| <= r.
 """
 
 from __future__ import annotations
@@ -48,12 +46,9 @@ try:
 except ModuleNotFoundError:  # other training loops do not need it
     Callback = object  # type: ignore[assignment,misc]
 
-TOP = 8
-"""Tokens named in a `LimitedStep`."""
-CHUNK_BYTES = {"cpu": 2**19}
-"""Bytes of a chunk of rows in fp64: what fits a CPU's cache. An accelerator has 2^26."""
-WINDOW = 50
-"""Steps whose diameters have the median that `usual` multiplies."""
+TOP = 8  # tokens named in a `LimitedStep`
+CHUNK_BYTES = {"cpu": 2**19}  # of rows in fp64: what fits a CPU's cache; an accelerator has 2^26
+WINDOW = 50  # steps whose diameters have the median that `usual` multiplies
 
 
 class NonFiniteGradients(RuntimeError):
@@ -62,29 +57,17 @@ class NonFiniteGradients(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class LimitedStep:
-    """One step under a `TrustRegion`.
+    """One step under a `TrustRegion`: bounds of D(S) as the optimizer made it and as it was stored."""
 
-    Attributes:
-        step: its number, from 1.
-        limit: of D(S) in this step.
-        left_out: True if the step was skipped because a gradient was not finite. The rest is then unknown.
-        asked_lower: lower bound of D(S) as the optimizer made it.
-        asked_upper: upper bound of it.
-        made_upper: upper bound of D(S) as it was stored, at most the limit.
-        held: rows outside the ball.
-        rows: rows of the head.
-        tokens: those of the rows farthest outside the ball, the farthest first.
-    """
-
-    step: int
+    step: int  # from 1
     limit: float
-    left_out: bool = False
+    left_out: bool = False  # skipped because a gradient was not finite; the rest is then unknown
     asked_lower: float = 0.0
     asked_upper: float = 0.0
-    made_upper: float = 0.0
-    held: int = 0
-    rows: int = 0
-    tokens: tuple[int, ...] = ()
+    made_upper: float = 0.0  # at most the limit
+    held: int = 0  # rows outside the ball
+    rows: int = 0  # of the head
+    tokens: tuple[int, ...] = ()  # of the rows farthest outside the ball, the farthest first
 
 
 class MovedRows(NamedTuple):
@@ -98,10 +81,8 @@ class MovedRows(NamedTuple):
 class RowBall:
     """A ball around the mean row of a step, with half the limit as its radius. Nothing here synchronizes.
 
-    Args:
-        parts: rows of the weight, and of a trained bias, whose column extends them.
-        limit: largest distance between two rows.
-        shards: the matrix that the rows belong to, if other ranks have the rest.
+    `parts` are rows of the weight, and of a trained bias, whose column extends them. `shards` is their matrix, if other
+    ranks have rows of it.
     """
 
     def __init__(self, parts: list[MovedRows], limit: Rate, shards: RowShards | None = None) -> None:
@@ -111,8 +92,7 @@ class RowBall:
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64  # mps has no fp64
         self.radius = self._zeros() + limit / 2
         self.number, self.width = len(parts[0].after), sum(part.after.shape[1] for part in parts)
-        self.rows = self.number if self._shards is None else self._shards.number
-        """Rows of all ranks."""
+        self.rows = self.number if self._shards is None else self._shards.number  # of all ranks
         chunk = max(1, CHUNK_BYTES.get(self.device.type, 2**26) // (8 * self.width))
         self._chunks = [slice(*ends) for ends in pairwise([*range(0, self.number, chunk), self.number])]
         self._scratch = self._zeros(2, min(chunk, self.number), self.width)
@@ -165,12 +145,10 @@ class RowBall:
             reach = torch.maximum(self.radius - slack - self.width**0.5 * least / 2, self.radius / 2)
             rows.sub_(mean).nan_to_num_(0.0, 0.0, 0.0).mul_((reach / far[at]).clamp(max=1.0)[:, None])
             centre = decayed.add_(shift)
-            stored = [
-                x.to(part.after.dtype, copy=True)
-                for part, x in zip(self.parts, self._columns(rows.add_(centre)), strict=True)
-            ]
-            for x, y in zip(self._columns(rows), stored, strict=True):
-                x.copy_(y)
+            stored = []
+            for part, x in zip(self.parts, self._columns(rows.add_(centre)), strict=True):
+                stored.append(x.to(part.after.dtype, copy=True))
+                x.copy_(stored[-1])
             fits = (torch.linalg.vector_norm(rows.sub_(centre), dim=1) <= self.radius) & torch.isfinite(far[at])
             for part, x in zip(self.parts, stored, strict=True):
                 held = torch.where(fits[:, None], x, part.before[at])
@@ -185,14 +163,12 @@ class RowBall:
         return decayed, rows.sub_(decayed)
 
     def _columns(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Return the columns of each parameter."""
         return torch.split(rows, [part.after.shape[1] for part in self.parts], 1)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _sum(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks."""
         if self._shards is None:
             return x
         sent = x.to(self._shards.rows.device)
@@ -204,8 +180,8 @@ class RowBall:
 class TrustRegion(Callback):
     """Holds each step of an LM head to a limit of its diameter D(S), and skips steps that are not finite.
 
-    After ``optimizer.step()`` it projects the centred rows of S onto the ball of radius limit / 2. If all rows are
-    inside, no bit changes. It does not hold weight decay, nor what the backbone does to the log-odds.
+    If all centred rows of S are in the ball of radius limit / 2, no bit changes. It does not hold weight decay, nor
+    what the backbone does to the log-odds.
 
     Example:
         ``Trainer(callbacks=[HilbertMonitor(), TrustRegion(limit=0.02)])`` in Lightning. In another loop::
@@ -248,12 +224,9 @@ class TrustRegion(Callback):
             raise ValueError(f"stop_after must be at least 1, got {stop_after}")
         self.limit, self.lr_multiple, self.usual, self.stop_after = limit, lr_multiple, usual, stop_after
         self._options: dict[str, Any] = {"head": head, "decay": decay, "logit_scale": logit_scale}
-        self.step = 0
-        """Steps so far."""
-        self.clipped = 0
-        """Steps with rows outside the ball, counted when they are read."""
-        self.left_out = 0
-        """Steps skipped."""
+        self.step = 0  # steps so far
+        self.clipped = 0  # those with rows outside the ball, counted when they are read
+        self.left_out = 0  # those skipped
         self._head: Head | None = None
         self._sources: list[IncrementSource] = []  # the weight's, and a trained bias's
         self._remove: Callable[[], None] | None = None
@@ -340,26 +313,32 @@ class TrustRegion(Callback):
         return counts | {"diameters": list(self._diameters)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where a run was saved: the step's number, the counts and the usual diameters."""
+        """Continue where a run was saved."""
         self.step, self.clipped, self.left_out = (int(state_dict[name]) for name in ("step", "clipped", "left_out"))
         self._diameters = deque(map(float, state_dict.get("diameters", ())), maxlen=WINDOW)
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """Check the gradients, and copy the weights."""
         self._restore_gradients()  # of a step that raised
-        self._remove_bad_gradients()
+        params = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        scaled = getattr(self._optimizer, "found_inf", None) is not None  # a GradScaler has a fused optimizer skip it
+        finite = scaled or self._ranks.all_agree(_are_finite(p.grad.detach() for p in params))
         _ = self.last  # the check has synchronized
-        if self._bad is None:
-            weights = [source.rows.of(source.param) for source in self._sources]
-            if [x.shape for x in weights] != [x.shape for x in self._copies]:
-                self._copies = [torch.empty_like(x) for x in weights]
-            for copy, x in zip(self._copies, weights, strict=True):
-                copy.copy_(x)
+        if not finite:  # an optimizer moves no parameter without a gradient, and leaves its state alone
+            self._bad_in_a_row += 1
+            self._bad = [(p, p.grad) for p in params]
+            for p in params:
+                p.grad = None
+            return
+        self._bad_in_a_row = 0
+        weights = [source.rows.of(source.param) for source in self._sources]
+        if [x.shape for x in weights] != [x.shape for x in self._copies]:
+            self._copies = [torch.empty_like(x) for x in weights]
+        for copy, x in zip(self._copies, weights, strict=True):
+            copy.copy_(x)
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Hold the step, or note that it was skipped."""
         head = self._head
         assert head is not None
         self.step += 1
@@ -379,49 +358,27 @@ class TrustRegion(Callback):
             probe.after_limit(self._pending)
         if head.rows.sharded:
             torch.autograd.graph.increment_version([source.param for source in self._sources])
-        self._check_skipped()
-
-    def _limit(self) -> Rate:
-        """Return the limit of D(S) in this step; a learning rate that is a tensor makes a tensor."""
-        if self.usual is not None:
-            return self.usual * median(self._diameters) if len(self._diameters) == WINDOW else math.inf
-        if self.lr_multiple is not None:
-            multiple: Rate = self._sources[0].group["lr"] * self.lr_multiple
-            return multiple
-        return _check_limit(self.limit(self.step) if callable(self.limit) else self.limit)
-
-    def _remove_bad_gradients(self) -> None:
-        """Remove all gradients if one of any rank is not finite. Synchronizes once.
-
-        An optimizer moves no parameter without a gradient, and leaves its state alone.
-        """
-        params = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        scaled = getattr(self._optimizer, "found_inf", None) is not None  # a GradScaler has a fused optimizer skip it
-        if scaled or self._ranks.all_agree(_are_finite(p.grad.detach() for p in params)):
-            self._bad_in_a_row = 0
-            return
-        self._bad_in_a_row += 1
-        self._bad = [(p, p.grad) for p in params]
-        for p in params:
-            p.grad = None
-
-    def _restore_gradients(self) -> None:
-        for p, gradient in self._bad or ():
-            p.grad = gradient if p.grad is None else p.grad
-        self._bad = None
-
-    def _check_skipped(self) -> None:
-        """Warn of the first of some skipped steps, and raise at `stop_after`."""
-        number, text = self._bad_in_a_row, f"the gradient of step {self.step} is not finite"
+        number, text = self._bad_in_a_row, f"the gradient of step {step} is not finite"
         if number >= self.stop_after:
             raise NonFiniteGradients(
                 f"{text}, and the {number} last steps were skipped for that: look at their batches, losses and hidden"
                 " states, or pass a larger stop_after=..."
             )
         if number == 1:
-            warn_user(f"{text}: the step was skipped, for all parameters", stacklevel=3)
+            warn_user(f"{text}: the step was skipped, for all parameters", stacklevel=2)
 
-    # Hooks of Lightning
+    def _limit(self) -> Rate:
+        if self.usual is not None:
+            return self.usual * median(self._diameters) if len(self._diameters) == WINDOW else math.inf
+        if self.lr_multiple is not None:
+            multiple: Rate = self._sources[0].group["lr"] * self.lr_multiple  # perhaps a tensor
+            return multiple
+        return _check_limit(self.limit(self.step) if callable(self.limit) else self.limit)
+
+    def _restore_gradients(self) -> None:
+        for p, gradient in self._bad or ():
+            p.grad = gradient if p.grad is None else p.grad
+        self._bad = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the head and its optimizer, and hold steps."""
@@ -464,7 +421,6 @@ def _wide(x: Rate) -> Rate:
 
 
 def _limited_step(step: int, limit: float, rows: int, scale: float, summary: list[float]) -> LimitedStep:
-    """Return the step of a summary of `RowBall.project`; `scale` is that of the logits."""
     outside, far, tokens = int(summary[0]), [x * scale for x in summary[1 : 1 + TOP]], summary[1 + TOP :]
     upper = far[0] + max(far[1], 0.0)
     return LimitedStep(
@@ -486,7 +442,6 @@ def _check_limit(limit: Any) -> float:
 
 
 def _are_finite(gradients: Iterable[Any]) -> bool:
-    """Return True if all entries of this rank's gradients are finite."""
     local = [x.to_local() if hasattr(x, "to_local") else x for x in gradients]
     entries = [x for x in (x.coalesce().values() if x.is_sparse else x for x in local) if x.numel()]
     here, there = [x for x in entries if x.device.type == "cpu"], [x for x in entries if x.device.type != "cpu"]
