@@ -323,7 +323,7 @@ class Measurer:
             self.increment = None
             return fields
         found = self._with_stored("diameter", S, exact_diameter)
-        if not found:
+        if not self.ranks.all_agree(bool(found)):
             found = self._with_stored("bracket", S, lambda S: bounds_of(row_diameter_bracket(S)))
         fields |= found | self.run("gradient", self.head.gradient, self._gradient)
         return fields | self.run("logits", self.head.weight_rows, lambda U: head_rows(U, self.head.logit_scale))
