@@ -120,10 +120,9 @@ class MatrixOptimizer(Optimizer, ABC):
         """Return the increment S of the last step on `param`, without the decoupled weight decay.
 
         U' = (1 - lr decay) U + S: signed, and scaled by the learning rate of that step. Zero if the parameter had no
-        gradient in the last step. A step that a GradScaler skipped does not count.
-
-        The result (m, n) has the dtype of the optimizer's state and the layout of `param`. All ranks of a mesh call
-        this together for Muon, for RowNorm with center="both", and where columns are sharded.
+        gradient in the last step. A step that a GradScaler skipped does not count. The result (m, n) has the dtype of
+        the optimizer's state and the layout of `param`. All ranks of a mesh call this together for Muon, for RowNorm
+        with center="both", and where columns are sharded.
         """
         return like(param, self.increment_rows(param).matrix())
 
