@@ -334,6 +334,8 @@ class WeightDecay:
     """
 
     def __init__(self, optimizer: Optimizer, choice: Decay | None = None) -> None:
+        if isinstance(choice, str) and choice not in ("decoupled", "coupled"):
+            raise ValueError(f'decay is "decoupled", "coupled", a number or a function of the group, got {choice!r}')
         self.optimizer, self.choice = optimizer, choice
 
     def share(self, options: Group) -> Rate | None:

@@ -143,7 +143,9 @@ class RunWriter:
         (self._layers or self._steps).append(_readable(record))
 
     def panel(self, saved: bytes) -> None:
-        """Write the panel, as JSON."""
+        """Write the panel, as JSON. Does nothing in a forked process, or once the run is closed."""
+        if self._steps.closed:
+            return
         unfinished = self.folder / f".{PANEL}"
         unfinished.write_bytes(saved)
         unfinished.replace(self.folder / PANEL)

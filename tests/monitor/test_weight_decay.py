@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, NAdam, Optimizer
 
 from hilbert_monitor import Probe, RowNorm
+from hilbert_monitor.monitor.optimizers import WeightDecay
 from hilbert_monitor.monitor.panel import Panel
 from tests.support.decoders import Plain, loss_of, seeded
 from tests.support.optim_references import adam_steps, gradients, sgd_steps
@@ -284,3 +285,9 @@ def test_what_needs_an_increment_is_not_measured_of_a_change():
             assert record.diameter_upper is None
     names = ("perturbation_rms", "radius", "gauge_waste", "spectral_norm", "ceiling", "efficiency_upper")
     assert [getattr(record, name) for name in names] == [None] * len(names)
+
+
+def test_a_word_that_says_nothing_of_a_decay_is_refused():
+    weight = torch.nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(ValueError, match='decay is "decoupled", "coupled", a number or a function of the group, got'):
+        WeightDecay(AdamW([weight]), "typo")
