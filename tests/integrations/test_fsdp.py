@@ -70,7 +70,6 @@ def trainer(rank, world, folder, kept):
     args = transformers.TrainingArguments(
         output_dir=folder, max_steps=UPDATES, per_device_train_batch_size=ROWS, learning_rate=1e-2, report_to=[],
         use_cpu=True, disable_tqdm=True, save_strategy="no", lr_scheduler_type="constant", max_grad_norm=0.5,
-        eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=ROWS,
     )  # fmt: skip
     trained = transformers.Trainer(
         Model(0.0), args, train_dataset=items(0, 64), eval_dataset=items(1, 16), callbacks=[]
@@ -84,7 +83,7 @@ def trainer(rank, world, folder, kept):
             heads.copy()
 
     trained.add_callback(Copies())
-    HilbertCallback(sinks=[kept], run_dir=None, **OPTIONS | {"diameter_every": 1}).attach(trained)
+    HilbertCallback(panel=loader(1, 16), sinks=[kept], run_dir=None, **OPTIONS | {"diameter_every": 1}).attach(trained)
     trained.train()
     heads.copy()
     return heads.diameters()
