@@ -43,7 +43,7 @@ demo: setup
 # Every promise of the README once, for real.
 test:
 	$(PREPARE)
-	@echo "Running the tests: four to eight minutes on two cores"
+	@echo "Running the tests: three to six minutes on two cores"
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not sweep" $(ARGS)
 
 # The sweeps, the long scenarios and the tests of the tests too.

@@ -109,6 +109,8 @@ class DeferredStep:
     """How many weights were compared, for the share of those that moved."""
     increment: HeadIncrement | None = None
     """The increment, held, where it cannot be formed any more when the numbers are read."""
+    outcome: Callable[[], Any] | None = None
+    """Reads what a TrustRegion made of the step, where there is one."""
     samples: list[Any] = field(default_factory=list)
     """Indices of the samples that the step was made of."""
     moment: tuple[float, float] = (0.0, 0.0)

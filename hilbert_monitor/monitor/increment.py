@@ -62,7 +62,6 @@ class Basis(IntEnum):
 class StepPlan:
     """What is measured of a step."""
 
-    step: int
     exact: bool = True
     """The exact diameter."""
     panel: bool = False
@@ -258,7 +257,7 @@ class IncrementSource:
         self.fallbacks: list[str] = []
         """Sentences about what is assumed no more, for the reader of the run's remarks."""
         self._lowest = basis
-        self._plan = StepPlan(0)
+        self._plan = StepPlan()
         self._lost = False  # a fallback in this step: the weights of before it were not kept
         self._before: Any = None  # the weights before the step, where they were kept
         self._samples = SampledRows(self.rows, param)

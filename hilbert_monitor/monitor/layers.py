@@ -116,7 +116,7 @@ class LayerMonitor:
         if self._ends or step % self.every:
             return
         with self._timed():
-            plan = StepPlan(step, check=False)
+            plan = StepPlan(check=False)
             for layer in self.layers:
                 optimizer, param = layer.source.optimizer, layer.source.param
                 steps = (optimizer, *inner_optimizers(optimizer, param))

@@ -103,7 +103,7 @@ class Schedule:
         bounds, due = self._bounds, exact or panel
         check = (due or bounds) and (due or self._checked < CHECKED)
         defer = self.may_defer and not (due or check or self.waits) and (not bounds or self._can_defer)
-        return StepPlan(step, exact=exact, panel=panel, bounds=bounds, check=check, defer=defer)
+        return StepPlan(exact=exact, panel=panel, bounds=bounds, check=check, defer=defer)
 
     def begin(self, plan: StepPlan) -> None:
         """Count a step that begins."""
@@ -199,7 +199,7 @@ class Probe(ProcessBound):
         for text in self.head.remarks():
             self._remark_inexact(text)
         self._note_unknown_decay()
-        self._plan = StepPlan(0)
+        self._plan = StepPlan()
         self._ends: list[Callable[[], None]] = []  # of hooks
         self._enders: list[Callable[[], None]] = []  # see a step that was made, if they have not yet
         self._outcome: Callable[[], Any] | None = None  # reads what a TrustRegion made of the step
@@ -672,10 +672,7 @@ class Probe(ProcessBound):
             elif loss is not None:
                 fields["train_loss"] = float(loss)
             deferred.numbers.send()
-        outcome = self._outcome
-        if outcome is not None:
-            deferred.fields["outcome"] = outcome
-        deferred.moment = self._moment()
+        deferred.outcome, deferred.moment = self._outcome, self._moment()
         self._take_seconds(deferred)
         self._sent, self._deferred, self._fields = deferred, None, None
         self._measurer.forget()
@@ -683,7 +680,7 @@ class Probe(ProcessBound):
     def _read(self, deferred: DeferredStep) -> None:
         """Complete the fields of a step with the numbers that have arrived."""
         head, fields, measurer = self.head, deferred.fields, self._measurer
-        self._outcome = fields.pop("outcome", self._outcome)
+        self._outcome = deferred.outcome or self._outcome
         with measurer.timed("bracket"):
             numbers = deferred.numbers.read()
             fields["learning_rate"], fields["scheduled"] = deferred.rate.read(numbers.get("rate"))

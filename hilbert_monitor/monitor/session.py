@@ -303,10 +303,10 @@ class RunSession(ProcessBound):
                 started = True
             except NobodyMovesIt as error:
                 why = str(error)
-        disagree = sharded and not loop.ranks.all_agree(started)
-        if disagree and not loop.ranks.all_agree(bool(why)):
+        failed = not (loop.ranks.all_agree(started) if sharded else started)
+        if failed and sharded and not loop.ranks.all_agree(bool(why)):
             why = ""
-        if disagree or self.probe is None:
+        if failed or self.probe is None:
             if why and loop.ranks.rank == 0 and self._waits_for_groups is None:
                 so_far = "nothing is measured so far, and the head is watched as soon as an optimizer has it"
                 warn_user(f"{so_far}: {why}", stacklevel=4)

@@ -452,8 +452,7 @@ def watch(
             DataLoader, token ids, or the folder of a run that has a panel. None measures the diameter alone.
         log: takes the numbers of each step, under the names that they have in Lightning's loggers: ``wandb.log``,
             ``trackio.log``, ``writer.add_scalar`` of TensorBoard's, or any function of a dict and a step.
-        schedulers: of the learning rate, by default torch's own of these optimizers. Records say whether one of them
-            set the rate of a step.
+        schedulers: of the learning rate. Records then say whether one of them set the rate of a step.
         last_step: the number of updates at the end of training: that update is measured like one that is due.
         first_step: updates that were made before, in a run that goes on without a `state`.
         state: what `state_dict()` returned, for a run that goes on.

@@ -43,7 +43,7 @@ def set_lr(optimizer, lr):
             group["lr"] = lr
 
 
-def watch(source, seen=None, plan=StepPlan(0)):  # noqa: B008
+def watch(source, seen=None, plan=StepPlan()):  # noqa: B008
     """Let a source see the steps of its optimizer; return a function that ends it."""
     seen = [] if seen is None else seen
     return on_steps([source.optimizer], lambda: source.begin(plan), lambda: seen.append(source.end()))
@@ -185,7 +185,7 @@ def test_weights_are_copied_only_for_the_steps_that_are_measured():
     optimizer = Adagrad([p])
     source = IncrementSource(optimizer, p)
     for measured in (True, False, True):
-        end = watch(source, plan=StepPlan(0, exact=measured, bounds=False, check=False))
+        end = watch(source, plan=StepPlan(exact=measured, bounds=False, check=False))
         p.grad, before = normal(1, 1024, 4).float(), p.detach().double()
         optimizer.step()
         end()

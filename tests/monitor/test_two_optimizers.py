@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, RMSprop
 
-from hilbert_monitor import Probe
+from hilbert_monitor import Probe, watch
 from tests.support.references import all_pairs_diameter
 
 V, D = 50, 8
@@ -91,3 +91,22 @@ def test_the_first_steps_of_an_optimizer_that_takes_over_are_compared_with_the_w
                     probe.notice_update([optimizer])
                 probe.record()
             assert any("moves the head's weights" in remark or "away from where" in remark for remark in probe.remarks)
+
+
+class Unhookable(AdamW):
+    """Takes no hooks."""
+
+    def register_step_pre_hook(self, hook):
+        raise RuntimeError("no hooks here")
+
+
+def test_a_run_whose_optimizer_takes_no_hooks_is_not_measured_and_goes_on():
+    decoder = model()
+    optimizer = Unhookable(decoder.parameters(), lr=1e-3)
+    with pytest.warns(UserWarning, match=r"start failed \(RuntimeError: no hooks here\)"):
+        run = watch(decoder, optimizer, head="3", run_dir=None).start()
+    assert run.session.probe is None
+    backward(decoder, 0)
+    optimizer.step()
+    run.step()
+    run.close()
